@@ -1,0 +1,114 @@
+"""Edit a notebook as text: never as raw JSON.
+
+    python scripts/edit.py text notebooks/01_single_gpu.ipynb > draft.py        # the notebook as text
+    python scripts/edit.py notebook draft.py notebooks/01_single_gpu.ipynb      # the text as notebook
+
+The text is jupytext's percent format. A cell's header holds its id and what nbgrader and tags say of it:
+
+    # %% id="mfu-plot" tags=["cheatsheet"]
+    # %% [markdown] id="title"
+
+An id `ex-01-2` makes a code cell an exercise and `check-01-2` its check: their nbgrader metadata follows from the id
+and stands in the text only where it differs. A cell without an id is given one. Outputs stay with a cell, by its id, as
+long as its source is the same. What the notebook says of itself (its kernel) stays too; of that, `course` alone stands
+in the text, as a header, and may be changed there.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+from export import ExportError, read_notebook, write_atomically
+
+FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}
+FILTERS = {"cell_metadata_filter": "all", "notebook_metadata_filter": "course,-all"}
+KERNEL = {"display_name": "python3", "language": "python", "name": "python3"}
+
+
+def nbgrader_metadata(cell: dict) -> dict | None:
+    """What nbgrader needs to know of an exercise (`ex-NN-M`) or a check (`check-NN-M`); None for any other cell."""
+    kind = re.fullmatch(r"(ex|check)-\d\d-\d+", cell["id"])
+    if not kind or cell["cell_type"] != "code":
+        return None
+    exercise = kind[1] == "ex"
+    points = {} if exercise else {"points": 1}
+    return {"grade": not exercise, "grade_id": cell["id"], "locked": not exercise, **points,
+            "schema_version": 3, "solution": exercise, "task": False}
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    """The notebook at `path`; ExportError, with one line, where it is none."""
+    read_notebook(path)
+    return nbformat.read(path, as_version=4)
+
+
+def to_text(notebook: nbformat.NotebookNode) -> str:
+    """The notebook as text. ValueError, naming the cell, where the text would not come back as the same cell."""
+    course = {key: value for key, value in notebook.metadata.items() if key == "course"}
+    draft = nbformat.v4.new_notebook(metadata={**course, "jupytext": FILTERS})
+    for cell in notebook.cells:
+        copy = nbformat.from_dict({**cell, "metadata": {"id": cell["id"], **cell.metadata}})
+        if copy.metadata.get("nbgrader") == nbgrader_metadata(cell):
+            copy.metadata.pop("nbgrader", None)
+        draft.cells.append(copy)
+    text = jupytext.writes(draft, fmt=FORMAT)
+    back = jupytext.reads(text, fmt=FORMAT).cells
+    for number, cell in enumerate(notebook.cells):
+        if number >= len(back) or cell.source != back[number].source:
+            raise ValueError(f"cell {number + 1} ({cell.id}) does not fit into text: a line of it starts with '# %%'")
+    return text
+
+
+def to_notebook(text: str, old: nbformat.NotebookNode | None = None) -> nbformat.NotebookNode:
+    """The text as notebook, to replace the notebook `old`. ValueError, with one line, if a cell's header is wrong."""
+    notebook = jupytext.reads(text, fmt=FORMAT)
+    course = {key: value for key, value in notebook.metadata.items() if key == "course"}
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, **(old.metadata if old else {}), **course})
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    before = {cell["id"]: cell for cell in old.cells} if old else {}
+    seen = {}
+    for number, cell in enumerate(notebook.cells, start=1):
+        if "title" in cell.metadata:
+            raise ValueError(f"cell {number}: '{cell.metadata.title}' in its header is not of the form name=value")
+        cell["id"] = str(cell.metadata.pop("id", cell["id"]))
+        if not re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"]):
+            raise ValueError(f"cell {number}: '{cell['id']}' is no cell id: 1 to 64 letters, digits, - and _")
+        if cell["id"] in seen:
+            raise ValueError(f"cells {seen[cell['id']]} and {number} have the same id, {cell['id']}")
+        seen[cell["id"]] = number
+        cell.metadata.pop("lines_to_next_cell", None)
+        if "nbgrader" not in cell.metadata and (metadata := nbgrader_metadata(cell)):
+            cell.metadata["nbgrader"] = nbformat.from_dict(metadata)
+        was = before.get(cell["id"])
+        if was and (was["cell_type"], was["source"]) == (cell["cell_type"], cell["source"]):
+            cell.update({key: value for key, value in was.items() if key != "metadata"})
+        elif was and "attachments" in was:
+            cell["attachments"] = was["attachments"]
+    nbformat.validate(notebook)
+    return notebook
+
+
+def main(argv: list[str]) -> int:
+    """Run one of the two commands above. 0: done; 1: not done, one line says why; 2: not a command."""
+    try:
+        match argv:
+            case ["text", source]:
+                sys.stdout.write(to_text(read(Path(source))))
+            case ["notebook", source, target]:
+                target = Path(target)
+                old = read(target) if target.exists() else None
+                notebook = to_notebook(Path(source).read_text(encoding="utf-8"), old)
+                write_atomically(target, nbformat.writes(notebook) + "\n")
+            case _:
+                print("usage: python scripts/edit.py text NOTEBOOK | notebook TEXT NOTEBOOK", file=sys.stderr)
+                return 2
+    except (ExportError, OSError, ValueError, nbformat.ValidationError) as error:
+        print("edit:", *str(error).splitlines()[:1], file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

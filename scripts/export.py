@@ -1,0 +1,251 @@
+"""Write `course_lib/` from the cells that notebooks mark with `#| export`.
+
+    python scripts/export.py             # every notebook of notebooks/
+    python scripts/export.py --check     # writes nothing; names each cell whose exported text is out of step
+
+nbdev's `nb_export` does the work: it collects the cells, turns `from course_lib.model import x` into `from .model import x`, and heads
+each block with the notebook and the cell id it came from. This script adds four things: solution markers do not reach the library; one
+notebook may fill several modules; a string that opens the first cell of a module becomes the docstring of the module; and a raw cell marked `#| export` reaches the library too. A raw cell does not run in the notebook. Imports from modules of the same notebook
+are written so: there the name stands in the kernel already, perhaps in the learner's own version.
+"""
+
+import ast
+import copy
+import json
+import os
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS, LIBRARY = ROOT / "notebooks", ROOT / "course_lib"
+MARKER = re.compile(r"^\s*### (BEGIN|END) (SOLUTION|HIDDEN TESTS)\s*$")
+DIRECTIVE = re.compile(r"^#\|\s*(export|default_exp)\b[: ]*(\S*)\s*$")
+BLOCK = re.compile(r"^# %% (\S+\.ipynb) #(\S+)$")
+
+
+class ExportError(ValueError):
+    """A notebook that cannot be exported; its message is one line for the user."""
+
+
+def read_notebook(path: Path) -> dict:
+    """The notebook at `path`, each cell's source as one string. Raises ExportError with one line where it cannot be read."""
+    try:
+        notebook = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ExportError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise ExportError(f"{path} is a folder, not a notebook") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ExportError(f"{path} is not a notebook, or is cut short: {error}") from None
+    except OSError as error:
+        raise ExportError(f"{path} cannot be read: {error.strerror}") from None
+    if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
+        raise ExportError(f"{path} is not a notebook: it has no list of cells")
+    for cell in notebook["cells"]:
+        cell["source"] = "".join(cell["source"])
+    return notebook
+
+
+def directive(source: str, name: str) -> str | None:
+    """The argument of a cell's `#| name` line ("" where it has none), or None where the cell has no such line."""
+    for line in source.splitlines():
+        if not line.startswith("#|"):
+            return None
+        if (found := DIRECTIVE.match(line)) and found[1] == name:
+            return found[2]
+    return None
+
+
+def exported_cells(notebook: dict) -> list[tuple[int, dict]]:
+    """(number, cell) of every cell marked `#| export`; cells are numbered from 1, as they stand in the notebook."""
+    return [(number, cell) for number, cell in enumerate(notebook["cells"], start=1)
+            if cell["cell_type"] in ("code", "raw") and directive(cell["source"], "export") is not None]
+
+
+def default_module(notebook: dict) -> str | None:
+    """The module that a bare `#| export` goes to, from the notebook's `#| default_exp` line."""
+    names = (directive(cell["source"], "default_exp") for cell in notebook["cells"] if cell["cell_type"] == "code")
+    return next((name for name in names if name), None)
+
+
+def kept_lines(source: str) -> list[tuple[int, str]]:
+    """(line number in the cell, text) of the lines of a cell that reach the library: no directives, no solution markers."""
+    lines = list(enumerate(source.splitlines(), start=1))
+    while lines and (lines[0][1].startswith("#|") or not lines[0][1].strip()):
+        lines.pop(0)
+    return [(number, text) for number, text in lines if not MARKER.match(text)]
+
+
+def split_docstring(text: str) -> tuple[str, str]:
+    """The string that opens the text of a module's first cell, and the rest; ("", text) where none does."""
+    body = ast.parse(text).body
+    if not body or not isinstance(body[0], ast.Expr) or not isinstance(getattr(body[0].value, "value", None), str):
+        return "", text
+    lines = text.split("\n")
+    return "\n".join(lines[: body[0].end_lineno]), "\n".join(lines[body[0].end_lineno :])
+
+
+def module_texts(notebook: dict, path: Path, library: Path = LIBRARY) -> dict[str, str]:
+    """The text of every module that `notebook` exports, by name. `path` is where it stands, for the block headings and messages."""
+    from nbdev.export import nb_export
+    from nbdev.maker import ModuleMaker
+
+    cells = exported_cells(notebook)
+    if not cells:
+        raise ExportError(f"{path} has no cell marked '#| export': nothing to export")
+    if not default_module(notebook):
+        raise ExportError(f"{path} has no '#| default_exp MODULE' line: its default module has no name")
+    for number, cell in cells:
+        try:
+            ast.parse(cell["source"])
+        except SyntaxError as error:
+            raise ExportError(f"{path}: cell {number} ({cell.get('id')}), line {error.lineno}: syntax error: {error.msg}") from None
+
+    def drop_markers(cell):
+        if cell.cell_type == "code":
+            cell.set_source("\n".join(text for _, text in kept_lines(cell.source)))
+
+    class Maker(ModuleMaker):
+        """One text for each module: always new, docstring first."""
+
+        def __init__(self, dest, name, nb_path, is_new=True, **kwargs):
+            super().__init__(dest, name, nb_path, is_new=True)
+            self.dest2nb = Path(os.path.relpath(path, library)).as_posix()
+            self.hdr = f"# %% {self.dest2nb}"
+
+        def make(self, cells, all_cells=None, lib_path=None):
+            docstring, rest = split_docstring(cells[0].source)
+            cells[0].set_source(rest)
+            super().make(cells, cells, lib_path)
+            if docstring:
+                text = self.fname.read_text(encoding="utf-8")
+                self.fname.write_text(f"{docstring}\n\n{text}", encoding="utf-8")
+
+    notebook = copy.deepcopy(notebook)
+    for _, cell in exported_cells(notebook):
+        cell.update(cell_type="code", outputs=[], execution_count=None)  # a raw cell too
+    with tempfile.TemporaryDirectory() as folder:
+        plain, made = Path(folder) / Path(path).name, Path(folder) / library.name
+        plain.write_text(json.dumps(notebook), encoding="utf-8")
+        nb_export(str(plain), lib_path=made, procs=[drop_markers], mod_maker=Maker)
+        return {file.stem: file.read_text(encoding="utf-8") for file in sorted(made.glob("*.py"))}
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one step, so that a reader or a kill never meets half a file."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, path.stat().st_mode if path.exists() else 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_modules(texts: dict[str, str], library: Path) -> None:
+    """Write each module that differs from what stands in `library`, atomically."""
+    library.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        file = library / f"{name}.py"
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            write_atomically(file, text)
+
+
+def library_texts(notebooks: Path = NOTEBOOKS) -> dict[str, str]:
+    """What all the notebooks of a folder export between them; a module belongs to one notebook alone."""
+    texts, owner = {}, {}
+    for path in sorted(notebooks.glob("*.ipynb")):
+        for name, text in module_texts(read_notebook(path), path).items():
+            if name in texts:
+                raise ExportError(f"{path} exports to '{name}', a module of {owner[name]}: give the new idea a module of its own")
+            texts[name], owner[name] = text, path.name
+    return texts
+
+
+def blocks(text: str) -> dict[str, str]:
+    """An exported module in pieces: the text under each heading line, the module's top under ''."""
+    pieces, heading = {"": ""}, ""
+    for line in text.splitlines():
+        if BLOCK.match(line):
+            heading = line
+            pieces[heading] = ""
+        else:
+            pieces[heading] += line.rstrip() + "\n"
+    return {heading: piece.strip() for heading, piece in pieces.items()}
+
+
+def differences(texts: dict[str, str], library: Path = LIBRARY) -> list[str]:
+    """One line for each cell whose exported text is not what `library` holds, and for each module that no notebook exports."""
+    found = []
+    for file in sorted(library.glob("*.py")):
+        if file.stem not in texts:
+            found.append(f"{file.name} is exported by no notebook")
+    for name, text in texts.items():
+        file = library / f"{name}.py"
+        if not file.exists():
+            found.append(f"{name}.py is missing: run 'make export'")
+            continue
+        old, new = blocks(file.read_text(encoding="utf-8")), blocks(text)
+        for heading in {**new, **old}:
+            if old.get(heading) != new.get(heading):
+                where = BLOCK.match(heading)
+                place = f"{Path(where[1]).name}, cell {where[2]}" if where else "docstring and imports at the top"
+                found.append(f"{name}.py and {place} differ")
+        if not found and old != new or list(old) != list(new):
+            found.append(f"{name}.py holds the cells in another order")
+    return found
+
+
+def locate(file: Path, line: int, text: str | None = None) -> tuple[Path, int, str, int] | None:
+    """The notebook, cell number, cell id and line in that cell that `line` of an exported module came from; None outside a block.
+
+    `text` is what the module holds, where it is not written yet.
+    """
+    lines = (Path(file).read_text(encoding="utf-8") if text is None else text).splitlines()
+    heading = next((i for i in range(line - 1, -1, -1) if BLOCK.match(lines[i])), None)
+    if heading is None:
+        return None
+    name, cell_id = BLOCK.match(lines[heading]).groups()
+    path = (Path(file).parent / name).resolve()
+    for number, cell in exported_cells(read_notebook(path)):
+        if cell.get("id") == cell_id:
+            kept = kept_lines(cell["source"])
+            if not any(BLOCK.match(earlier) for earlier in lines[:heading]):  # the first cell: its docstring stands at the top
+                lifted = split_docstring("\n".join(text for _, text in kept))[0]
+                kept = kept[len(lifted.splitlines()) :]
+            offset = line - 2 - heading
+            return (path, number, cell_id, kept[offset][0]) if 0 <= offset < len(kept) else None
+    return None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Export every notebook, or with --check say what is out of step. 0: done, or in step; 1: out of step; 2: cannot be exported."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv not in ([], ["--check"]):
+        print("usage: python scripts/export.py [--check]", file=sys.stderr)
+        return 2
+    try:
+        texts = library_texts()
+    except ExportError as error:
+        print(f"export: {error}", file=sys.stderr)
+        return 2
+    if argv:
+        found = differences(texts)
+        print("\n".join(found) if found else f"course_lib is in step with the notebooks ({len(texts)} modules)")
+        return 1 if found else 0
+    write_modules(texts, LIBRARY)
+    for file in LIBRARY.glob("*.py"):
+        if file.stem not in texts:
+            file.unlink()
+    print(f"course_lib: {len(texts)} modules")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

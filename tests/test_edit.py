@@ -1,0 +1,113 @@
+"""scripts/edit.py: a notebook goes to text and back without a loss, and a wrong draft changes nothing. Needs no GPU."""
+
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+import edit  # noqa: E402
+
+DRAFT = '''\
+# ---
+# jupyter:
+#   course:
+#     ranks: 4
+# ---
+
+# %% [markdown] id="title"
+# # Where the memory goes
+#
+# $34sbh + 5as^2b$
+
+# %% id="export"
+#| default_exp single_gpu
+
+# %% id="ex-01-2" tags=["long"]
+%matplotlib inline
+def answer():
+    """Say it."""
+    ### BEGIN SOLUTION
+    return 42  # cat or ls, a comment stays one
+    ### END SOLUTION
+
+
+# %% id="check-01-2" nbgrader={"grade": true, "grade_id": "other", "points": 3}
+assert answer() == 42
+
+# %% id="empty"
+
+# %% id="shell" language="bash"
+# echo a
+'''
+
+
+def write(folder: Path, draft: str, name: str = "a.ipynb") -> nbformat.NotebookNode:
+    """The notebook that the script makes of `draft`, as it stands on disk."""
+    (folder / "draft.py").write_text(draft, encoding="utf-8")
+    assert edit.main(["notebook", str(folder / "draft.py"), str(folder / name)]) == 0
+    return nbformat.read(folder / name, as_version=4)
+
+
+def test_the_text_comes_back_as_it_was(tmp_path, capsys):
+    write(tmp_path, DRAFT)
+    capsys.readouterr()
+    assert edit.main(["text", str(tmp_path / "a.ipynb")]) == 0
+    assert capsys.readouterr().out == DRAFT
+
+
+def test_the_notebook_comes_back_as_it_was(tmp_path):
+    notebook = write(tmp_path, DRAFT)
+    before = (tmp_path / "a.ipynb").read_bytes()
+    write(tmp_path, edit.to_text(notebook))
+    assert (tmp_path / "a.ipynb").read_bytes() == before
+
+
+def test_ids_name_exercises_and_checks(tmp_path):
+    bare = DRAFT.replace(' nbgrader={"grade": true, "grade_id": "other", "points": 3}', "")
+    cells = {cell.id: cell for cell in write(tmp_path, bare).cells}
+    assert cells["ex-01-2"].metadata.nbgrader == {
+        "grade": False, "grade_id": "ex-01-2", "locked": False, "schema_version": 3, "solution": True, "task": False}
+    assert cells["check-01-2"].metadata.nbgrader == {
+        "grade": True, "grade_id": "check-01-2", "locked": True, "points": 1,
+        "schema_version": 3, "solution": False, "task": False}
+    assert cells["ex-01-2"].metadata.tags == ["long"]
+    assert "nbgrader" not in cells["empty"].metadata
+
+
+def test_outputs_and_kernel_stay_where_the_source_does(tmp_path):
+    notebook = write(tmp_path, DRAFT)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [nbformat.v4.new_output("stream", text="hello")], 3
+    notebook.metadata.kernelspec.name = "another"
+    nbformat.write(notebook, tmp_path / "a.ipynb")
+
+    moved = DRAFT.replace("ranks: 4", "ranks: 2").replace("== 42", "== 43") + '\n# %%\nnew = 1\n'
+    after = write(tmp_path, moved)
+    outputs = {cell.id: len(cell.outputs) for cell in after.cells if cell.cell_type == "code"}
+    assert outputs["ex-01-2"] == outputs["shell"] == 1 and outputs["check-01-2"] == 0
+    assert after.cells[-1].source == "new = 1" and after.cells[-1].id
+    assert after.metadata.kernelspec.name == "another" and after.metadata.course == {"ranks": 2}
+
+
+@pytest.mark.parametrize("wrong, message", [
+    (('id="empty"', 'id="title"'), "cells 1 and 5 have the same id, title"),
+    (('id="empty"', 'id="a b"'), "cell 5: 'a b' is no cell id"),
+    (('id="empty"', 'empty'), "cell 5: 'empty' in its header is not of the form name=value"),
+])
+def test_a_wrong_draft_is_one_line_and_changes_nothing(tmp_path, capsys, wrong, message):
+    write(tmp_path, DRAFT)
+    before = (tmp_path / "a.ipynb").read_bytes()
+    (tmp_path / "draft.py").write_text(DRAFT.replace(*wrong), encoding="utf-8")
+    assert edit.main(["notebook", str(tmp_path / "draft.py"), str(tmp_path / "a.ipynb")]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
+    assert (tmp_path / "a.ipynb").read_bytes() == before
+
+
+def test_a_cell_that_text_cannot_hold_is_named():
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("x = 1\n# %% y\nz = 1", id="percent")])
+    with pytest.raises(ValueError, match="percent"):
+        edit.to_text(notebook)
