@@ -3,10 +3,12 @@
     python scripts/export.py             # every notebook of notebooks/
     python scripts/export.py --check     # writes nothing; names each cell whose exported text is out of step
 
-nbdev's `nb_export` does the work: it collects the cells, turns `from course_lib.model import x` into `from .model import x`, and heads
-each block with the notebook and the cell id it came from. This script adds four things: solution markers do not reach the library; one
-notebook may fill several modules; a string that opens the first cell of a module becomes the docstring of the module; and a raw cell marked `#| export` reaches the library too. A raw cell does not run in the notebook. Imports from modules of the same notebook
-are written so: there the name stands in the kernel already, perhaps in the learner's own version.
+nbdev's `nb_export` does the work: it collects the cells, turns `from course_lib.model import x` into `from .model
+import x`, and heads each block with the notebook and the cell id it came from. This script adds four things. Solution
+markers do not reach the library. One notebook may fill several modules. A string that opens the first cell of a module
+becomes the module's docstring. And a raw cell marked `#| export` reaches the library too; it does not run in the
+notebook. Imports from modules of the same notebook are written so: there the name stands in the kernel already, perhaps
+in the learner's own version.
 """
 
 import ast
@@ -30,7 +32,7 @@ class ExportError(ValueError):
 
 
 def read_notebook(path: Path) -> dict:
-    """The notebook at `path`, each cell's source as one string. Raises ExportError with one line where it cannot be read."""
+    """The notebook at `path`, each cell's source as one string. Raises ExportError where it cannot be read."""
     try:
         notebook = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -43,6 +45,8 @@ def read_notebook(path: Path) -> dict:
         raise ExportError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(notebook, dict) or not isinstance(notebook.get("cells"), list):
         raise ExportError(f"{path} is not a notebook: it has no list of cells")
+    if not all(isinstance(cell, dict) and {"source", "cell_type"} <= cell.keys() for cell in notebook["cells"]):
+        raise ExportError(f"{path} is not a notebook: not all of its cells have a type and a source")
     for cell in notebook["cells"]:
         cell["source"] = "".join(cell["source"])
     return notebook
@@ -71,7 +75,7 @@ def default_module(notebook: dict) -> str | None:
 
 
 def kept_lines(source: str) -> list[tuple[int, str]]:
-    """(line number in the cell, text) of the lines of a cell that reach the library: no directives, no solution markers."""
+    """(line number in the cell, text) of the lines that reach the library: no directives, no solution markers."""
     lines = list(enumerate(source.splitlines(), start=1))
     while lines and (lines[0][1].startswith("#|") or not lines[0][1].strip()):
         lines.pop(0)
@@ -88,7 +92,7 @@ def split_docstring(text: str) -> tuple[str, str]:
 
 
 def module_texts(notebook: dict, path: Path, library: Path = LIBRARY) -> dict[str, str]:
-    """The text of every module that `notebook` exports, by name. `path` is where it stands, for the block headings and messages."""
+    """The text of every module that `notebook` exports, by name. `path`: where it stands, for headings and messages."""
     from nbdev.export import nb_export
     from nbdev.maker import ModuleMaker
 
@@ -101,7 +105,8 @@ def module_texts(notebook: dict, path: Path, library: Path = LIBRARY) -> dict[st
         try:
             ast.parse(cell["source"])
         except SyntaxError as error:
-            raise ExportError(f"{path}: cell {number} ({cell.get('id')}), line {error.lineno}: syntax error: {error.msg}") from None
+            where = f"{path}: cell {number} ({cell.get('id')}), line {error.lineno}"
+            raise ExportError(f"{where}: syntax error: {error.msg}") from None
 
     def drop_markers(cell):
         if cell.cell_type == "code":
@@ -163,7 +168,7 @@ def library_texts(notebooks: Path = NOTEBOOKS) -> dict[str, str]:
     for path in sorted(notebooks.glob("*.ipynb")):
         for name, text in module_texts(read_notebook(path), path).items():
             if name in texts:
-                raise ExportError(f"{path} exports to '{name}', a module of {owner[name]}: give the new idea a module of its own")
+                raise ExportError(f"{path} exports to '{name}', a module of {owner[name]}: a new idea is a new module")
             texts[name], owner[name] = text, path.name
     return texts
 
@@ -181,7 +186,7 @@ def blocks(text: str) -> dict[str, str]:
 
 
 def differences(texts: dict[str, str], library: Path = LIBRARY) -> list[str]:
-    """One line for each cell whose exported text is not what `library` holds, and for each module that no notebook exports."""
+    """One line for each cell whose text is not what `library` holds, and for each module that no notebook exports."""
     found = []
     for file in sorted(library.glob("*.py")):
         if file.stem not in texts:
@@ -203,7 +208,7 @@ def differences(texts: dict[str, str], library: Path = LIBRARY) -> list[str]:
 
 
 def locate(file: Path, line: int, text: str | None = None) -> tuple[Path, int, str, int] | None:
-    """The notebook, cell number, cell id and line in that cell that `line` of an exported module came from; None outside a block.
+    """The notebook, cell number, cell id and line in the cell that a line of a module came from; None outside a block.
 
     `text` is what the module holds, where it is not written yet.
     """
@@ -216,7 +221,7 @@ def locate(file: Path, line: int, text: str | None = None) -> tuple[Path, int, s
     for number, cell in exported_cells(read_notebook(path)):
         if cell.get("id") == cell_id:
             kept = kept_lines(cell["source"])
-            if not any(BLOCK.match(earlier) for earlier in lines[:heading]):  # the first cell: its docstring stands at the top
+            if not any(map(BLOCK.match, lines[:heading])):  # the module's first cell: its docstring is at the top
                 lifted = split_docstring("\n".join(text for _, text in kept))[0]
                 kept = kept[len(lifted.splitlines()) :]
             offset = line - 2 - heading
@@ -225,7 +230,7 @@ def locate(file: Path, line: int, text: str | None = None) -> tuple[Path, int, s
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Export every notebook, or with --check say what is out of step. 0: done, or in step; 1: out of step; 2: cannot be exported."""
+    """Export every notebook, or say what is out of step (--check). 0: done; 1: out of step; 2: cannot be exported."""
     argv = sys.argv[1:] if argv is None else argv
     if argv not in ([], ["--check"]):
         print("usage: python scripts/export.py [--check]", file=sys.stderr)

@@ -1,0 +1,59 @@
+# Everything a learner or an author does, in one word each. Works with make 3.81 (macOS) and in a path with spaces.
+PYTHON ?= python3
+export PYTHON CPU
+# Terminals, `!commands` and kernels find the environment's programs.
+RUN := PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/python
+# Every notebook, or those whose name starts with NB: make render NB=01
+NOTEBOOKS = notebooks/$(NB)*.ipynb
+
+.PHONY: help lab test lint export workbook render bench solution progress cheatsheet
+
+help: ## list these commands
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+
+# The set-up runs again only when what is to be installed has changed.
+.venv/installed-lab: pyproject.toml constraints.txt
+	@bash scripts/setup.sh . && touch $@
+
+.venv/installed-test: pyproject.toml constraints.txt
+	@bash scripts/setup.sh ".[test]" && touch $@ .venv/installed-lab
+
+# Jupyter refuses to run as root unless told so. Containers on rented GPUs are root, and the server keeps its token and
+# listens to this machine alone, so it is told so.
+lab: .venv/installed-lab ## set up and open JupyterLab on workbook/ (PYTHON=python3.12, CPU=1, LAB_ARGS="--no-browser --port 8899")
+	@$(RUN) scripts/make_workbook.py --missing
+	@$(RUN) -m jupyterlab --ServerApp.root_dir=workbook $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(LAB_ARGS)
+
+# The quick checks come first, but nothing hides what comes after it: one run shows everything that is wrong. Tests and
+# notebooks share one pytest, so that its closing line speaks for both. One thread a process: where processes outnumber
+# cores, OpenMP's threads spin for one another (notebook 01 on two busy cores: 35 s with one thread, 70 to 210 with two).
+test: .venv/installed-test ## set up and run all that CI runs: lint, the export check, the tests, every notebook
+	@status=0; \
+	$(RUN) -m ruff check . || status=1; \
+	$(RUN) scripts/export.py --check || status=1; \
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --nbmake --nbmake-timeout=100 tests notebooks || status=1; \
+	exit $$status
+
+lint: .venv/installed-test ## check the code, in notebooks too
+	@$(RUN) -m ruff check .
+
+export: .venv/installed-lab ## write course_lib/ from the notebooks
+	@$(RUN) scripts/export.py
+
+workbook: .venv/installed-lab ## write workbook/, or bring it up to date; your own cells stay
+	@$(RUN) scripts/make_workbook.py
+
+render: .venv/installed-test ## run the notebooks and keep their outputs; NB=01 for one of them
+	@$(RUN) scripts/render.py $(NOTEBOOKS)
+
+bench: .venv/installed-test ## run the comparisons of benchmarks/, which write benchmarks/results/
+	@status=0; for script in $(wildcard benchmarks/*.py); do echo "$$script"; $(RUN) "$$script" || status=1; done; exit $$status
+
+solution: .venv/installed-lab ## show the solution of an exercise: make solution EX=01.3
+	@$(RUN) scripts/exercises.py solution "$(EX)"
+
+progress: .venv/installed-lab ## show which exercises pass
+	@$(RUN) scripts/exercises.py progress
+
+cheatsheet: .venv/installed-lab ## put the cheatsheet rows of all notebooks on one page
+	@$(RUN) scripts/cheatsheet.py

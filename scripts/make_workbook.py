@@ -1,0 +1,279 @@
+"""Hand out the notebooks to a learner: `workbook/` gets each notebook of `notebooks/` with its exercises blank.
+
+    python scripts/make_workbook.py             # hands out what is missing, updates what is there
+    python scripts/make_workbook.py --missing   # touches no notebook that is there
+
+nbgrader's own preprocessors make the blank, so a workbook holds the cells that `nbgrader generate_assignment` releases.
+
+An update never loses a cell of the learner's. Cells are matched by id: where the learner changed one, theirs stays,
+whole; everywhere else the course's new one comes in. Each blank that was handed out is kept in `workbook/.base/`, named
+by its hash, and a workbook's own metadata says which blank it came from. So one atomic write moves a workbook and its
+base together: after a kill, an old copy put back, or a browser tab that saves over an update, the next update still
+starts from the right blank.
+
+nbdime merges only the metadata. Its merge of cells (use-local), on 1000 random pairs of edits, lost a learner's cell in
+9 of them, mixed the lines of two versions in 9 and gave two cells one id in 26.
+"""
+
+import difflib
+import hashlib
+import json
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from export import NOTEBOOKS, ROOT, ExportError, read_notebook, write_atomically
+
+WORKBOOK = ROOT / "workbook"
+STEPS = "LockCells", "ClearSolutions", "ClearOutput", "ClearHiddenTests", "ComputeChecksums", "CheckCellMetadata"
+
+
+def stamp(notebook: dict) -> str:
+    """A short hash of a notebook, leaving out the stamp that it may bear itself."""
+    course = {key: value for key, value in notebook["metadata"].get("course", {}).items() if key != "base"}
+    unstamped = {**notebook, "metadata": {**notebook["metadata"], "course": course}}
+    return hashlib.sha256(json.dumps(unstamped, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def blank_notebook(path: Path) -> dict:
+    """The notebook at `path` as a learner gets it: no solutions, hidden tests or outputs; checks locked; stamped."""
+    import nbformat
+    from nbgrader import preprocessors
+    from nbgrader.nbgraderformat import ValidationError
+
+    notebook = nbformat.from_dict(read_notebook(path))
+    ids = [cell.get("id") for cell in notebook.cells]
+    if twice := [name for number, name in enumerate(ids) if name is None or name in ids[:number]]:
+        raise ExportError(f"{path}: each cell needs an id of its own; {twice[0]} is not")
+    try:
+        for step in STEPS:
+            notebook, _ = getattr(preprocessors, step)().preprocess(notebook, {})
+    except (RuntimeError, ValidationError) as error:
+        raise ExportError(f"{path}: nbgrader cannot make it blank: {error}") from None
+    notebook = json.loads(json.dumps(notebook))  # plain dicts again
+    notebook["metadata"].setdefault("course", {})["base"] = stamp(notebook)
+    return notebook
+
+
+def to_text(notebook: dict) -> str:
+    """The notebook as the text of a file. Escaped, since a learner's output may hold half of a surrogate pair."""
+    cells = [{**cell, "source": cell["source"].splitlines(keepends=True)} for cell in notebook["cells"]]
+    return json.dumps({**notebook, "cells": cells}, indent=1, sort_keys=True) + "\n"
+
+
+def read_learners(path: Path) -> dict:
+    """The learner's notebook at `path`. ExportError where an editor or a crash has left something else there."""
+    try:
+        notebook = read_notebook(path)
+        notebook.setdefault("metadata", {}).setdefault("course", {}).get("base")
+        for cell in notebook["cells"]:
+            cell.setdefault("metadata", {}).get("nbgrader", {}).get("grade_id")
+            cell["cell_type"].lower()
+    except (AttributeError, KeyError, TypeError):
+        raise ExportError(f"{path} is not a notebook: some of its cells are damaged") from None
+    return notebook
+
+
+def base_file(path: Path, base_stamp: str) -> Path:
+    """Where the blank with this stamp, which the workbook at `path` came from, is kept."""
+    return path.parent / ".base" / f"{path.stem}.{base_stamp}.ipynb"
+
+
+def read_base(path: Path, base_stamp: str) -> dict | None:
+    """The blank that the workbook at `path` came from; None where it is missing or is not what was handed out."""
+    try:
+        base = read_learners(base_file(path, base_stamp))
+    except ExportError:
+        return None
+    return base if stamp(base) == base_stamp else None
+
+
+def alike(one: dict | None, other: dict | None) -> bool:
+    """Whether two cells, either of which may be absent, have the same kind, text and attached pictures."""
+    if one is None or other is None:
+        return one is other
+    return all((one.get(key) or "") == (other.get(key) or "") for key in ("cell_type", "source", "attachments"))
+
+
+def by_id(cells: list[dict], known: dict[str, dict]) -> dict[str, dict]:
+    """The learner's cells by id, in their order, where an editor may have dropped, repeated or replaced ids.
+
+    A cell whose id is of no use counts as the known cell that its nbgrader metadata names, or, where it has no id at
+    all, as one that says the same; failing that, it is a cell of the learner's own.
+    """
+    ids = [None] * len(cells)
+    for number, cell in enumerate(cells):
+        if isinstance(cell.get("id"), str) and cell["id"] not in ids:
+            ids[number] = cell["id"]
+    for number, cell in enumerate(cells):
+        if ids[number] in known:
+            continue
+        graded = cell["metadata"].get("nbgrader", {}).get("grade_id")
+        if graded in known and graded not in ids:
+            ids[number] = graded
+        elif ids[number] is None:
+            free = {} if cell.get("id") else {name: other for name, other in known.items() if name not in ids}
+            same = next((name for name, other in free.items() if alike(cell, other)), None)
+            ids[number] = same or uuid.uuid4().hex[:8]
+    return {name: {**cell, "id": name} for name, cell in zip(ids, cells)}
+
+
+def merged_metadata(base: dict, learner: dict, course: dict) -> dict:
+    """Both sides' changes to a metadata mapping; the learner's where they clash."""
+    if learner == base or course == base:
+        return course if learner == base else learner
+    from nbdime.merging.decisions import apply_decisions
+    from nbdime.merging.generic import decide_merge
+    from nbdime.utils import Strategies
+
+    return apply_decisions(base, decide_merge(base, learner, course, Strategies({"/": "use-local"})))
+
+
+def settled(base: dict | None, learner: dict | None, course: dict | None) -> dict | None:
+    """The one of three versions of a cell that stands after an update; None stands for no cell, before and after."""
+    if learner is None:
+        return course if base is None else None
+    if alike(learner, base) and course is None:
+        return None
+    if course is None or not (alike(learner, base) or alike(learner, course)):
+        return learner
+    outputs = {key: learner[key] for key in ("outputs", "execution_count") if key in learner and alike(learner, course)}
+    metadata = merged_metadata(base["metadata"] if base else {}, learner["metadata"], course["metadata"])
+    return {**course, **outputs, "metadata": metadata}
+
+
+def ordered(base: dict, learner: dict, course: dict, standing: dict) -> list[str]:
+    """The ids of the standing cells in the course's order; what the learner added or moved follows what it followed."""
+    reference = list(base or course)
+    blocks = difflib.SequenceMatcher(None, reference, list(learner), autojunk=False).get_matching_blocks()
+    unmoved = {name for block in blocks for name in reference[block.a:block.a + block.size]}
+    order = [name for name in course if name in standing and (name in unmoved or name not in learner)]
+    previous = None
+    for name in learner:
+        if name in standing:
+            if name not in order:
+                order.insert(order.index(previous) + 1 if previous else 0, name)
+            previous = name
+    return order
+
+
+def merge(base: dict | None, learner: dict, course: dict) -> tuple[dict, list[str]]:
+    """The updated notebook, and the ids of the course's changes that it leaves out because the learner's cell stands.
+
+    Without a base every cell that differs from the course's counts as the learner's, and one they deleted comes back.
+    """
+    old = {cell["id"]: cell for cell in base["cells"]} if base else {}
+    new = {cell["id"]: cell for cell in course["cells"]}
+    mine = by_id(learner["cells"], old or new)
+    cells, left_out = {}, []
+    for name in {**new, **mine, **old}:
+        versions = old.get(name), mine.get(name), new.get(name)
+        cell = settled(*versions)
+        if cell is not None:
+            cells[name] = cell
+        if not alike(versions[0], versions[2]) and not alike(cell, versions[2]):
+            left_out.append(name)
+    metadata = merged_metadata(base["metadata"] if base else {}, learner["metadata"], course["metadata"])
+    metadata["course"] = course["metadata"]["course"]
+    in_order = [cells[name] for name in ordered(old, mine, new, cells)]
+    return {**learner, **course, "metadata": metadata, "cells": in_order}, left_out
+
+
+def describe(left_out: list[str], notebook: dict, course: dict) -> str:
+    """Each change of the course that was left out, by the number and id of its cell."""
+    numbers = {cell["id"]: number for number, cell in enumerate(notebook["cells"], start=1)}
+    offered = {cell["id"] for cell in course["cells"]}
+    words = []
+    for name in left_out:
+        place = f"cell {numbers[name]} ({name})" if name in numbers else f"{name}, which you deleted"
+        words.append(place if name in offered else f"{place}, which the course dropped")
+    return ", ".join(words)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a notebook that cannot be read; where it is now."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.broken-{number}")).exists():
+        number += 1
+    path.rename(aside)
+    return aside
+
+
+def keep_base(path: Path, blank: dict) -> None:
+    """Keep `blank` as a base for the workbook at `path`. It does nothing until a workbook bears its stamp."""
+    base_stamp = blank["metadata"]["course"]["base"]
+    if read_base(path, base_stamp) is None:
+        base_file(path, base_stamp).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(base_file(path, base_stamp), to_text(blank))
+
+
+def update(path: Path, blank: dict) -> str:
+    """Bring the learner's notebook at `path` up to `blank`; one line that says what became of it."""
+    saved = path.read_bytes()
+    learner = read_learners(path)
+    base_stamp = learner["metadata"]["course"].get("base")
+    keep_base(path, blank)
+    if base_stamp == blank["metadata"]["course"]["base"]:
+        return f"{path.stem}: up to date"
+    base = read_base(path, base_stamp)
+    notebook, left_out = merge(base, learner, blank)
+    if path.read_bytes() != saved:  # JupyterLab saved meanwhile: take that instead
+        return update(path, blank)
+    write_atomically(path, to_text(notebook))
+    line = f"{path.stem}: updated"
+    if base is None:
+        line += ", without the copy once handed out, which is missing or damaged: all that differs is taken as yours"
+    if left_out:
+        new = base_file(path, blank["metadata"]["course"]["base"])
+        named = describe(left_out, notebook, blank)
+        line += f"; yours stands, and the course's change (in .base/{new.name}) is left out: {named}"
+    return line
+
+
+def hand_out(path: Path, blank: dict) -> str:
+    """Write or update the workbook at `path`; one line that says what became of it."""
+    aside = ""
+    if path.exists():
+        try:
+            return update(path, blank)
+        except ExportError as error:
+            keep_base(path, blank)
+            aside = f" afresh, since {error}; what was there is kept in {set_aside(path)}"
+            checkpoint = path.parent / ".ipynb_checkpoints" / f"{path.stem}-checkpoint.ipynb"
+            aside += f", and JupyterLab's last checkpoint in {checkpoint}" if checkpoint.exists() else ""
+    keep_base(path, blank)
+    write_atomically(path, to_text(blank))
+    return f"{path.stem}: handed out{aside}"
+
+
+def make_workbook(notebooks: Path, workbook: Path, only_missing: bool = False) -> Iterator[str]:
+    """Hand out or update every notebook of a folder; a line for each. All are made blank before any is written."""
+    paths = sorted(notebooks.glob("*.ipynb"))
+    if only_missing:
+        paths = [path for path in paths if not (workbook / path.name).exists()]
+    blanks = {path.name: blank_notebook(path) for path in paths}
+    for name, blank in blanks.items():
+        yield hand_out(workbook / name, blank)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0: done; 2: not done, one line says why."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv not in ([], ["--missing"]):
+        print("usage: python scripts/make_workbook.py [--missing]", file=sys.stderr)
+        return 2
+    try:
+        for line in make_workbook(NOTEBOOKS, WORKBOOK, only_missing=bool(argv)):
+            print(line, flush=True)
+    except ExportError as error:
+        print(f"workbook: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"workbook: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

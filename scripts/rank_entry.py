@@ -1,0 +1,191 @@
+"""What runs on each rank: `main` of a notebook's default module, inside a process group, its error written down.
+
+    python -m torch.distributed.run … scripts/rank_entry.py [options] MODULE [options of the program]
+
+The launcher starts it through torchrun; the command that `--dry-run` prints starts it without the launcher. In order:
+
+1. Watch the launcher, so that no rank outlives it: a SIGKILL of torchrun leaves its ranks alive.
+2. Join the default process group: NCCL (or XCCL) on GPU number LOCAL_RANK, gloo on the CPU. There is one on a single
+   rank too, so `main` and every `group=None` may rely on it; `main` does not initialise another.
+3. Lay the learner's modules over the reference's, import MODULE and call `main(options)`.
+4. End by destroying the group, flushing and `os._exit`: a gloo rank may abort when the interpreter shuts down by itself.
+
+An error goes to torchrun's error file and to the launcher's folder, which tells which rank was first.
+"""
+
+import argparse
+import contextlib
+import faulthandler
+import importlib
+import importlib.machinery
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from launcher.other_nodes import OtherNodes, job_here
+from launcher.reports import describe, write_report
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
+GRACE_S = 5.0  # how long a rank that only lost its peer waits for the peer to say why
+
+
+class ReferenceModules:
+    """Import finder: the chapters left out of the overlay come from the reference library."""
+
+    def __init__(self, names: list[str], reference: Path):
+        self.names = {f"{reference.name}.{name}" for name in names}
+        self.reference = reference
+
+    def find_spec(self, name, path=None, target=None):
+        if name in self.names:
+            return importlib.machinery.PathFinder.find_spec(name, [str(self.reference)])
+        return None
+
+
+def open_library(overlay: Path | None, reference_modules: list[str]) -> None:
+    """Make this tree's `course_lib` importable, the modules of `overlay` first, save for `reference_modules`."""
+    sys.path.insert(0, str(ROOT))
+    package = importlib.import_module("course_lib")
+    if overlay:
+        package.__path__ = [str(overlay), *package.__path__]
+        sys.meta_path.insert(0, ReferenceModules(reference_modules, ROOT / "course_lib"))
+
+
+def join_group() -> None:
+    """Initialise the default process group on this rank's device."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type not in BACKENDS:
+        torch.distributed.init_process_group("gloo")
+        return
+    local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.accelerator.set_device_index(local_rank)
+    # A single rank needs no NCCL and its GPU memory: without a device it starts at the first collective.
+    device = torch.device(accelerator.type, local_rank) if world_size > 1 else None
+    torch.distributed.init_process_group(BACKENDS[accelerator.type], device_id=device)
+
+
+def run(module: str, options: list[str], overlay: Path | None, reference_modules: list[str], reports: Path | None) -> None:
+    """Import the notebook's module and run its `main`, between joining and leaving the process group."""
+    open_library(overlay, reference_modules)
+    import torch.distributed
+
+    watch_other_nodes(reports)
+    join_group()
+    program = importlib.import_module(f"course_lib.{module}")
+    sys.argv = [program.__file__, *options]
+    try:
+        program.main(options)
+    except SystemExit as stop:
+        if stop.code:
+            raise
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def report_error(error: BaseException, reports: Path | None) -> None:
+    """Write down what went wrong, tell the other nodes, and say it here where no launcher will."""
+    report, others = describe(error), OtherNodes(job_here())
+    write_report(report, reports)
+    attempt, last = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if reports is None:
+        traceback.print_exception(error)
+    elif attempt != last and not report["lost_peer"]:
+        print(f"launch: rank {report['rank']}: {report['headline']}; restart {int(attempt) + 1} of {last}", file=sys.stderr)
+    if report["lost_peer"]:
+        time.sleep(GRACE_S)
+    elif not others.alone:
+        others.tell(report["rank"], report["host"], report["headline"])
+        time.sleep(2.0)  # the store may end with this node: let the others read it first
+    if not others.alone:
+        write_report(report | {"first": others.first()}, reports)
+
+
+def watch_other_nodes(reports: Path | None) -> None:
+    """End this rank when one on another node has failed, unless torchrun is to restart them all."""
+    others = OtherNodes(job_here())
+    last_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
+
+    def watch():
+        first = others.wait(interval_s=1.0)
+        time.sleep(1.0)  # this rank may be about to report an error of its own
+        if first and first["rank"] != int(os.environ["RANK"]):
+            report = describe(RuntimeError("ended because a rank on another node failed"))
+            write_report(report | {"lost_peer": True, "first": first}, reports)
+            end_group(signal.SIGKILL)
+
+    if last_attempt and not others.alone:
+        threading.Thread(target=watch, daemon=True).start()
+
+
+def end_group(how: signal.Signals) -> None:
+    """Signal this rank's process group, the rank and what it has started; torchrun makes each rank the leader of one."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, how)
+    elif how == signal.SIGKILL:
+        os._exit(1)
+
+
+def watch_launcher(launcher: int, reports: Path | None) -> None:
+    """Leave this rank's process number for the launcher, and end the rank within a second of the launcher's death."""
+    if reports:
+        (reports / f"{os.environ['LOCAL_RANK']}.json").unlink(missing_ok=True)  # of an attempt before this one
+        mark = json.dumps({"process": os.getpid(), "job": job_here()})
+        (reports / f"{os.environ['LOCAL_RANK']}.rank").write_text(mark, encoding="utf-8")
+
+    def watch():
+        while os.getppid() == launcher:
+            time.sleep(0.5)
+        if reports:
+            shutil.rmtree(reports, ignore_errors=True)
+        end_group(signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def finish(status: int, reports: Path | None) -> None:
+    """End this rank, and what it has started, without the interpreter's own shutdown."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    end_group(signal.SIGTERM)
+    if reports:
+        (reports / f"{os.environ['LOCAL_RANK']}.rank").unlink(missing_ok=True)
+    os._exit(status)
+
+
+def main() -> None:
+    """Read the command line and live the life of a rank."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--overlay", type=Path, help="folder whose modules lie over course_lib: the learner's own")
+    parser.add_argument("--reference-modules", type=lambda names: names.split(","), default=[], help="save for these")
+    parser.add_argument("--launcher", type=int, default=os.getppid(), help="process number of the launcher")
+    parser.add_argument("--reports", type=Path, help="the launcher's folder for this launch")
+    parser.add_argument("module")
+    parser.add_argument("options", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    sys.path.pop(0)  # the folder of scripts
+    for stream in (sys.stdout, sys.stderr):  # whole lines: with torchrun's python -u the ranks' lines mix
+        stream.reconfigure(line_buffering=True, write_through=False)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher alone answers Ctrl-C
+    faulthandler.enable(all_threads=False)
+    watch_launcher(args.launcher, args.reports)
+    try:
+        run(args.module, args.options, args.overlay, args.reference_modules, args.reports)
+    except BaseException as error:
+        report_error(error, args.reports)
+        finish(1, args.reports)
+    finish(0, args.reports)
+
+
+if __name__ == "__main__":
+    main()

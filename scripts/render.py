@@ -1,0 +1,64 @@
+"""Run notebooks and keep their outputs in them, so that they read like a book: make render, or make render NB=01.
+
+    python scripts/render.py notebooks/01_single_gpu.ipynb ...
+
+A notebook is replaced when its last cell has run, in one step; one that fails stays as it was. Metadata is cleaned as
+nbdev-clean does it. Views of widgets are left out: without a kernel they are error messages, which is why a static
+figure stands beside each.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+from export import ROOT, ExportError, read_notebook, write_atomically
+from nbclient import NotebookClient
+from nbclient.exceptions import CellControlSignal, DeadKernelError
+from nbdev.clean import clean_nb
+from nbdev.config import get_config
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+CELL_TIMEOUT_S = 600
+
+
+def render(path: Path) -> None:
+    """Run the notebook at `path` and replace it by the result. ExportError, naming the cell, where one fails."""
+    read_notebook(path)
+    notebook = nbformat.read(path, as_version=4)
+    running = [0]
+    client = NotebookClient(
+        notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False, store_widget_state=False, coalesce_streams=True,
+        on_cell_start=lambda cell, cell_index: running.append(cell_index))
+    try:
+        client.execute()
+    except (CellControlSignal, DeadKernelError, TimeoutError) as error:
+        index = running[-1]
+        what = f"{error.ename}: {error.evalue}" if hasattr(error, "ename") else str(error)
+        raise ExportError(f"{path}: cell {index + 1} ({notebook.cells[index].id}): {what.splitlines()[0]}") from None
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+    config = get_config(path=ROOT)
+    clean_nb(notebook, allowed_metadata_keys=config.allowed_metadata_keys,
+             allowed_cell_metadata_keys=config.allowed_cell_metadata_keys, clean_ids=config.clean_ids)
+    write_atomically(path, nbformat.writes(notebook) + "\n")
+
+
+def main(paths: list[str]) -> int:
+    """Render each notebook in turn; 1 where one of them failed."""
+    status = 0
+    for path in map(Path, paths):
+        start_s = time.perf_counter()
+        try:
+            render(path)
+            print(f"{path}: {time.perf_counter() - start_s:.0f} s", flush=True)
+        except ExportError as error:
+            print(f"render: {error}", file=sys.stderr, flush=True)
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

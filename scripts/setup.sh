@@ -1,0 +1,63 @@
+#!/usr/bin/env bash
+# Make .venv and install the course into it, from `make`:    scripts/setup.sh "." | ".[test]"
+# PYTHON is the Python to make it with. CPU=1 asks for PyTorch's CPU wheels, a tenth of the size of those for GPUs.
+# What goes wrong is one line on stderr that says what to do. A .venv that this run began is taken away again; one that
+# stood before stays as it was, since pip downloads everything before it changes anything.
+set -u -o pipefail
+export PIP_RETRIES=${PIP_RETRIES:-3}  # with pip's own 5, it takes half a minute to find that there is no network
+PYTHON=${PYTHON:-python3}
+VENV=.venv
+log=$(mktemp) && begun="" && trap 'rm -rf "$log" $begun' EXIT && trap 'exit 130' INT TERM
+
+stop() {
+    echo "setup: $1" >&2
+    exit 1
+}
+
+check_version() {  # $1: a Python
+    local version
+    version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) ||
+        stop "$1 does not run: install Python 3.11, 3.12 or 3.13, and name it where it is not python3: make lab PYTHON=python3.12"
+    case $version in
+        3.11 | 3.12 | 3.13) ;;
+        *) stop "$1 is Python $version, the course needs 3.11, 3.12 or 3.13: install one and name it: make lab PYTHON=python3.12" ;;
+    esac
+}
+
+make_venv() {
+    check_version "$PYTHON"
+    rm -rf "$VENV"
+    begun=$VENV
+    "$PYTHON" -m venv "$VENV" >"$log" 2>&1 && return
+    # Debian and Ubuntu ship Python without this part of its standard library.
+    if grep -q ensurepip "$log"; then
+        stop "this Python cannot make environments: run 'sudo apt install ${PYTHON##*/}-venv', then the same command again"
+    fi
+    stop "$PYTHON -m venv failed: $(tail -n 1 "$log")"
+}
+
+install() {  # $1: what pip is to install
+    # Empty arrays are unbound variables to the bash of macOS under `set -u`, hence the two branches.
+    if [ "${CPU:-}" = 1 ]; then
+        "$VENV/bin/python" -m pip install -c constraints.txt -e "$1" --extra-index-url https://download.pytorch.org/whl/cpu
+    else
+        "$VENV/bin/python" -m pip install -c constraints.txt -e "$1"
+    fi
+}
+
+# An environment whose Python was removed, or that was killed before it had pip, is made again.
+if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+    check_version "$VENV/bin/python"
+else
+    make_venv
+fi
+echo "Installing into $VENV: some minutes the first time, some seconds later"
+progress='/^ *(Collecting|Downloading|Installing collected) / {print substr($0, 1, 100); fflush()}'
+if install "$1" 2>&1 | tee "$log" | awk "$progress"; then
+    begun=""
+elif grep -qE "Retrying|Max retries exceeded|from versions: none|name resolution|timed out" "$log"; then
+    stop "pip cannot reach its package index: check the network (or HTTPS_PROXY, or PIP_INDEX_URL), then run the same command again"
+else
+    cat "$log" >&2
+    stop "pip failed, see above"
+fi
