@@ -131,6 +131,8 @@ def module_texts(notebook: dict, path: Path, library: Path = LIBRARY) -> dict[st
     notebook = copy.deepcopy(notebook)
     for _, cell in exported_cells(notebook):
         cell.update(cell_type="code", outputs=[], execution_count=None)  # a raw cell too
+    # nbdev would put a markdown title, "# ...", into the default module.
+    notebook["cells"] = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     with tempfile.TemporaryDirectory() as folder:
         plain, made = Path(folder) / Path(path).name, Path(folder) / library.name
         plain.write_text(json.dumps(notebook), encoding="utf-8")

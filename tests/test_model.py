@@ -170,7 +170,7 @@ def test_presets_have_the_benchmarked_number_of_parameters(preset, billions):
     with torch.device("meta"):
         model = Transformer(PRESETS[preset])
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e9
-    assert count == pytest.approx(billions, abs=0.006 if billions > 10 else 0.0006)
+    assert count == pytest.approx(billions, abs=0.005 if billions > 10 else 0.001)
 
 
 def test_405_billion_parameters_on_meta_take_no_memory():

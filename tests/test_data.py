@@ -1,0 +1,205 @@
+"""course_lib.data: batches are disjoint shards of one endless order, whatever the number of ranks. Needs no GPU."""
+
+import json
+
+import pytest
+import torch
+
+from course_lib.data import ByteTokenizer, TokenBatches, corpus, hf_tokens
+
+# windows, seq, batch of one rank, ranks; windows that batch * ranks divides, and odd ones
+CASES = [(24, 5, 2, 3), (100, 10, 2, 3), (17, 3, 4, 1), (7, 1, 2, 5), (3, 8, 2, 4), (1, 4, 3, 2)]
+each_case = pytest.mark.parametrize("windows, seq, batch, ranks", CASES)
+
+
+def loaders(windows: int, seq: int, batch: int, ranks: int, seed: int = 0) -> list[TokenBatches]:
+    """One loader a rank; the tokens are 0, 1, 2, …, so that each tells where it stood."""
+    tokens = torch.arange(windows * seq + 1 + seq // 2)  # a rest that fills no window
+    return [TokenBatches(tokens, batch, seq, rank, ranks, seed) for rank in range(ranks)]
+
+
+def drawn(loader: TokenBatches, steps: int) -> list[int]:
+    """The window numbers of the next `steps` batches."""
+    return [start // loader.seq for _ in range(steps) for start in next(loader)[0][:, 0].tolist()]
+
+
+def in_order(ranks: list[TokenBatches], steps: int) -> list[int]:
+    """The window numbers of all ranks in the global order."""
+    return [window for _ in range(steps) for loader in ranks for window in drawn(loader, 1)]
+
+
+@each_case
+def test_inputs_and_targets_are_whole_windows(windows, seq, batch, ranks):
+    for loader in loaders(windows, seq, batch, ranks):
+        assert loader.windows == windows
+        for _ in range(5):
+            inputs, targets = next(loader)
+            assert inputs.shape == targets.shape == (batch, seq)
+            assert inputs.dtype == targets.dtype == torch.int64
+            assert (inputs[:, 0] % seq == 0).all() and (inputs.max() < windows * seq)
+            assert torch.equal(inputs, inputs[:, :1] + torch.arange(seq)) and torch.equal(targets, inputs + 1)
+
+
+@each_case
+def test_every_epoch_has_every_window_once(windows, seq, batch, ranks):
+    """Over all ranks and without a gap: the next epoch begins in the middle of a batch."""
+    steps = -(-4 * windows // (batch * ranks))
+    order = in_order(loaders(windows, seq, batch, ranks), steps)
+    for epoch in range(4):
+        assert sorted(order[epoch * windows : (epoch + 1) * windows]) == list(range(windows)), f"epoch {epoch}"
+
+
+@pytest.mark.parametrize("seed", [0, 1, 12345])
+def test_every_epoch_is_shuffled_anew(seed):
+    (loader,) = loaders(50, 2, 1, 1, seed)
+    epochs = [tuple(drawn(loader, 50)) for _ in range(5)]
+    assert len({*epochs, tuple(range(50))}) == 6
+
+
+def test_the_seed_decides_the_order():
+    orders = [tuple(drawn(loaders(50, 2, 1, 1, seed)[0], 50)) for seed in (0, 0, 1, 2)]
+    assert orders[0] == orders[1] and len(set(orders)) == 3
+
+
+@each_case
+def test_ranks_share_one_order_without_overlap(windows, seq, batch, ranks):
+    """What many ranks see together is what one rank sees with their common batch."""
+    many, one = loaders(windows, seq, batch, ranks), loaders(windows, seq, batch * ranks, 1)
+    assert in_order(many, 20) == in_order(one, 20)
+    shards = [drawn(loader, 1) for loader in loaders(windows, seq, batch, ranks)]
+    if windows >= batch * ranks:
+        assert len({window for shard in shards for window in shard}) == batch * ranks, "shards overlap"
+
+
+@pytest.mark.parametrize("before, after", [((2, 3), (2, 3)), ((2, 3), (3, 1)), ((6, 1), (1, 4)), ((1, 1), (5, 2))])
+@pytest.mark.parametrize("steps", [0, 1, 7, 40])
+def test_a_restored_run_goes_on_with_the_next_sample(before, after, steps):
+    """On the same number of ranks and on another; from the state of any rank, through JSON as a checkpoint would."""
+    first = loaders(37, 4, *before, seed=9)
+    in_order(first, steps)
+    for rank in first:
+        state = json.loads(json.dumps(rank.state_dict()))
+        second = loaders(37, 4, *after)
+        for loader in second:
+            loader.load_state_dict(state)
+        (expected,) = loaders(37, 4, 1, 1, seed=9)
+        drawn(expected, steps * before[0] * before[1])
+        assert in_order(second, 9) == drawn(expected, 9 * after[0] * after[1])
+
+
+def test_a_run_may_go_back_to_an_earlier_epoch():
+    (loader,) = loaders(10, 2, 3, 1)
+    start, beginning = loader.state_dict(), in_order([loader], 3)
+    in_order([loader], 20)
+    loader.load_state_dict(start)
+    assert in_order([loader], 3) == beginning
+
+
+def test_saving_does_not_move_the_position():
+    (loader,), (other,) = loaders(10, 2, 3, 1), loaders(10, 2, 3, 1)
+    for _ in range(5):
+        loader.state_dict()
+        assert drawn(loader, 1) == drawn(other, 1)
+
+
+def test_batches_never_end():
+    for step, (inputs, _) in enumerate(loaders(1, 4, 3, 2)[1]):
+        assert torch.equal(inputs, torch.arange(4).expand(3, 4))
+        if step == 10:
+            break
+
+
+@pytest.mark.parametrize("length, fits", [(11, True), (10, False), (1, False)])
+def test_a_text_shorter_than_a_window_is_refused(length, fits):
+    if fits:
+        assert next(TokenBatches(torch.arange(length), 1, 10))[0].shape == (1, 10)
+    else:
+        with pytest.raises(ValueError, match=rf"{length} tokens hold no window of 10 \+ 1 tokens"):
+            TokenBatches(torch.arange(length), 1, 10)
+
+
+@pytest.mark.parametrize("batch, rank, ranks", [(0, 0, 1), (-1, 0, 1), (1, 1, 1), (1, 4, 4), (1, -1, 2), (1, 0, 0)])
+def test_impossible_batches_and_ranks_are_refused(batch, rank, ranks):
+    with pytest.raises(ValueError, match=f"batch {batch}, rank {rank} of {ranks}"):
+        TokenBatches(torch.arange(100), batch, 10, rank, ranks)
+
+
+# The corpus and its tokenizer.
+
+
+def test_the_corpus_is_real_text_and_always_the_same():
+    text = corpus()
+    assert text == corpus()
+    assert text.count("\ndef ") > 1000 and text.count("import ") > 1000
+    assert 4_000_000 < len(ByteTokenizer().encode(text)) <= 8_000_000, "bytes, not characters"
+
+
+def test_the_corpus_has_no_tests_or_installed_packages():
+    assert "class TestCase(unittest" not in corpus() and "torch.nn" not in corpus()
+
+
+def test_a_smaller_corpus_is_the_beginning_of_the_large_one():
+    text = corpus(10_000)
+    assert 9_000 < len(text) <= 10_000 and corpus(2_000_000).startswith(text)
+
+
+@pytest.mark.parametrize("text", ["", "def f(x):\n\treturn x\n", "λ → ∞, naïve, 你好, 🙂", "\x00\x7f"])
+def test_bytes_there_and_back(text):
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode(text) if text else torch.empty(0, dtype=torch.uint8)
+    assert tokens.dtype == torch.uint8 and tokens.tolist() == list(text.encode())
+    assert tokenizer.decode(tokens) == tokenizer.decode(tokens.long()) == text
+
+
+def test_half_a_character_does_not_stop_decoding():
+    tokens = ByteTokenizer().encode("añb")
+    assert ByteTokenizer().decode(tokens[:2]) == "a�"
+
+
+# A Hugging Face data set and tokenizer, in folders.
+
+
+@pytest.fixture
+def tokenizer_folder(tmp_path, monkeypatch):
+    """A tokenizer of five words and an end token, saved as Hugging Face does."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<end>": 0, "<?>": 1, "where": 2, "memory": 3, "goes": 4}, unk_token="<?>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", unk_token="<?>").save_pretrained(tmp_path / "tok")
+    return str(tmp_path / "tok")
+
+
+@pytest.fixture
+def dataset_folder(tmp_path):
+    """Three documents as JSON lines."""
+    (tmp_path / "texts").mkdir()
+    documents = ["where memory goes", "memory leaks", "goes"]
+    lines = [json.dumps({"text": text, "body": text.upper() + " memory"}) for text in documents]
+    (tmp_path / "texts" / "train.jsonl").write_text("\n".join(lines))
+    return str(tmp_path / "texts")
+
+
+def test_tokens_of_a_hugging_face_data_set(dataset_folder, tokenizer_folder):
+    tokens, tokenizer = hf_tokens(dataset_folder, tokenizer_folder)
+    assert len(tokenizer) == 5
+    assert tokens.dtype == torch.int32
+    assert tokens.tolist() == [2, 3, 4, 0, 3, 1, 0, 4, 0], "each document ends with <end>"
+
+
+def test_another_column_and_fewer_documents(dataset_folder, tokenizer_folder):
+    tokens, _ = hf_tokens(dataset_folder, tokenizer_folder, column="body", max_documents=1)
+    assert tokens.tolist() == [1, 1, 1, 3, 0]
+
+
+def test_a_data_set_in_parquet(tmp_path, dataset_folder, tokenizer_folder):
+    from datasets import Dataset
+
+    (tmp_path / "columns").mkdir()
+    Dataset.from_dict({"text": ["goes where", "memory"]}).to_parquet(tmp_path / "columns" / "train.parquet")
+    tokens, _ = hf_tokens(str(tmp_path / "columns"), tokenizer_folder)
+    assert tokens.tolist() == [4, 2, 0, 3, 0]
+    inputs, targets = next(TokenBatches(tokens, batch=1, seq=4))
+    assert inputs.tolist() == [[4, 2, 0, 3]] and targets.tolist() == [[2, 0, 3, 0]]
