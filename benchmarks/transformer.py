@@ -8,6 +8,7 @@ spread of that ratio is the noise. Times are medians of 9 pairs.
 
 import datetime
 import json
+import os
 import platform
 import statistics
 import time
@@ -65,6 +66,14 @@ def peak_mib(run) -> float:
     return top / 2**20
 
 
+def processor() -> str:
+    """The model and number of this machine's processors."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
 def main() -> None:
     """Measure on this machine's device, print the figures and write them down."""
     gpu = torch.cuda.is_available()
@@ -84,7 +93,7 @@ def main() -> None:
 
     result = {
         "date": datetime.date.today().isoformat(),
-        "machine": torch.cuda.get_device_name() if gpu else platform.processor() or platform.machine(),
+        "machine": torch.cuda.get_device_name() if gpu else processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "preset": preset,
