@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 
-def corpus(max_bytes: int = 8_000_000) -> str:
+def corpus(max_characters: int = 8_000_000) -> str:
     """The source text of the Python standard library, tests and installed packages aside, in the order of the file
     names.
     """
@@ -27,9 +27,9 @@ def corpus(max_bytes: int = 8_000_000) -> str:
         if skipped.isdisjoint(file.relative_to(root).parts):
             texts.append(file.read_text(encoding="utf-8", errors="ignore"))
             size += len(texts[-1])
-            if size >= max_bytes:
+            if size >= max_characters:
                 break
-    return "".join(texts)[:max_bytes]
+    return "".join(texts)[:max_characters]
 
 
 class ByteTokenizer:
@@ -99,8 +99,8 @@ class TokenBatches:
         """
         first = self.position + self.rank * self.batch
         self.position += self.batch * self.world_size
-        windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
-        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        chosen = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in chosen]).long()
         return pieces[:, :-1], pieces[:, 1:]
 
     def state_dict(self) -> dict[str, int]:

@@ -300,7 +300,11 @@ def memory_calculator():
         memory_figure({"one GPU": parts}, at["gpu"]).savefig(buffer, format="png")
         picture.value = buffer.getvalue()
         listed = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in parts.items())
-        verdict = f"fits, {spare:,.1f} GiB to spare" if spare > 0 else f"does not fit, {-spare:,.1f} GiB too much"
+        verdict = (
+            f"fits by the formulas, {spare:,.1f} GiB to spare"
+            if spare > 0
+            else f"does not fit, {-spare:,.1f} GiB too much"
+        )
         words.value = f"<b>{param_count(config) / 1e9:,.2f} billion parameters: {verdict}</b><br>GiB: {listed}"
 
     for control in controls.values():
