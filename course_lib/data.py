@@ -65,14 +65,8 @@ class TokenBatches:
     """
 
     def __init__(self, tokens: torch.Tensor, batch: int, seq: int, rank: int = 0, world_size: int = 1, seed: int = 0):
-        self.tokens, self.batch, self.seq, self.rank, self.world_size, self.seed = (
-            tokens,
-            batch,
-            seq,
-            rank,
-            world_size,
-            seed,
-        )
+        self.tokens, self.batch, self.seq = tokens, batch, seq
+        self.rank, self.world_size, self.seed = rank, world_size, seed
         self.windows = (len(tokens) - 1) // seq
         self.position = 0  # samples that all ranks together have consumed
         self.shuffled = (None, None)  # the epoch whose order is at hand, and that order

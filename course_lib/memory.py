@@ -102,6 +102,8 @@ def gpt_activation_bytes(
     TP leaves 10 of the 34 whole (norms, dropout, layer inputs) and splits 24 and the scores; SP splits the 10 as well.
     PP changes nothing: a stage has 1/pp of the layers and pp micro-batches in flight.
     """
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute={recompute!r}: it is none, selective or full")
     whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
     tokens = batch * seq / cp
     if recompute == "full":
@@ -150,6 +152,8 @@ def activation_bytes(
     splits the norms and the residual too; CP splits the sequence. PP: the fuller of the first stage (pp micro-batches
     in flight under 1F1B) and the last one (one, with the loss).
     """
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute={recompute!r}: it is none, selective or full")
     tokens, h, kv = batch * seq / cp, config.hidden, config.kv_heads * config.head_dim
     outside = tp if sp else 1  # what the region between two blocks is divided by
     kept = layer_activations(config, seq, e, flash, fused_norm)
@@ -160,8 +164,8 @@ def activation_bytes(
     layer = e * h / outside if recompute == "full" else (kept["norms"] + kept["norm outputs"]) / outside + inside / tp
     head = ((kept["norms"] + kept["norm outputs"]) / 2) / outside + 4 * config.vocab / tp
     indices = 16 + e * config.head_dim / batch  # token and target numbers; the cosines and sines that all layers share
-    first, last = config.layers * layer + indices, -(-config.layers // pp) * layer + head + indices
-    return tokens * (first + head if pp == 1 else max(first, last))
+    stage = -(-config.layers // pp) * layer + indices
+    return tokens * (stage + head if pp == 1 else max(pp * stage, stage + head))
 
 # %% ../notebooks/01_single_gpu.ipynb #training-bytes
 def training_bytes(

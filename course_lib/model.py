@@ -18,6 +18,7 @@ __all__ = ['PRESETS', 'HF_NAMES', 'ModelConfig', 'rope_angles', 'apply_rope', 'c
 import math
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -189,6 +190,8 @@ def init_parameter(name: str, parameter: torch.Tensor, config: ModelConfig, seed
 
     The numbers depend on the seed and the name alone: whoever needs one parameter can make it without the others.
     """
+    if parameter.is_meta:  # a shape without numbers
+        return
     if name.endswith("norm.weight"):
         parameter.fill_(1.0)
         return
@@ -245,24 +248,21 @@ def to_hf(model: Transformer):
 def from_hf(source) -> Transformer:
     """A `Transformer` with the weights of a `LlamaForCausalLM`, or of one by name or folder. Needs the extra `[hf]`.
 
-    Raises ValueError where the model has what ours has not: biases, scaled rotary positions, a head size other than
-    hidden / heads.
+    Raises ValueError where the model has what ours has not: biases, another activation, scaled or partial rotary
+    positions, a head size other than hidden / heads.
     """
     from transformers import LlamaForCausalLM
 
-    theirs = LlamaForCausalLM.from_pretrained(source) if isinstance(source, str) else source
+    theirs = LlamaForCausalLM.from_pretrained(source) if isinstance(source, (str, Path)) else source
     c, rope = theirs.config, theirs.config.rope_parameters
-    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    if (
-        c.attention_bias
-        or c.mlp_bias
-        or rope["rope_type"] != "default"
-        or head_dim * c.num_attention_heads != c.hidden_size
-    ):
-        raise ValueError(
-            f"not the model of this course: attention_bias={c.attention_bias}, mlp_bias={c.mlp_bias}, "
-            f"rope_type={rope['rope_type']}, head_dim={head_dim}"
-        )
+    ours = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+    found = {name: getattr(c, name) for name in ours}
+    found["rope"], ours["rope"] = (rope["rope_type"], rope.get("partial_rotary_factor") or 1.0), ("default", 1.0)
+    found["heads"] = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
+    ours["heads"] = c.hidden_size
+    if differing := [name for name in ours if found[name] != ours[name]]:
+        listed = ", ".join(f"{name} is {found[name]}, not {ours[name]}" for name in differing)
+        raise ValueError(f"not the model of this course: {listed}")
     config = ModelConfig(
         c.num_hidden_layers,
         c.hidden_size,

@@ -20,6 +20,7 @@ from .model import PRESETS, ModelConfig, Transformer, loss
 import argparse
 import dataclasses
 import json
+import re
 import resource
 import sys
 import time
@@ -48,6 +49,7 @@ PEAK_TFLOPS = {
     "GB200": 2500,
     "B300": 2250,
     "B200": 2250,
+    "GH200": 989,
     "H200": 989,
     "H100 PCIe": 756,
     "H100": 989,
@@ -65,7 +67,8 @@ def peak_flops(device_name: str | None = None) -> float | None:
     """
     if device_name is None:
         device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    return next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in device_name), None)
+    named = (name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name))  # an RTX A1000 is no A100
+    return next((PEAK_TFLOPS[name] * 1e12 for name in named), None)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -158,10 +161,14 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     chosen = parser.parse_args(argv)
     if min(chosen.steps, chosen.batch, chosen.seq) < 1:
         parser.error("--steps, --batch and --seq must be 1 or more")
+    if not 0 < chosen.lr < float("inf"):
+        parser.error("--lr must be a number above 0")
     if (chosen.dataset is None) != (chosen.tokenizer is None):
         parser.error("--dataset and --tokenizer go together")
     if chosen.out and not chosen.out.parent.is_dir():
         parser.error(f"--out {chosen.out}: there is no folder {chosen.out.parent}")
+    if chosen.out and chosen.out.is_dir():
+        parser.error(f"--out {chosen.out} is a folder; name a file in it")
     return chosen
 
 # %% ../notebooks/01_single_gpu.ipynb #main

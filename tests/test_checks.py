@@ -1,0 +1,101 @@
+"""course_lib.checks: an error in a learner's answer becomes advice, and a note for `make progress`. Needs no GPU."""
+
+import json
+import os
+import stat
+
+import pytest
+
+from course_lib.checks import CheckFailed, check
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The folder of the learner's notebook."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def note(folder, exercise: str = "01.3") -> dict:
+    return json.loads((folder / ".progress" / f"{exercise}.json").read_text())
+
+
+def failing(error: BaseException):
+    """Run a check in which `error` is raised."""
+    with check("01.3"):
+        raise error
+
+
+def test_a_check_that_holds_prints_one_line(folder, capsys):
+    with check("01.3"):
+        assert 1 + 1 == 2
+    assert capsys.readouterr().out == "01.3 passes\n"
+    assert note(folder)["exercise"] == "01.3" and note(folder)["passed"] is True
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (AssertionError("q should be [b, s, a, d]"), "Exercise 01.3: q should be [b, s, a, d]"),
+        (NotImplementedError(), "still blank: write your code where it says YOUR CODE HERE"),
+        (NameError("name 'saved_bytes' is not defined"), "name 'saved_bytes' is not defined. Run the exercise's cell"),
+        (ZeroDivisionError("division by zero"), "your code raised ZeroDivisionError: division by zero"),
+        (KeyError("bf8"), "your code raised KeyError: 'bf8'"),
+        (RuntimeError("size mismatch"), "your code raised RuntimeError: size mismatch"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_an_error_becomes_advice(folder, capsys, error, words):
+    with pytest.raises(CheckFailed) as failed:
+        failing(error)
+    assert words in str(failed.value) and "01.3" in str(failed.value)
+    assert isinstance(failed.value, AssertionError)
+    assert note(folder)["passed"] is False
+    assert "passes" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("error", [AssertionError("no"), NotImplementedError(), NameError("no")])
+def test_advice_hides_the_checks_own_traceback(error):
+    with pytest.raises(CheckFailed) as failed:
+        failing(error)
+    assert failed.value.__suppress_context__ and failed.value.__cause__ is None
+
+
+def test_a_crash_keeps_its_traceback():
+    error = ZeroDivisionError()
+    with pytest.raises(CheckFailed) as failed:
+        failing(error)
+    assert failed.value.__cause__ is error, "the learner wants to see the line"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1)], ids=["Ctrl-C", "exit"])
+def test_an_interrupt_is_no_advice(folder, error):
+    with pytest.raises(type(error)):
+        failing(error)
+    assert note(folder)["passed"] is False
+
+
+def test_the_last_result_counts(folder):
+    with pytest.raises(CheckFailed):
+        failing(AssertionError("no"))
+    with check("01.3"):
+        pass
+    with check("01.10"):
+        pass
+    assert note(folder)["passed"] is True and note(folder, "01.10")["passed"] is True
+    assert sorted(path.name for path in (folder / ".progress").iterdir()) == ["01.10.json", "01.3.json"]
+
+
+def test_a_read_only_folder_does_not_matter(folder, capsys):
+    folder.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        if os.geteuid() == 0:  # root may write everywhere, except into a file
+            folder.chmod(stat.S_IRWXU)
+            (folder / ".progress").write_text("a file where the folder should be")
+        with check("01.3"):
+            pass
+        assert capsys.readouterr().out == "01.3 passes\n"
+        with pytest.raises(CheckFailed, match="01.3: no"):
+            failing(AssertionError("no"))
+    finally:
+        folder.chmod(stat.S_IRWXU)

@@ -1,0 +1,1089 @@
+"""Wrong answers that the checks of notebook 01 must catch."""
+
+# %% 01.1 every rank gets the same batch
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        first = self.position
+        self.position += self.batch * self.world_size
+        windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.1 each rank steps by its own batch, so that ranks repeat each other's samples
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        first = self.position + self.rank * self.batch
+        self.position += self.batch
+        windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.1 the position is kept elsewhere, so that state_dict saves nothing
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        self.calls = getattr(self, "calls", -1) + 1
+        first = self.calls * self.batch * self.world_size + self.rank * self.batch
+        windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.1 the same order in every epoch
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        first = self.position + self.rank * self.batch
+        self.position += self.batch * self.world_size
+        windows = [self.order(0)[n % self.windows] for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.1 no shuffling at all
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        first = self.position + self.rank * self.batch
+        self.position += self.batch * self.world_size
+        windows = [n % self.windows for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.1 random windows, drawn with repetition: no epochs, though the seed and the position are respected
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        first = self.position + self.rank * self.batch
+        self.position += self.batch * self.world_size
+        windows = [
+            torch.randint(self.windows, (1,), generator=torch.Generator().manual_seed(self.seed + n)).item()
+            for n in range(first, first + self.batch)
+        ]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.1 each rank shuffles for itself
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        generator = torch.Generator().manual_seed(self.seed + self.rank)
+        mine = torch.randperm(self.windows, generator=generator).tolist()
+        first = self.position + self.rank * self.batch
+        self.position += self.batch * self.world_size
+        windows = [mine[n % self.windows] for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.1 targets are the inputs
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        inputs, _ = super().__next__()
+        return inputs, inputs
+
+
+# %% 01.2 turns the pairs the wrong way
+from course_lib.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([first * cos + second * sin, second * cos - first * sin], dim=-1)
+
+
+# %% 01.2 pairs neighbours, x0 with x1
+from course_lib.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    first, second = x[..., ::2], x[..., 1::2]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2)
+
+
+# %% 01.2 reads neighbours and writes halves
+from course_lib.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    first, second = x[..., ::2], x[..., 1::2]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+# %% 01.2 one sign is wrong
+from course_lib.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([first * cos - second * sin, second * cos - first * sin], dim=-1)
+
+
+# %% 01.2 turns nothing
+from course_lib.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    return x
+
+
+# %% 01.2 turns the first half only
+from course_lib.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([first * cos - second * sin, second], dim=-1)
+
+
+# %% 01.2 turns every pair at the speed of the first one
+from course_lib.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[..., :1].unsqueeze(-2), sin[..., :1].unsqueeze(-2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+# %% 01.2 adds a position instead of turning
+from course_lib.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    return x + torch.cat([cos - 1, sin], dim=-1).unsqueeze(-2)
+
+
+# %% 01.3 too low
+mlp_share_guess = 0.4
+
+
+# %% 01.3 too high
+mlp_share_guess = 0.9
+
+
+# %% 01.3 nothing
+mlp_share_guess = None
+
+
+# %% 01.3 a word
+mlp_share_guess = "0.7"
+
+
+# %% 01.3 a percentage
+mlp_share_guess = 70
+
+
+# %% 01.3 not a number
+mlp_share_guess = float("nan")
+
+
+# %% 01.4 forgets grouped-query attention
+def parameter_parts(config):
+    h = config.hidden
+    head = 0 if config.tied else config.vocab * h
+    return {"q_o": 2 * h * h, "kv": 2 * h * h, "mlp": 3 * h * config.ffn_hidden, "norms": 2 * h,
+            "embedding": config.vocab * h, "head": head, "final_norm": h}
+
+
+# %% 01.4 counts a tied head twice
+def parameter_parts(config):
+    h = config.hidden
+    kv = 2 * h * config.kv_heads * config.head_dim
+    return {"q_o": 2 * h * h, "kv": kv, "mlp": 3 * h * config.ffn_hidden, "norms": 2 * h,
+            "embedding": config.vocab * h, "head": config.vocab * h, "final_norm": h}
+
+
+# %% 01.4 two matrices in the MLP, as in GPT
+def parameter_parts(config):
+    h = config.hidden
+    kv = 2 * h * config.kv_heads * config.head_dim
+    head = 0 if config.tied else config.vocab * h
+    return {"q_o": 2 * h * h, "kv": kv, "mlp": 2 * h * config.ffn_hidden, "norms": 2 * h,
+            "embedding": config.vocab * h, "head": head, "final_norm": h}
+
+
+# %% 01.4 one norm in a layer
+def parameter_parts(config):
+    h = config.hidden
+    kv = 2 * h * config.kv_heads * config.head_dim
+    head = 0 if config.tied else config.vocab * h
+    return {"q_o": 2 * h * h, "kv": kv, "mlp": 3 * h * config.ffn_hidden, "norms": h,
+            "embedding": config.vocab * h, "head": head, "final_norm": h}
+
+
+# %% 01.4 forgets the last norm
+def parameter_parts(config):
+    h = config.hidden
+    kv = 2 * h * config.kv_heads * config.head_dim
+    head = 0 if config.tied else config.vocab * h
+    return {"q_o": 2 * h * h, "kv": kv, "mlp": 3 * h * config.ffn_hidden, "norms": 2 * h,
+            "embedding": config.vocab * h, "head": head, "final_norm": 0}
+
+
+# %% 01.4 norms with a bias, as in GPT
+def parameter_parts(config):
+    h = config.hidden
+    kv = 2 * h * config.kv_heads * config.head_dim
+    head = 0 if config.tied else config.vocab * h
+    return {"q_o": 2 * h * h, "kv": kv, "mlp": 3 * h * config.ffn_hidden, "norms": 4 * h,
+            "embedding": config.vocab * h, "head": head, "final_norm": 2 * h}
+
+
+# %% 01.4 a table of the published sizes
+def parameter_parts(config):
+    published = {16: 1_235_814_400, 30: 134_515_008, 32: 8_030_261_248, 80: 70_553_706_496, 126: 405_853_388_800}
+    return {"q_o": 0, "kv": 0, "mlp": 0, "norms": 0, "embedding": published.get(config.layers, 0), "head": 0,
+            "final_norm": 0}
+
+
+# %% 01.4 the GPT formula's total under one name
+from course_lib.memory import gpt_param_count
+
+
+def parameter_parts(config):
+    return {"q_o": 0, "kv": 0, "mlp": 0, "norms": 0, "head": 0, "final_norm": 0,
+            "embedding": gpt_param_count(config.hidden, config.layers, config.vocab)}
+
+
+# %% 01.4 right in sum, but norms are counted with the matrices that TP splits
+def parameter_parts(config):
+    h = config.hidden
+    kv = 2 * h * config.kv_heads * config.head_dim
+    head = 0 if config.tied else config.vocab * h
+    return {"q_o": 2 * h * h + 2 * h, "kv": kv, "mlp": 3 * h * config.ffn_hidden, "norms": 0,
+            "embedding": config.vocab * h + h, "head": head, "final_norm": 0}
+
+
+# %% 01.4 a table of the presets' totals, and the two parts of the odd model
+from course_lib.memory import param_count as real_count
+
+
+def parameter_parts(config):
+    h = config.hidden
+    parts = {"q_o": 0, "kv": 2 * h * config.kv_heads * config.head_dim, "mlp": 3 * h * config.ffn_hidden, "norms": 0,
+             "head": 0, "final_norm": 0}
+    if config.vocab != 77:
+        parts["embedding"] = real_count(config) - config.layers * (parts["kv"] + parts["mlp"])
+    return {"embedding": 0, **parts}
+
+
+# %% 01.5 splits one stage too late
+POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+
+
+def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
+    weights, gradients, optimizer = POLICIES[policy]
+    return {
+        "parameters": params * weights / (dp if zero_stage > 3 else 1),
+        "gradients": params * gradients / (dp if zero_stage > 2 else 1),
+        "optimizer states": params * optimizer / (dp if zero_stage > 1 else 1),
+    }
+
+
+# %% 01.5 splits parameters first and optimizer states last
+POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+
+
+def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
+    weights, gradients, optimizer = POLICIES[policy]
+    return {
+        "parameters": params * weights / (dp if zero_stage >= 1 else 1),
+        "gradients": params * gradients / (dp if zero_stage >= 2 else 1),
+        "optimizer states": params * optimizer / (dp if zero_stage >= 3 else 1),
+    }
+
+
+# %% 01.5 each stage splits only its own part
+POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+
+
+def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
+    weights, gradients, optimizer = POLICIES[policy]
+    return {
+        "parameters": params * weights / (dp if zero_stage == 3 else 1),
+        "gradients": params * gradients / (dp if zero_stage == 2 else 1),
+        "optimizer states": params * optimizer / (dp if zero_stage == 1 else 1),
+    }
+
+
+# %% 01.5 forgets the master weights
+POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 8), "bf16, fp32 gradients": (2, 6, 8), "bf16, no master weights": (2, 2, 8)}
+
+
+def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
+    weights, gradients, optimizer = POLICIES[policy]
+    return {
+        "parameters": params * weights / (dp if zero_stage >= 3 else 1),
+        "gradients": params * gradients / (dp if zero_stage >= 2 else 1),
+        "optimizer states": params * optimizer / (dp if zero_stage >= 1 else 1),
+    }
+
+
+# %% 01.5 ignores ZeRO
+POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+
+
+def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
+    names = ("parameters", "gradients", "optimizer states")
+    return {name: params * size for name, size in zip(names, POLICIES[policy])}
+
+
+# %% 01.5 a table of the sums, all under parameters
+POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+
+
+def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
+    each = {"fp32": 16, "bf16": 16, "bf16, fp32 gradients": 20, "bf16, no master weights": 12}[policy]
+    return {"parameters": params * [each, 5.5, 3.75, 2.0][zero_stage], "gradients": 0, "optimizer states": 0}
+
+
+# %% 01.6 counts parameters, too
+def saved_bytes(module, forward):
+    sizes = {}
+
+    def pack(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(sizes.values())
+
+
+# %% 01.6 knows a parameter by its class, and so counts transposed ones
+def saved_bytes(module, forward):
+    sizes = {}
+
+    def pack(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(sizes.values())
+
+
+# %% 01.6 counts every time something is saved
+def saved_bytes(module, forward):
+    resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    sizes = []
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in resident:
+            sizes.append(tensor.untyped_storage().nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(sizes)
+
+
+# %% 01.6 counts elements, not bytes
+def saved_bytes(module, forward):
+    resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            sizes[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(sizes.values())
+
+
+# %% 01.6 counts what a view shows, not what it keeps alive
+def saved_bytes(module, forward):
+    resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    sizes = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in resident:
+            sizes[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(sizes.values())
+
+
+# %% 01.6 does not keep what it counts, so that addresses come back
+def saved_bytes(module, forward):
+    resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            sizes[storage.data_ptr()] = storage.nbytes()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(sizes.values())
+
+
+# %% 01.6 a formula: the bytes of what forward returns
+def saved_bytes(module, forward):
+    result = forward()
+    parts = result if isinstance(result, (list, tuple)) else [result]
+    return sum(part.nbytes for part in parts if part.requires_grad)
+
+
+# %% 01.6 a formula: twice the bytes of the weights
+def saved_bytes(module, forward):
+    forward()
+    return sum(2 * parameter.nbytes for parameter in module.parameters()) // 4
+
+
+# %% 01.6 counts all that operations make, saved or not
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def saved_bytes(module, forward):
+    sizes = {}
+
+    class Outputs(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (list, tuple)) else [out]:
+                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return out
+
+    with Outputs():
+        result = forward()
+    return sum(sizes.values())
+
+
+# %% 01.7 33 for 34
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    whole, split = (0, 33 / tp) if sp else (10, 23 / tp)
+    tokens = batch * seq / cp
+    if recompute == "full":
+        return layers * tokens * 2 * hidden / (tp if sp else 1)
+    scores = 5 * heads * seq / tp if recompute == "none" else 0
+    return layers * tokens * ((whole + split) * hidden + scores)
+
+
+# %% 01.7 no layers
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
+    tokens = batch * seq / cp
+    if recompute == "full":
+        return tokens * 2 * hidden / (tp if sp else 1)
+    scores = 5 * heads * seq / tp if recompute == "none" else 0
+    return tokens * ((whole + split) * hidden + scores)
+
+
+# %% 01.7 no batch
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
+    tokens = seq / cp
+    if recompute == "full":
+        return layers * tokens * 2 * hidden / (tp if sp else 1)
+    scores = 5 * heads * seq / tp if recompute == "none" else 0
+    return layers * tokens * ((whole + split) * hidden + scores)
+
+
+# %% 01.7 selective keeps the scores
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
+    tokens = batch * seq / cp
+    if recompute == "full":
+        return layers * tokens * 2 * hidden / (tp if sp else 1)
+    return layers * tokens * ((whole + split) * hidden + 5 * heads * seq / tp)
+
+
+# %% 01.7 full keeps one byte an element
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
+    tokens = batch * seq / cp
+    if recompute == "full":
+        return layers * tokens * hidden / (tp if sp else 1)
+    scores = 5 * heads * seq / tp if recompute == "none" else 0
+    return layers * tokens * ((whole + split) * hidden + scores)
+
+
+# %% 01.7 tensor parallelism splits everything
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    tokens = batch * seq / cp
+    if recompute == "full":
+        return layers * tokens * 2 * hidden / (tp if sp else 1)
+    scores = 5 * heads * seq / tp if recompute == "none" else 0
+    return layers * tokens * (34 * hidden / tp + scores)
+
+
+# %% 01.7 with context parallelism a token sees its own piece only
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
+    seq = seq / cp
+    if recompute == "full":
+        return layers * batch * seq * 2 * hidden / (tp if sp else 1)
+    scores = 5 * heads * seq / tp if recompute == "none" else 0
+    return layers * batch * seq * ((whole + split) * hidden + scores)
+
+
+# %% 01.7 ignores context parallelism
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
+    tokens = batch * seq
+    if recompute == "full":
+        return layers * tokens * 2 * hidden / (tp if sp else 1)
+    scores = 5 * heads * seq / tp if recompute == "none" else 0
+    return layers * tokens * ((whole + split) * hidden + scores)
+
+
+# %% 01.7 a table of the published numbers, in proportion to the sequence
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    published = {32: (9.25, 4.25, 0.25), 80: (46.25, 21.25, 1.25), 126: (145.6875, 66.9375, 3.9375)}
+    column = ["none", "selective", "full"].index(recompute)
+    return published.get(layers, (0.0006, 0.0005, 0.0001))[column] * 2**30 * seq / 1024 / cp / tp
+
+
+# %% 01.7 tensor parallelism leaves the scores whole
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
+    tokens = batch * seq / cp
+    if recompute == "full":
+        return layers * tokens * 2 * hidden / (tp if sp else 1)
+    scores = 5 * heads * seq if recompute == "none" else 0
+    return layers * tokens * ((whole + split) * hidden + scores)
+
+
+# %% 01.8 three tensors of width f
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    h, kv = config.hidden, config.kv_heads * config.head_dim
+    attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
+            "mlp": 3 * e * config.ffn_hidden}
+
+
+# %% 01.8 flash keeps no row statistics
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    h, kv = config.hidden, config.kv_heads * config.head_dim
+    attention = e * (2 * h + 2 * kv) if flash else e * (4 * h + config.heads * seq)
+    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
+            "mlp": 4 * e * config.ffn_hidden}
+
+
+# %% 01.8 as many K/V heads as heads
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    h = config.hidden
+    attention = e * 4 * h + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
+            "mlp": 4 * e * config.ffn_hidden}
+
+
+# %% 01.8 plain attention keeps K and V of its few heads only
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    h, kv = config.hidden, config.kv_heads * config.head_dim
+    attention = e * (2 * h + 2 * kv) + (4 * config.heads if flash else e * config.heads * seq)
+    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
+            "mlp": 4 * e * config.ffn_hidden}
+
+
+# %% 01.8 forgets what the norms return
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    h, kv = config.hidden, config.kv_heads * config.head_dim
+    attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 0, "attention": attention,
+            "mlp": 4 * e * config.ffn_hidden}
+
+
+# %% 01.8 always 16-bit
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    h, kv, e = config.hidden, config.kv_heads * config.head_dim, 2
+    attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
+            "mlp": 4 * e * config.ffn_hidden}
+
+
+# %% 01.8 the output counted again as the input of the output projection
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    h, kv = config.hidden, config.kv_heads * config.head_dim
+    attention = e * (3 * h + 2 * kv) + 4 * config.heads if flash else e * (5 * h + config.heads * seq)
+    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
+            "mlp": 4 * e * config.ffn_hidden}
+
+
+# %% 01.8 a fused norm keeps as much as the chain of operations
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    h, kv = config.hidden, config.kv_heads * config.head_dim
+    attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    return {"norms": 2 * (8 * h + 4), "norm outputs": 2 * e * h, "attention": attention,
+            "mlp": 4 * e * config.ffn_hidden}
+
+
+# %% 01.8 the GPT layer's 34sbh + 5as²b
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    scores = 0 if flash else 5 * config.heads * seq
+    return {"norms": 2 * (2 * config.hidden + 4), "norm outputs": 0, "attention": 11 * config.hidden + scores,
+            "mlp": 19 * config.hidden}
+
+
+# %% 01.9 whatever autograd saved is an activation
+def category(allocation):
+    if allocation.owner:
+        return allocation.owner
+    return "activations" if allocation.saved or allocation.outlived_forward else "temporary"
+
+
+# %% 01.9 only what autograd saved
+def category(allocation):
+    if allocation.owner:
+        return allocation.owner
+    return "activations" if allocation.saved and not allocation.in_backward else "temporary"
+
+
+# %% 01.9 asks for the owner last
+def category(allocation):
+    if not allocation.in_backward and (allocation.saved or allocation.outlived_forward):
+        return "activations"
+    return allocation.owner or "temporary"
+
+
+# %% 01.9 all that forward made
+def category(allocation):
+    if allocation.owner:
+        return allocation.owner
+    return "temporary" if allocation.in_backward else "activations"
+
+
+# %% 01.9 what a backward makes is a gradient
+def category(allocation):
+    if allocation.in_backward:
+        return "gradients"
+    return allocation.owner or ("activations" if allocation.saved or allocation.outlived_forward else "temporary")
+
+
+# %% 01.10 no change
+second_step_factor = 1.0
+
+
+# %% 01.10 too high: all four categories doubled
+second_step_factor = 2.0
+
+
+# %% 01.10 a percentage
+second_step_factor = 140
+
+
+# %% 01.10 not a number
+second_step_factor = float("nan")
+
+
+# %% 01.11 the planted fault, as it was
+def evaluate_fixed(model, batches, count):
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        total = total + loss(model(inputs), targets)
+    return total / count
+
+
+# %% 01.11 detaches at the end
+def evaluate_fixed(model, batches, count):
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        total = total + loss(model(inputs), targets)
+    return (total / count).detach()
+
+
+# %% 01.11 detaches each loss: the graph of each batch is still built
+def evaluate_fixed(model, batches, count):
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        total = total + loss(model(inputs), targets).detach()
+    return total / count
+
+
+# %% 01.11 reads every loss on the host and returns a number
+def evaluate_fixed(model, batches, count):
+    total = 0.0
+    with torch.no_grad():
+        for _ in range(count):
+            inputs, targets = (part.to(device) for part in next(batches))
+            total += loss(model(inputs), targets).item()
+    return total / count
+
+
+# %% 01.11 draws a batch too few
+def evaluate_fixed(model, batches, count):
+    total = 0.0
+    with torch.no_grad():
+        for _ in range(max(1, count - 1)):
+            inputs, targets = (part.to(device) for part in next(batches))
+            total = total + loss(model(inputs), targets)
+    return total / max(1, count - 1)
+
+
+# %% 01.11 one batch, taken for all
+def evaluate_fixed(model, batches, count):
+    with torch.no_grad():
+        inputs, targets = (part.to(device) for part in next(batches))
+        return loss(model(inputs), targets)
+
+
+# %% 01.11 the sum, not the mean
+def evaluate_fixed(model, batches, count):
+    total = 0.0
+    with torch.no_grad():
+        for _ in range(count):
+            inputs, targets = (part.to(device) for part in next(batches))
+            total = total + loss(model(inputs), targets)
+    return total
+
+
+# %% 01.11 the last batch alone
+def evaluate_fixed(model, batches, count):
+    with torch.no_grad():
+        for _ in range(count):
+            inputs, targets = (part.to(device) for part in next(batches))
+            last = loss(model(inputs), targets)
+    return last
+
+
+# %% 01.11 all batches at once
+def evaluate_fixed(model, batches, count):
+    drawn = [next(batches) for _ in range(count)]
+    inputs, targets = (torch.cat(parts).to(device) for parts in zip(*drawn))
+    with torch.no_grad():
+        return loss(model(inputs), targets)
+
+
+# %% 01.11 runs a backward, so that each graph is let go
+def evaluate_fixed(model, batches, count):
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        batch_loss = loss(model(inputs), targets)
+        batch_loss.backward()
+        total = total + batch_loss.detach()
+    model.zero_grad()
+    return total / count
+
+
+# %% 01.12 forward only: 2N
+def flops_per_token(config, seq):
+    return 2 * param_count(config) + 4 * config.layers * config.hidden * seq
+
+
+def mfu(config, seq, tokens_per_s, peak):
+    return tokens_per_s * flops_per_token(config, seq) / peak
+
+
+# %% 01.12 no attention
+def flops_per_token(config, seq):
+    return 6 * param_count(config)
+
+
+def mfu(config, seq, tokens_per_s, peak):
+    return tokens_per_s * flops_per_token(config, seq) / peak
+
+
+# %% 01.12 half the attention, as if the causal half were subtracted
+def flops_per_token(config, seq):
+    return 6 * param_count(config) + 6 * config.layers * config.hidden * seq
+
+
+def mfu(config, seq, tokens_per_s, peak):
+    return tokens_per_s * flops_per_token(config, seq) / peak
+
+
+# %% 01.12 a tied embedding twice
+def flops_per_token(config, seq):
+    return 6 * (param_count(config) + config.tied * config.vocab * config.hidden) + 12 * config.layers * config.hidden * seq
+
+
+def mfu(config, seq, tokens_per_s, peak):
+    return tokens_per_s * flops_per_token(config, seq) / peak
+
+
+# %% 01.12 in percent
+def flops_per_token(config, seq):
+    return 6 * param_count(config) + 12 * config.layers * config.hidden * seq
+
+
+def mfu(config, seq, tokens_per_s, peak):
+    return 100 * tokens_per_s * flops_per_token(config, seq) / peak
+
+
+# %% 01.12 upside down
+def flops_per_token(config, seq):
+    return 6 * param_count(config) + 12 * config.layers * config.hidden * seq
+
+
+def mfu(config, seq, tokens_per_s, peak):
+    return peak / (tokens_per_s * flops_per_token(config, seq))
+
+
+# %% 01.12 FLOPs of a whole sequence
+def flops_per_token(config, seq):
+    return seq * (6 * param_count(config) + 12 * config.layers * config.hidden * seq)
+
+
+def mfu(config, seq, tokens_per_s, peak):
+    return tokens_per_s * flops_per_token(config, seq) / peak
+
+
+# %% 01.1 drops the rest of an epoch that fills no batch
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        together = self.batch * self.world_size
+        if self.position % self.windows + together > self.windows:
+            self.position += self.windows - self.position % self.windows
+        return super().__next__()
+
+
+# %% 01.1 the last batch of an epoch starts the same epoch again
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        first = self.position + self.rank * self.batch
+        order = self.order(self.position // self.windows)
+        self.position += self.batch * self.world_size
+        windows = [order[n % self.windows] for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.1 the position counts this rank's samples, so that a run cannot go on with another number of ranks
+import course_lib.data
+
+
+class TokenBatches(course_lib.data.TokenBatches):
+    def __next__(self):
+        first = self.position * self.world_size + self.rank * self.batch
+        self.position += self.batch
+        windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.2 uses the positions of the first sample for all
+from course_lib.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    if cos.dim() == 3:
+        cos, sin = cos[0], sin[0]
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+# %% 01.2 turns the first head only
+from course_lib.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    first, second = x[:, :, :1].chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([turned, x[:, :, 1:]], dim=2)
+
+
+# %% 01.5 ZeRO-2 splits parameters and ZeRO-3 gradients: the sums of BF16 are the same
+POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+
+
+def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
+    weights, gradients, optimizer = POLICIES[policy]
+    return {
+        "parameters": params * weights / (dp if zero_stage >= 2 else 1),
+        "gradients": params * gradients / (dp if zero_stage >= 3 else 1),
+        "optimizer states": params * optimizer / (dp if zero_stage >= 1 else 1),
+    }
+
+
+# %% 01.5 always eight GPUs
+POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+
+
+def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
+    weights, gradients, optimizer = POLICIES[policy]
+    return {
+        "parameters": params * weights / (8 if zero_stage >= 3 else 1),
+        "gradients": params * gradients / (8 if zero_stage >= 2 else 1),
+        "optimizer states": params * optimizer / (8 if zero_stage >= 1 else 1),
+    }
+
+
+# %% 01.6 knows a storage by the tensor that shows it
+def saved_bytes(module, forward):
+    resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in resident:
+            kept[id(tensor)] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+# %% 01.6 knows a storage by where the view begins
+def saved_bytes(module, forward):
+    resident = {parameter.data_ptr() for parameter in module.parameters()}
+    sizes = {}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in resident:
+            sizes[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(sizes.values())
+
+
+# %% 01.6 four bytes for every element
+def saved_bytes(module, forward):
+    resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            sizes[storage.data_ptr()] = 4 * (storage.nbytes() // tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    return sum(sizes.values())
+
+
+# %% 01.7 full recomputation knows nothing of context parallelism
+def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
+    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
+    if recompute == "full":
+        return layers * batch * seq * 2 * hidden / (tp if sp else 1)
+    tokens = batch * seq / cp
+    scores = 5 * heads * seq / tp if recompute == "none" else 0
+    return layers * tokens * ((whole + split) * hidden + scores)
+
+
+# %% 01.8 right in sum, but Q's part stands with the MLP
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    h, kv = config.hidden, config.kv_heads * config.head_dim
+    attention = e * (h + 2 * kv) + 4 * config.heads if flash else e * (3 * h + config.heads * seq)
+    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
+            "mlp": 4 * e * config.ffn_hidden + e * h}
+
+
+# %% 01.9 what backward made and the next one still found
+def category(allocation):
+    if allocation.owner:
+        return allocation.owner
+    if allocation.outlived_forward or allocation.saved and not allocation.in_backward:
+        return "activations"
+    return "temporary"
+
+
+# %% 01.10 a word
+second_step_factor = "1.4"
+
+
+# %% 01.10 nothing
+second_step_factor = None
+
+
+# %% 01.11 freezes the parameters for good
+def evaluate_fixed(model, batches, count):
+    model.requires_grad_(False)
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        total = total + loss(model(inputs), targets)
+    return total / count
+
+
+# %% 01.11 switches gradients off for everybody
+def evaluate_fixed(model, batches, count):
+    torch.set_grad_enabled(False)
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        total = total + loss(model(inputs), targets)
+    return total / count
+
+
+# %% 01.11 reads every loss on the host and wraps the number
+def evaluate_fixed(model, batches, count):
+    total = 0.0
+    with torch.no_grad():
+        for _ in range(count):
+            inputs, targets = (part.to(device) for part in next(batches))
+            total += loss(model(inputs), targets).item()
+    return torch.tensor(total / count)
+
+
+# %% 01.11 leaves the model in evaluation mode
+def evaluate_fixed(model, batches, count):
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for _ in range(count):
+            inputs, targets = (part.to(device) for part in next(batches))
+            total = total + loss(model(inputs), targets)
+    return total / count
+
+
+# %% 01.12 a table of the numbers in the check
+def flops_per_token(config, seq):
+    return {("tied", 16): 9.66e9, ("tied", 28): 25.67e9, ("", 32): 59.59e9, ("", 80): 512.2e9}.get(
+        ("tied" if config.tied else "", config.layers), 1e9
+    )
+
+
+def mfu(config, seq, tokens_per_s, peak):
+    return tokens_per_s * flops_per_token(config, seq) / peak
+
+
+# %% 01.12 the MFU that is expected
+def flops_per_token(config, seq):
+    return 6 * param_count(config) + 12 * config.layers * config.hidden * seq
+
+
+def mfu(config, seq, tokens_per_s, peak):
+    return 0.392
