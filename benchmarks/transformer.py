@@ -37,7 +37,7 @@ def seconds(run) -> float:
 
 
 def paired(run, rival) -> dict[str, float]:
-    """Median times of both, and the median and spread of their ratio: PAIRS runs in alternation, after two to warm up."""
+    """Median times of both, and the median and spread of their ratio, from PAIRS runs in alternation after two."""
     times = [(seconds(run), seconds(rival)) for _ in range(PAIRS + 2)][2:]
     ratios = sorted(mine / theirs for mine, theirs in times)
     return {
@@ -50,7 +50,7 @@ def paired(run, rival) -> dict[str, float]:
 
 
 def peak_mib(run) -> float:
-    """MiB at the peak above what was there before: CUDA's caching allocator, or the profiler's memory events on a CPU."""
+    """MiB at the peak above what was there before: CUDA's allocator, or the profiler's memory events on a CPU."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

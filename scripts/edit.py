@@ -20,6 +20,7 @@ from pathlib import Path
 
 import jupytext
 import nbformat
+
 from export import ExportError, read_notebook, write_atomically
 
 FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}

@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 import nbformat
-from export import ROOT, ExportError, read_notebook, write_atomically
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbdev.clean import clean_nb
 from nbdev.config import get_config
+
+from export import ROOT, ExportError, read_notebook, write_atomically
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELL_TIMEOUT_S = 600

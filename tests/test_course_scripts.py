@@ -3,11 +3,11 @@
 import json
 
 import pytest
+
+import cheatsheet
+import exercises
 import tiny_course
 from tiny_course import text
-
-import cheatsheet  # isort: skip
-import exercises  # isort: skip
 
 
 @pytest.fixture

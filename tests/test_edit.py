@@ -1,13 +1,11 @@
 """scripts/edit.py: a notebook goes to text and back without a loss, and a wrong draft changes nothing. Needs no GPU."""
 
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import edit  # noqa: E402
+import edit
 
 DRAFT = '''\
 # ---

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import tiny_course
 from jupyter_client.manager import start_new_kernel
-from tiny_course import ROOT, code
 
-from exercises import exercise_name, exercises  # isort: skip
-from export import read_notebook  # isort: skip
-from make_workbook import blank_notebook  # isort: skip
+import tiny_course
+from exercises import exercise_name, exercises
+from export import read_notebook
+from make_workbook import blank_notebook
+from tiny_course import ROOT, code
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ANSWERS = ROOT / "tests" / "wrong_answers"

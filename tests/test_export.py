@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_course
-from tiny_course import ROOT, code, text
 
-import export  # isort: skip
-from exercises import exercise_name, exercises  # isort: skip
-from make_workbook import blank_notebook  # isort: skip
+import export
+import tiny_course
+from exercises import exercise_name, exercises
+from make_workbook import blank_notebook
+from tiny_course import ROOT, code, text
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

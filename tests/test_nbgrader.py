@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_course
 from nbgrader.apps import NbGraderAPI
-from tiny_course import ROOT, read
 from traitlets.config import Config
 
-from exercises import exercises  # isort: skip
-from make_workbook import blank_notebook  # isort: skip
-from test_exercises import up_to_the_last_check  # isort: skip
+import tiny_course
+from exercises import exercises
+from make_workbook import blank_notebook
+from test_exercises import up_to_the_last_check
+from tiny_course import ROOT, read
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 pytestmark = pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SAWarning")  # nbgrader's own

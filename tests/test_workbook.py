@@ -12,10 +12,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
+
+import make_workbook
 import tiny_course
 from tiny_course import code, read, text
-
-import make_workbook  # isort: skip
 
 RESULT = {"output_type": "stream", "name": "stdout", "text": ["mine\n"]}
 

@@ -1,14 +1,12 @@
 """A course of one small notebook, for the tests of the scripts: two functions to write and a number to predict."""
 
 import json
-import sys
 from pathlib import Path
 
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
 
 EXERCISE = {"grade": False, "locked": False, "schema_version": 3, "solution": True, "task": False}
 CHECK = {"grade": True, "locked": True, "points": 1, "schema_version": 3, "solution": False, "task": False}
