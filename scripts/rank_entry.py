@@ -8,7 +8,7 @@ The launcher starts it through torchrun; the command that `--dry-run` prints sta
 2. Join the default process group: NCCL (or XCCL) on GPU number LOCAL_RANK, gloo on the CPU. There is one on a single
    rank too, so `main` and every `group=None` may rely on it; `main` does not initialise another.
 3. Lay the learner's modules over the reference's, import MODULE and call `main(options)`.
-4. End by destroying the group, flushing and `os._exit`: a gloo rank may abort when the interpreter shuts down by itself.
+4. End by destroying the group, flushing and `os._exit`: a gloo rank may abort while the interpreter shuts down.
 
 An error goes to torchrun's error file and to the launcher's folder, which tells which rank was first.
 """
@@ -30,6 +30,7 @@ from pathlib import Path
 
 from launcher.other_nodes import OtherNodes, job_here
 from launcher.reports import describe, write_report
+from launcher.round_store import round_store
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
@@ -62,28 +63,29 @@ def join_group() -> None:
     """Initialise the default process group on this rank's device."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type not in BACKENDS:
-        torch.distributed.init_process_group("gloo")
-        return
-    local_rank, world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.accelerator.set_device_index(local_rank)
-    # A single rank needs no NCCL and its GPU memory: without a device it starts at the first collective.
-    device = torch.device(accelerator.type, local_rank) if world_size > 1 else None
-    torch.distributed.init_process_group(BACKENDS[accelerator.type], device_id=device)
+    rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    accelerator, backend, device = torch.accelerator.current_accelerator(check_available=True), "gloo", None
+    if accelerator is not None and accelerator.type in BACKENDS:
+        backend = BACKENDS[accelerator.type]
+        torch.accelerator.set_device_index(local_rank)
+        # On a single rank NCCL, and the GPU memory it takes, can wait for the first collective.
+        device = torch.device(accelerator.type, local_rank) if world_size > 1 else None
+    opens_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    store = round_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world_size, opens_store)
+    torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)
 
 
-def run(module: str, options: list[str], overlay: Path | None, reference_modules: list[str], reports: Path | None) -> None:
+def run(args: argparse.Namespace) -> None:
     """Import the notebook's module and run its `main`, between joining and leaving the process group."""
-    open_library(overlay, reference_modules)
+    open_library(args.overlay, args.reference_modules)
     import torch.distributed
 
-    watch_other_nodes(reports)
+    watch_other_nodes(args.reports)
     join_group()
-    program = importlib.import_module(f"course_lib.{module}")
-    sys.argv = [program.__file__, *options]
+    program = importlib.import_module(f"course_lib.{args.module}")
+    sys.argv = [program.__file__, *args.options]
     try:
-        program.main(options)
+        program.main(args.options)
     except SystemExit as stop:
         if stop.code:
             raise
@@ -99,12 +101,12 @@ def report_error(error: BaseException, reports: Path | None) -> None:
     if reports is None:
         traceback.print_exception(error)
     elif attempt != last and not report["lost_peer"]:
-        print(f"launch: rank {report['rank']}: {report['headline']}; restart {int(attempt) + 1} of {last}", file=sys.stderr)
+        restart = f"restart {int(attempt) + 1} of {last}"
+        print(f"launch: rank {report['rank']}: {report['headline']}; {restart}", file=sys.stderr)
     if report["lost_peer"]:
         time.sleep(GRACE_S)
     elif not others.alone:
         others.tell(report["rank"], report["host"], report["headline"])
-        time.sleep(2.0)  # the store may end with this node: let the others read it first
     if not others.alone:
         write_report(report | {"first": others.first()}, reports)
 
@@ -115,8 +117,8 @@ def watch_other_nodes(reports: Path | None) -> None:
     last_attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT") == os.environ.get("TORCHELASTIC_MAX_RESTARTS")
 
     def watch():
-        first = others.wait(interval_s=1.0)
-        time.sleep(1.0)  # this rank may be about to report an error of its own
+        first = others.wait(interval_s=0.5)
+        time.sleep(0.5)  # this rank may be about to report an error of its own
         if first and first["rank"] != int(os.environ["RANK"]):
             report = describe(RuntimeError("ended because a rank on another node failed"))
             write_report(report | {"lost_peer": True, "first": first}, reports)
@@ -127,7 +129,7 @@ def watch_other_nodes(reports: Path | None) -> None:
 
 
 def end_group(how: signal.Signals) -> None:
-    """Signal this rank's process group, the rank and what it has started; torchrun makes each rank the leader of one."""
+    """Signal this rank's process group, the rank and what it has started: torchrun makes each rank the head of one."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, how)
     elif how == signal.SIGKILL:
@@ -180,7 +182,7 @@ def main() -> None:
     faulthandler.enable(all_threads=False)
     watch_launcher(args.launcher, args.reports)
     try:
-        run(args.module, args.options, args.overlay, args.reference_modules, args.reports)
+        run(args)
     except BaseException as error:
         report_error(error, args.reports)
         finish(1, args.reports)

@@ -1,0 +1,180 @@
+"""Export a notebook's cells and run them under torchrun, on one process, one machine or a cluster.
+
+    python scripts/launch_nb_torchrun.py NOTEBOOK [options] [any torchrun option] [-- options of the program]
+
+NOTEBOOK is one of notebooks/, or the learner's own one of workbook/. Everything that can be wrong is looked at before
+anything is written. Exit status: 0; 1 where a rank failed; 2 where the launch could not start; 130 after Ctrl-C.
+"""
+
+import argparse
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+sys.dont_write_bytecode = True  # before our own imports: a launch that does not start leaves nothing behind
+
+from export import ExportError, write_modules  # noqa: E402
+from launcher import slurm  # noqa: E402
+from launcher.first_error import shown  # noqa: E402
+from launcher.program import LaunchError, Program, exercise, parse, read_program, try_options  # noqa: E402
+from launcher.run import run, say, stopped  # noqa: E402
+from launcher.torchrun import complete_options, given, split_notebook  # noqa: E402
+
+ENTRY = Path(__file__).resolve().parent / "rank_entry.py"
+
+
+def own_options() -> argparse.ArgumentParser:
+    """The options of the launcher itself; all others are torchrun's."""
+    parser = argparse.ArgumentParser(
+        prog="launch_nb_torchrun.py",
+        usage="%(prog)s NOTEBOOK [options] [any torchrun option] [-- options of the program]",
+        description="Export a notebook's cells and run its main under torchrun.",
+        epilog="torchrun's options: python -m torch.distributed.run --help. The program's: %(prog)s NOTEBOOK -- --help",
+        allow_abbrev=False,
+    )
+    add, default = parser.add_argument, os.environ.get("PET_NPROC_PER_NODE", "auto")
+    add("--nproc-per-node", "--nproc_per_node", default=default, metavar="N",
+        help="processes on each machine; auto, the default: the notebook's own number, else one a GPU, else 2")
+    add("--no-export", action="store_true", help="run what is exported, whatever the notebook says now")
+    add("--reference", action="append", default=[], metavar="NN",
+        help="take chapter NN from the reference, not from workbook/course_lib; may be repeated")
+    add("--dry-run", action="store_true", help="print the torchrun command, or the sbatch script, and do nothing")
+    add("--slurm", metavar="nodes=4,gpus=8[,time=1:00:00]",
+        help="write an sbatch script to runs/slurm/, and submit it where there is sbatch")
+    return parser
+
+
+def nbdev_found() -> bool:
+    """Whether this machine can export; a bare cluster node has no nbdev."""
+    try:
+        import nbdev.export  # noqa: F401
+    except ImportError:
+        say("no nbdev on this machine: running what is exported")
+        return False
+    return True
+
+
+def differing(program: Program) -> dict[str, str]:
+    """The modules whose text is not what stands in the library."""
+    files = {name: program.library / f"{name}.py" for name in program.texts}
+    standing = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    return {name: text for name, text in program.texts.items() if standing.get(name) != text}
+
+
+def check_writable(library: Path) -> None:
+    """Raise LaunchError where the export could not write, without trying."""
+    folder = library
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir():
+        raise LaunchError(f"cannot export: {shown(folder)} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise LaunchError(f"cannot export: {shown(folder)} is not writable")
+
+
+def export(program: Program) -> None:
+    """Write the modules, and name the cells that the learner has left blank."""
+    try:
+        write_modules(differing(program), program.library)
+    except OSError as error:
+        raise LaunchError(f"cannot export to {shown(program.library)}: {error.strerror}") from None
+    if program.taken:
+        say(f"still blank, taken from the reference: {', '.join(exercise(cell) for cell in program.taken)}")
+    if program.overlay:
+        own = sorted(file.stem for file in program.overlay.glob("*.py"))
+        say(f"your own modules: {', '.join(name for name in own if name not in program.reference_modules) or 'none'}")
+
+
+def torchrun_command(torchrun: list[str], program: Program, options: list[str]) -> list[str]:
+    """torchrun's command line: its options, the script that each rank runs, and what that is told of the program."""
+    command = [*torchrun, str(ENTRY)]
+    if program.overlay:
+        command += ["--overlay", str(program.overlay)]
+    if program.reference_modules:
+        command += ["--reference-modules", ",".join(program.reference_modules)]
+    return [*command, program.module, *options]
+
+
+def slurm_script(own: argparse.Namespace, torchrun: list[str], program: Program, options: list[str]) -> str:
+    """The sbatch script for this launch: the same one, once on each node, without the export."""
+    set_there = {*slurm.SETS} & given(torchrun) | ({"nproc_per_node"} if own.nproc_per_node != "auto" else set())
+    if set_there:
+        raise LaunchError(f"--slurm sets --{min(set_there).replace('_', '-')} itself: leave it out")
+    command = [sys.executable, str(Path(__file__).resolve()), str(program.path.resolve())]
+    more = [word for chapter in own.reference for word in ("--reference", chapter)] + torchrun
+    more += ["--", *options] if options else []
+    return slurm.script(slurm.parse(own.slurm), program.path.stem, command, more)
+
+
+def submit(script: str, name: str) -> int:
+    """Write the sbatch script to runs/slurm/ in the current folder, and submit it where there is sbatch."""
+    file = Path("runs/slurm") / f"{name}.sbatch"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(script, encoding="utf-8")
+    except OSError as error:
+        raise LaunchError(f"cannot write {file}: {error.strerror}") from None
+    if not shutil.which("sbatch"):
+        print(f"{file} is written; this machine has no sbatch: submit it where there is one, by 'sbatch {file}'")
+        return 0
+    print(f"{file} is written", flush=True)
+    return 1 if subprocess.run(["sbatch", str(file)]).returncode else 0
+
+
+def launch(argv: list[str]) -> int:
+    """Look at everything, then export, then run. Raises LaunchError or ExportError before anything is written."""
+    ours, options = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    own, rest = parse(own_options().parse_known_args, ours, "options")
+    if importlib.util.find_spec("torch") is None:
+        raise LaunchError(f"{sys.executable} has no PyTorch: start the launcher with the Python of .venv")
+    notebook, torchrun = split_notebook(rest)
+    program = read_program(notebook, own.reference, export=not own.no_export and nbdev_found())
+    if own.slurm:
+        printed = script = slurm_script(own, torchrun, program, options)
+    else:
+        torchrun = complete_options(torchrun, own.nproc_per_node, program.processes())
+        command = torchrun_command(torchrun, program, options)
+        threads = [f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"] if "OMP_NUM_THREADS" in os.environ else []
+        printed = " ".join(threads + [shlex.join([sys.executable, "-m", "torch.distributed.run", *command])]) + "\n"
+    if differing(program):
+        check_writable(program.library)
+    if problem := try_options(program, options):
+        say(f"{program.path} cannot be imported: {problem}")
+        return 1
+    if own.dry_run:
+        print(printed, end="")
+        return 0
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to put in order
+    export(program)
+    return submit(script, program.path.stem) if own.slurm else run(command)
+
+
+def quit_at_once(number: int, frame: object) -> None:
+    """Answer Ctrl-C while torch and the program are imported: an import may swallow the usual exception."""
+    os._exit(stopped(signal.Signals(number)))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Launch, and give the exit status."""
+    before = signal.signal(signal.SIGINT, quit_at_once)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it logs a C++ stack for each connection that is lost
+    try:
+        return launch(sys.argv[1:] if argv is None else argv)
+    except (LaunchError, ExportError) as error:
+        say(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return stopped(signal.SIGINT)
+    except SystemExit as ended:  # a help text, or a signal
+        return ended.code or 0
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""Which rank failed first, and where in the notebook: the one report of a launch that went wrong.
+
+A rank that raises leaves a report; a rank that was killed leaves none. When one rank fails, the others lose their
+connection to it and torchrun ends them, so most of what fails is a consequence. The cause is, in this order: the
+earliest error that is not a lost connection; a rank that died without a report; the error that another node put into
+the job's store; the earliest lost connection.
+"""
+
+import os
+import signal
+from pathlib import Path
+
+from export import locate
+
+MOST_CELLS = 6  # a recursion passes through the same ones a thousand times
+
+
+def deaths(failures: dict, reports: list[dict]) -> list[tuple[int, str]]:
+    """Ranks that died of themselves without a report, and how. Those that torchrun ended (SIGTERM) are left out."""
+    reported = {report["rank"] for report in reports}
+    found = []
+    for rank, failure in sorted(failures.items()):
+        if rank in reported or failure.exitcode == -signal.SIGTERM:
+            continue
+        how = f"ended with exit status {failure.exitcode} and no Python error"
+        if failure.exitcode < 0:
+            how = f"was killed by signal {-failure.exitcode} ({signal.Signals(-failure.exitcode).name})"
+        if failure.exitcode == -signal.SIGKILL:
+            how += "; a machine that runs out of memory does this"
+        found.append((rank, f"process {failure.pid} {how}"))
+    return found
+
+
+def cause(failures: dict, reports: list[dict]) -> str:
+    """The text for a launch that failed. `failures`: torchrun's, by rank; `reports`: of this node, earliest first."""
+    raised = [report for report in reports if not report["lost_peer"]]
+    here = {report["rank"] for report in raised}
+    elsewhere = [report["first"] for report in reports if report.get("first") and report["first"]["rank"] not in here]
+    if raised and not elsewhere:
+        return told(raised[0])
+    if died := deaths(failures, reports):
+        return f"rank {died[0][0]}: {died[0][1]}"
+    if elsewhere:
+        return "rank {rank} on node {host} failed first: {headline} (that node tells more)".format(**elsewhere[0])
+    return told(reports[0]) if reports else "the ranks ended without saying why"
+
+
+def told(report: dict, texts: dict[str, str] | None = None) -> str:
+    """An error and the cells it passed through: the line that raised it, then the calls that led there.
+
+    `texts`: what the modules hold that are not written yet, by file.
+    """
+    rank = "" if report["rank"] is None else f"rank {report['rank']}: "
+    lines = [f"{rank}{report['headline']}{' (it lost another rank)' if report['lost_peer'] else ''}"]
+    frames = [(cell_of(file, number, texts), file, number, code) for file, number, code in reversed(report["frames"])]
+    if frames and not frames[0][0]:
+        lines.append(f"  inside {shown(frames[0][1])}, line {frames[0][2]}: {frames[0][3]}")
+    cells = list(dict.fromkeys((cell, code) for cell, _, _, code in frames if cell))[:MOST_CELLS]
+    for index, (cell, code) in enumerate(cells):
+        lines.append(f"  {'called from' if index else 'in'} {cell}: {code}")
+    return "\n".join(lines)
+
+
+def cell_of(file: str, line: int, texts: dict[str, str] | None = None) -> str | None:
+    """The notebook cell, and the line in it, that a line of an exported module came from; None for other files."""
+    if Path(file).parent.name != "course_lib":
+        return None
+    try:
+        place = locate(Path(file), line, (texts or {}).get(file))
+    except (OSError, ValueError):  # a module without its notebook
+        return None
+    if place is None:
+        return None
+    notebook, number, cell_id, cell_line = place
+    return f"{shown(notebook)}, cell {number} ({cell_id}), line {cell_line}"
+
+
+def shown(path: str | Path) -> str:
+    """A path as short as it stays clear: within site-packages, below the current folder, or else whole."""
+    path = os.path.abspath(path)
+    below = os.path.relpath(path)
+    if "site-packages" in path:
+        return path.split("site-packages" + os.sep)[-1]
+    return path if below.startswith("..") else below

@@ -1,0 +1,220 @@
+"""The program in a notebook: what its cells export, which module is started, and whether that takes the user's options.
+
+A notebook of notebooks/ exports to course_lib/. A learner's notebook of workbook/ exports to workbook/course_lib, which
+is laid over course_lib; a cell that is still blank is taken, by its id, from the notebook of the same name in
+notebooks/. Nothing here writes.
+"""
+
+import ast
+import contextlib
+import importlib
+import importlib.abc
+import importlib.util
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from export import LIBRARY, NOTEBOOKS, ROOT, default_module, directive, exported_cells, module_texts, read_notebook
+from launcher.first_error import shown, told
+from launcher.reports import describe
+from rank_entry import open_library
+
+WORKBOOK = ROOT / "workbook"
+BLANK = re.compile(r"^[ \t]*# YOUR CODE HERE[ \t]*\n[ \t]*raise NotImplementedError\(\)", re.MULTILINE)
+EXERCISE = re.compile(r"ex-(\d+)-(\d+)")
+
+
+class LaunchError(ValueError):
+    """What keeps a launch from starting; its message is one line for the user."""
+
+
+@dataclass
+class Program:
+    """A notebook that is ready to be launched."""
+
+    path: Path  # of the notebook
+    notebook: dict  # its content, blanks filled
+    module: str  # the one whose main is started
+    library: Path  # the folder that its modules go to
+    texts: dict[str, str]  # what they shall hold; without export, what they do hold
+    taken: list[str]  # the cells that are still blank, by id
+    reference_modules: list[str]  # not to be taken from the learner
+
+    @property
+    def overlay(self) -> Path | None:
+        """The learner's library, where the notebook is a learner's."""
+        return None if self.library == LIBRARY else self.library
+
+    def processes(self) -> object:
+        """The number of processes that the notebook's metadata ask for; None where they do not."""
+        course = self.notebook.get("metadata", {}).get("course", {})
+        return course.get("nproc_per_node") if isinstance(course, dict) else None
+
+
+def read_program(argument: str, chapters: list[str], export: bool) -> Program:
+    """The program of the notebook that the user named. `chapters`: those to take from the reference."""
+    notebook = read_notebook(Path(argument))
+    folder, name = Path(argument).resolve().parent, Path(argument).resolve().name
+    if folder not in (NOTEBOOKS, WORKBOOK):
+        raise LaunchError(f"{argument} is not of this course: neither in {shown(NOTEBOOKS)} nor in {shown(WORKBOOK)}")
+    if not LIBRARY.is_dir():
+        raise LaunchError(f"there is no {shown(LIBRARY)}: 'python scripts/export.py' makes it")
+    if chapters and folder == NOTEBOOKS:
+        raise LaunchError("--reference is for a notebook of workbook/: one of notebooks/ has nothing but the reference")
+    path = Path(os.path.relpath(folder / name))
+    library = LIBRARY if folder == NOTEBOOKS else WORKBOOK / LIBRARY.name
+    module, taken = default_module(notebook), []
+    if not export:
+        texts = standing_texts(notebook, path, library)
+    else:
+        taken = fill_blanks(notebook, path) if folder == WORKBOOK else []
+        texts = name_origin(module_texts(notebook, path, library), taken, path, library)
+    if folder == WORKBOOK:
+        texts.pop("__init__", None)  # the package is the reference's; the learner's modules lie over its own
+    if not defines_main(texts.get(module, "")):
+        raise LaunchError(f"{path}: its module '{module}' has no function main: nothing to start")
+    return Program(path, notebook, module, library, texts, taken, modules_of(chapters))
+
+
+def module_names(notebook: dict) -> list[str]:
+    """The modules that a notebook exports to."""
+    names = [directive(cell["source"], "export") or default_module(notebook) for _, cell in exported_cells(notebook)]
+    return sorted({name for name in names if name})
+
+
+def standing_texts(notebook: dict, path: Path, library: Path) -> dict[str, str]:
+    """What the library holds of a notebook's modules."""
+    module = default_module(notebook)
+    if module not in module_names(notebook):
+        raise LaunchError(f"{path} exports no module: it needs a '#| default_exp' line and cells marked '#| export'")
+    files = {name: library / f"{name}.py" for name in module_names(notebook)}
+    if not files[module].is_file():
+        raise LaunchError(f"{path}: there is no {shown(files[module])} yet: it has to be exported first")
+    return {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+
+
+def defines_main(text: str) -> bool:
+    """Whether a module's text defines a function `main`; it is not run for that."""
+    with contextlib.suppress(SyntaxError):  # possible without export alone, and told when it is imported
+        return any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(text).body)
+    return True
+
+
+def fill_blanks(notebook: dict, path: Path) -> list[str]:
+    """Put the reference's cell in the place of each exported cell that is still blank. Gives their ids."""
+    blank = [(number, cell) for number, cell in exported_cells(notebook) if BLANK.search(cell["source"])]
+    reference = {cell.get("id"): cell for cell in read_notebook(NOTEBOOKS / path.name)["cells"]} if blank else {}
+    for number, cell in blank:
+        cell_id = cell.get("id")
+        if cell_id not in reference:
+            raise LaunchError(f"{path}: cell {number} ({cell_id}) is still blank, and the reference has no such cell")
+        cell["source"] = reference[cell_id]["source"]
+    return [cell["id"] for _, cell in blank]
+
+
+def name_origin(texts: dict[str, str], taken: list[str], path: Path, library: Path) -> dict[str, str]:
+    """Head what was taken from the reference by the reference's path, so that an error in it leads there."""
+    own = Path(os.path.relpath(path, library)).as_posix()
+    reference = Path(os.path.relpath(NOTEBOOKS / path.name, library)).as_posix()
+    for cell in taken:
+        old, new = f"# %% {own} #{cell}\n", f"# %% {reference} #{cell}\n"
+        texts = {name: text.replace(old, new) for name, text in texts.items()}
+    return texts
+
+
+def modules_of(chapters: list[str]) -> list[str]:
+    """The modules of the named chapters."""
+    names = []
+    for chapter in chapters:
+        found = sorted(NOTEBOOKS.glob(f"{chapter}_*.ipynb")) if re.fullmatch(r"\d\d", chapter) else []
+        if not found:
+            raise LaunchError(f"--reference {chapter}: no such chapter; it takes two digits, as in --reference 05")
+        names += module_names(read_notebook(found[0]))
+    return names
+
+
+def exercise(cell_id: str) -> str:
+    """A cell as the course calls it: '01.2 (ex-01-2)' for an exercise, else its id."""
+    found = EXERCISE.fullmatch(cell_id)
+    return f"{found[1]}.{found[2]} ({cell_id})" if found else cell_id
+
+
+def parse(parser: Callable, words: object, who: object) -> object:
+    """Call a parser of options; what it has against them, argparse's usage text included, becomes one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parser(words)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        text = said.getvalue().split("error: ")[-1] or str(stop.code)
+        raise LaunchError(f"{who}: {' '.join(text.split())}") from None
+    except Exception as error:
+        raise LaunchError(f"{who}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+
+
+class UnwrittenModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Imports a program's modules from their texts, under the file names that they will have."""
+
+    def __init__(self, program: Program):
+        names = [name for name in program.texts if name not in program.reference_modules]
+        self.texts = {f"{LIBRARY.name}.{name}": program.texts[name] for name in names}
+        self.files = {f"{LIBRARY.name}.{name}": str(program.library / f"{name}.py") for name in names}
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.texts:
+            return None
+        spec = importlib.util.spec_from_loader(name, self, origin=self.files[name])
+        spec.has_location = True
+        return spec
+
+    def get_source(self, name):
+        return self.texts[name]
+
+    def get_code(self, name):
+        return self.source_to_code(self.texts[name], self.files[name])
+
+
+def library_modules() -> dict[str, object]:
+    """The modules of the library that this process has imported."""
+    return {name: module for name, module in sys.modules.items() if name.split(".")[0] == LIBRARY.name}
+
+
+@contextlib.contextmanager
+def unwritten(program: Program) -> Iterator[None]:
+    """The library as the ranks will see it, without a byte on the disk; afterwards this process is as it was."""
+    before, path, finders, argv = library_modules(), sys.path[:], sys.meta_path[:], sys.argv
+    for name in before:
+        del sys.modules[name]
+    try:
+        open_library(program.overlay, program.reference_modules)
+        sys.meta_path.insert(0, UnwrittenModules(program))
+        yield
+    finally:
+        for name in library_modules():
+            del sys.modules[name]
+        sys.modules.update(before)
+        sys.path[:], sys.meta_path[:], sys.argv = path, finders, argv
+
+
+def try_options(program: Program, options: list[str]) -> str | None:
+    """Let the program read its options, once, here. None: it takes them; a text: why it cannot be imported, and where.
+
+    Raises LaunchError for an option that it does not take, SystemExit where it was asked for its help.
+    """
+    with unwritten(program):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # each rank will print it
+                module = importlib.import_module(f"{LIBRARY.name}.{program.module}")
+        except (Exception, SystemExit) as error:
+            texts = {str(program.library / f"{name}.py"): text for name, text in program.texts.items()}
+            return told(describe(error) | {"rank": None}, texts)
+        sys.argv = [f"{program.path.name} --", *options]  # the name in its help
+        if hasattr(module, "options"):
+            parse(module.options, options, program.path)
+    return None

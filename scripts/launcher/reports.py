@@ -1,0 +1,56 @@
+"""What a rank that failed writes down: the error, its call stack, and the time by the rank's own nanosecond clock."""
+
+import json
+import os
+import re
+import socket
+import time
+import traceback
+from pathlib import Path
+
+LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process|communicator was aborted")
+
+
+def lost_peer(error: BaseException | None) -> bool:
+    """Whether `error`, or one that led to it, only says that another rank went away."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def describe(error: BaseException) -> dict:
+    """The error as torchrun reads it ("message") and as the launcher does (all else; frames from the outermost in)."""
+    frames = [[frame.filename, frame.lineno, frame.line] for frame in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append([error.filename, error.lineno, (error.text or "").strip()])
+    text = str(error).split("\nException raised from ")[0].strip()  # what follows is torch's C++ stack
+    headline = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    now = time.time_ns()
+    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(now // 10**9)}
+    return {
+        "message": {"message": headline, "extraInfo": details},
+        "headline": headline,
+        "time_ns": now,
+        "rank": int(os.environ.get("RANK", 0)),
+        "host": socket.gethostname(),
+        "lost_peer": lost_peer(error),
+        "frames": frames,
+    }
+
+
+def write_report(report: dict, folder: Path | None) -> None:
+    """Write a report to torchrun's error file and to the launcher's folder, each at once: torchrun may end us."""
+    files = [Path(os.environ["TORCHELASTIC_ERROR_FILE"])] if os.environ.get("TORCHELASTIC_ERROR_FILE") else []
+    files += [folder / f"{os.environ['LOCAL_RANK']}.json"] if folder else []
+    for file in files:
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(report), encoding="utf-8")
+        part.replace(file)
+
+
+def read_reports(folder: Path) -> list[dict]:
+    """What the ranks of this node wrote, earliest first by their own clocks."""
+    reports = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.json")]
+    return sorted(reports, key=lambda report: report["time_ns"])

@@ -1,0 +1,50 @@
+"""Where the ranks of one round meet: a part of torchrun's store that no round before has used.
+
+torchrun keeps one store for a whole job. A restart, or a node that comes or goes, begins a new round with new ranks; in
+torch 2.13 these then find, under the same keys, the addresses of the ranks before them, which no longer answer. The
+count of restarts is no way out: each node has its own. So rank 0 makes up a name for the round, and tells it to every
+rank that asks. A question and its answer have a key of their own, which no other round can know.
+"""
+
+import contextlib
+import threading
+import time
+import uuid
+from datetime import timedelta
+
+
+def round_store(address: str, port: int, rank: int, world_size: int, keeps_it: bool = False) -> object:
+    """The store of this round. `keeps_it`: this rank is to open it, where torchrun has been told not to."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    def client():
+        return TCPStore(address, port, is_master=False, timeout=timedelta(minutes=10))
+
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False) if keeps_it else client()
+    if rank == 0:
+        name = uuid.uuid4().hex
+        threading.Thread(target=answer, args=(client(), name, world_size - 1), daemon=True).start()
+    else:
+        name = ask(store)
+    return PrefixStore(f"round/{name}", store)
+
+
+def ask(store) -> str:
+    """Ask rank 0 for the name of the round, and wait for the answer."""
+    question = uuid.uuid4().hex
+    store.set(f"question/{store.add('questions', 1)}", question)
+    name = store.get(f"answer/{question}").decode()
+    store.add(f"joined/{name}", 1)
+    return name
+
+
+def answer(store, name: str, others: int) -> None:
+    """Answer until all others have joined. Questions left over from rounds before are answered too, to nobody."""
+    answered = set()
+    with contextlib.suppress(RuntimeError):  # the store has gone: the launch is over
+        while store.add(f"joined/{name}", 0) < others:
+            for number in range(1, store.add("questions", 0) + 1):
+                if number not in answered and store.check([f"question/{number}"]):
+                    store.set("answer/" + store.get(f"question/{number}").decode(), name)
+                    answered.add(number)
+            time.sleep(0.02)

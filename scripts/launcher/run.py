@@ -1,0 +1,125 @@
+"""Run torchrun and tell how it ended: one report of what failed first, and no process left.
+
+torchrun (torch.distributed.run) runs in this process: what it knows of a failed rank comes back as an exception rather
+than as text, and there is no process between the launcher and its ranks.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+
+from launcher.first_error import cause, deaths
+from launcher.other_nodes import OtherNodes
+from launcher.reports import read_reports
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own, apart from what the ranks print."""
+    print(f"launch: {text}", file=sys.stderr, flush=True)
+
+
+def say_at_last(text: str) -> None:
+    """The same after the ranks' output: on a terminal that may have ended within a progress bar."""
+    if sys.stderr.isatty():
+        print(file=sys.stderr)
+    say(text)
+
+
+def stopped(number: signal.Signals) -> int:
+    """Say that a signal has ended the launch, and give the exit status that shells use for it."""
+    say_at_last("stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {number.name}")
+    return 128 + number
+
+
+def run(command: list[str]) -> int:
+    """Run torchrun with this command line and give the exit status; no rank is left then, nor what one has started."""
+    quieten_torchrun()
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")  # seconds that a rank has to end after a signal
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
+        try:
+            return watched(command, Path(folder))
+        finally:
+            for number in handlers:
+                signal.signal(number, signal.SIG_IGN)
+            end_ranks(Path(folder))
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def watched(command: list[str], reports: Path) -> int:
+    """Run torchrun, the ranks' reports going to `reports`, and tell what went wrong."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args
+    from torch.distributed.run import run as torchrun
+
+    args = parse_args(command)
+    args.training_script_args = ["--launcher", str(os.getpid()), "--reports", str(reports), *args.training_script_args]
+    if not args.log_dir and args.redirects == args.tee == "0":  # else the user wants to read what is there
+        args.log_dir = str(reports)
+    # Ctrl-C ends the ranks by SIGTERM: at SIGINT, what they have started would print tracebacks.
+    args.signals_to_handle = ",".join(name for name in args.signals_to_handle.split(",") if name.strip() != "SIGINT")
+    interrupted = SignalException("Ctrl-C", signal.SIGTERM)
+    signal.signal(signal.SIGINT, raising(interrupted))
+    for number in (signal.SIGTERM, signal.SIGHUP):  # until torchrun sets its own handlers, when the ranks start
+        signal.signal(number, raising(SignalException(number.name, number)))
+    try:
+        torchrun(args)
+        return 0
+    except ChildFailedError as error:
+        found = read_reports(reports)
+        say_at_last(cause(error.failures, found))
+        tell_other_nodes(reports, deaths(error.failures, found))
+        return 1
+    except SignalException as error:
+        return stopped(signal.SIGINT if error is interrupted else error.sigval)
+    except Exception as error:  # the rendezvous: no other node came, or the one that kept it has gone
+        found = read_reports(reports)
+        say_at_last(cause({}, found) if found else f"torchrun: {type(error).__name__}: {str(error).splitlines()[0]}")
+        return 1
+
+
+def raising(error: Exception):
+    """A signal handler that raises `error`."""
+    def handler(number, frame):
+        raise error
+    return handler
+
+
+def quieten_torchrun() -> None:
+    """Torchrun's log says in many lines what the report says in few; whoever sets LOGLEVEL still gets it."""
+    if "LOGLEVEL" not in os.environ:
+        log = logging.getLogger("torch.distributed")
+        log.handlers, log.propagate = [logging.NullHandler()], False
+
+
+def end_ranks(reports: Path) -> None:
+    """Kill what is left of each rank's process group: a rank that was killed leaves behind what it had started."""
+    for mark in rank_marks(reports):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(mark["process"], signal.SIGKILL)
+
+
+def tell_other_nodes(reports: Path, died: list[tuple[int, str]]) -> None:
+    """Tell the other nodes of a rank that could not do so itself."""
+    for mark in rank_marks(reports)[:1]:
+        others = OtherNodes(mark["job"])
+        if died and not others.alone:
+            others.tell(died[0][0], socket.gethostname(), died[0][1])
+
+
+def rank_marks(reports: Path) -> list[dict]:
+    """What each rank wrote when it started, of those that did not come to their end."""
+    marks = []
+    for file in reports.glob("*.rank"):
+        with contextlib.suppress(ValueError):  # killed while it wrote
+            marks.append(json.loads(file.read_text(encoding="utf-8")))
+    return marks

@@ -1,0 +1,126 @@
+"""torchrun's options: read as torchrun reads them, completed, and checked to the end before anything is started."""
+
+import argparse
+import os
+
+from launcher.port import check_port
+from launcher.program import LaunchError, parse
+from rank_entry import BACKENDS
+
+SCRIPT = "rank_entry.py"  # stands for the script in a command line that is only read
+SAYS_WHAT_RUNS = {"module": "-m", "no_python": "--no-python", "run_path": "--run-path"}
+
+
+def arguments(options: list[str], namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+    """torchrun's own reading of its options."""
+    from torch.distributed.run import get_args_parser
+
+    return parse(lambda words: get_args_parser().parse_args(words, namespace), [*options, "--", SCRIPT], "torchrun")
+
+
+def split_notebook(words: list[str]) -> tuple[str, list[str]]:
+    """The notebook, and torchrun's options, from a command line where they stand in any order."""
+    from torch.distributed.run import get_args_parser
+
+    try:
+        read = parse(get_args_parser().parse_args, words, "torchrun")
+    except LaunchError as error:
+        if "training_script" not in str(error):
+            raise
+        raise LaunchError("which notebook? As in: launch_nb_torchrun.py notebooks/01_single_gpu.ipynb") from None
+    after = read.training_script_args  # torchrun takes all that follows the script for the script's own
+    options = words[: len(words) - len(after) - 1] + after
+    checked = arguments(options)
+    if checked.training_script != SCRIPT:
+        raise LaunchError(f"one notebook at a time: '{checked.training_script}' is too many (is a '--' missing?)")
+    for name, option in SAYS_WHAT_RUNS.items():
+        if getattr(checked, name):
+            raise LaunchError(f"{option} says what torchrun runs: here that is the notebook's module")
+    return read.training_script, options
+
+
+def given(options: list[str]) -> set[str]:
+    """The names of the options that the user gave, on the command line or in torchrun's PET_ environment variables."""
+    names = set(vars(arguments([]))) - {"training_script", "training_script_args"}
+    found = vars(arguments(options, argparse.Namespace(**dict.fromkeys(names))))
+    return {name for name in names if found[name] is not None or f"PET_{name.upper()}" in os.environ}
+
+
+def complete_options(options: list[str], processes: str, own_processes: object) -> list[str]:
+    """The options to start torchrun with. `processes`: as on the command line; `own_processes`: as in the notebook."""
+    count = process_count(processes, own_processes, gpu_count())
+    if count > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(count)))
+    options = [*rendezvous_options(options), "--nproc-per-node", str(count), *options]
+    check(options)
+    return options
+
+
+def process_count(asked: str, own: object, gpus: int) -> int:
+    """Processes on this machine. `own`: the notebook's own number, if any; `gpus`: those that NCCL would use."""
+    from torch.distributed.run import determine_local_world_size
+
+    if asked == "auto":
+        if own is not None and not isinstance(own, int):
+            raise LaunchError(f"the notebook's metadata, course.nproc_per_node, say {own!r}: not a number")
+        asked = str(own if own is not None else gpus or 2)
+    try:
+        count = determine_local_world_size(asked)
+    except ValueError:
+        raise LaunchError(f"--nproc-per-node {asked}: not a number, nor auto, nor what this machine has") from None
+    if count < 1:
+        raise LaunchError(f"{count} processes: at least one is needed")
+    if gpus and count > gpus:
+        raise LaunchError(f"{count} processes, but {gpus} GPUs: NCCL wants one for each; try --nproc-per-node {gpus}")
+    return count
+
+
+def gpu_count() -> int:
+    """The GPUs that have a collective library of their own; 0 where the ranks run on the CPU with gloo."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.accelerator.device_count() if accelerator is not None and accelerator.type in BACKENDS else 0
+
+
+def threads_per_rank(processes: int) -> int:
+    """CPU threads for each rank: its share of the cores. Ranks that do not share them run many times slower."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // processes)
+
+
+def most_nodes(nnodes: str) -> int:
+    """The number of nodes that may take part; `--nnodes` is a number or a range."""
+    from torch.distributed.run import parse_min_max_nnodes
+
+    try:
+        return parse_min_max_nnodes(nnodes)[1]
+    except (ValueError, RuntimeError):
+        raise LaunchError(f"--nnodes {nnodes} is neither a number of nodes nor a range such as 1:4") from None
+
+
+def rendezvous_options(options: list[str]) -> list[str]:
+    """What to add: a rendezvous of its own on a free port for one node, c10d where the user names an endpoint."""
+    read, named = arguments(options), given(options)
+    if "standalone" in named:
+        return []
+    if not named & {"rdzv_endpoint", "master_addr", "master_port", "rdzv_backend"}:
+        if most_nodes(read.nnodes) > 1:
+            raise LaunchError(f"--nnodes {read.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every node")
+        # Without an address torchrun names this machine by a look-up that not every laptop answers.
+        return ["--standalone"] if "local_addr" in named else ["--standalone", "--local-addr", "127.0.0.1"]
+    return ["--rdzv-backend", "c10d"] if "rdzv_endpoint" in named and not named & {"rdzv_backend", "node_rank"} else []
+
+
+def check(options: list[str]) -> None:
+    """Let torchrun read its options to the end, and look at the port."""
+    from torch.distributed.run import config_from_args
+
+    read = arguments(options)
+    if read.log_dir and os.path.isfile(read.log_dir):
+        raise LaunchError(f"--log-dir {read.log_dir} is a file")
+    try:
+        config_from_args(argparse.Namespace(**vars(read) | {"log_dir": os.devnull}))  # it would make the folder
+    except Exception as error:  # AssertionError, ValueError, RuntimeError and more, for one bad value or another
+        raise LaunchError(f"torchrun: {' '.join(str(error).split())}") from None
+    check_port(read, several_nodes=most_nodes(read.nnodes) > 1)
