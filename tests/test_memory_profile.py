@@ -54,15 +54,21 @@ def open_hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return left + ["saved-tensor hooks"] * (torch._C._autograd._top_saved_tensors_default_hooks(True) is not None)
 
 
-# Categories.
-
-
-def test_the_levels_of_three_steps_are_those_of_the_formulas():
+def three_steps():
+    """A model and the profile of its first three training steps, each a phase."""
     model, optimizer, batches = training()
     with MemoryProfile(model, optimizer) as profile:
         for step in (1, 2, 3):
             profile.mark(f"step {step}")
             one_step(model, optimizer, batches)
+    return model, profile
+
+
+# Categories.
+
+
+def test_the_levels_of_three_steps_are_those_of_the_formulas():
+    model, profile = three_steps()
     found = highest(profile)
     counters = 4 * len(list(model.parameters()))  # AdamW's count of steps, one for each parameter
     assert found["parameters"] == STATES["parameters"]
@@ -75,11 +81,7 @@ def test_the_levels_of_three_steps_are_those_of_the_formulas():
 
 
 def test_the_second_step_has_the_higher_peak_by_the_optimizer_states():
-    model, optimizer, batches = training()
-    with MemoryProfile(model, optimizer) as profile:
-        for step in (1, 2, 3):
-            profile.mark(f"step {step}")
-            one_step(model, optimizer, batches)
+    _, profile = three_steps()
     first, second, third = (profile.peak(f"step {step}") for step in (1, 2, 3))
     assert first["optimizer states"] == 0
     assert sum(second.values()) - sum(first.values()) >= STATES["optimizer states"]
