@@ -31,7 +31,8 @@ HEADING = re.compile(r"^# %% (\d\d\.\d+) (\S.*)$")
 CELL_LIMIT_S, CHECK_LIMIT_S = 100, 10
 
 # Runs in the kernel: what the last cell raised, as the fields of Failure. `check` raises an AssertionError of its own
-# kind for every error; where the one behind it is no assertion, the answer crashed and the check only reported it.
+# kind for every error; where the one behind it is no assertion, the answer crashed and the check only reported it. A
+# timeout is a verdict too: the check's deadline caught an answer that hangs, and where each rank waits is the advice.
 LAST_ERROR = """
 def _last_error():
     import sys
@@ -39,7 +40,7 @@ def _last_error():
     error = sys.last_value
     behind = None if type(error) is AssertionError else error.__cause__ or error.__context__
     is_advice = isinstance(error, AssertionError)
-    is_verdict = is_advice and isinstance(behind or error, AssertionError)
+    is_verdict = is_advice and isinstance(behind or error, (AssertionError, TimeoutError))
     return [is_verdict, is_advice, type(behind if is_advice and behind else error).__name__, str(error)]
 """
 
@@ -48,7 +49,7 @@ def _last_error():
 class Failure:
     """How a cell failed."""
 
-    is_verdict: bool  # an assertion of the check's own
+    is_verdict: bool  # an assertion of the check's own, or its deadline
     is_advice: bool  # an assertion, whatever lies behind it
     kind: str  # the type of the error, or of the one behind it
     message: str
@@ -281,7 +282,9 @@ def test_the_harness_finds_nothing_wrong_with_good_exercises(tmp_path):
     cells = tiny_course.cells()
     cells.insert(5, code("keep", "first = double"))
     cells.insert(9, code("same", "assert double is first and double(2) == 4, 'the notebook goes on as before'"))
-    assert tiny_faults(tmp_path, cells) == []
+    cells += exercise(4, "x = 1", "if x != 1: raise TimeoutError('rank 1 still waits for rank 0, in send')")
+    hangs = "".join(f"# %% 01.4 hangs\nx = {number}\n" for number in (2, 3, 4))
+    assert tiny_faults(tmp_path, cells, GOOD_ANSWERS + hangs) == []
 
 
 def exercise(number: int, solved: str, assertion: str, name: str = "") -> list[dict]:

@@ -1,0 +1,12 @@
+"""What several test modules share."""
+
+import pytest
+
+from course_lib.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """Four ranks on the CPU, for all tests that only call them; one that breaks them starts its own."""
+    with Ranks(4, "gloo", timeout_s=60) as four:
+        yield four

@@ -1,0 +1,882 @@
+"""course_lib.ranks: calls, reports of errors and hangs, interrupts, and that no process stays. Ranks on the CPU, gloo.
+
+Notebooks are real Jupyter kernels. The last test wants CUDA.
+"""
+
+import collections
+import inspect
+import itertools
+import logging
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.ranks import Ranks, choose_backend
+
+HERE = os.path.relpath(__file__)
+LOCK = threading.Lock()  # nothing can pickle it
+PATIENCE_S = 60  # for a step on a busy machine; none takes a fifth of it on a quiet one
+GONE_S = 10
+cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Two ranks, for the faults that cost a new start."""
+    with Ranks(2, "gloo") as two:
+        yield two
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """The folder for temporary files of what a test starts in this process."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def total() -> float:
+    """What all ranks add up to."""
+    mine = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(mine)
+    return mine.item()
+
+
+def line(function, number: int) -> str:
+    """Where a report sees a line of this file, counted from the function's `def`."""
+    return f"{HERE}, line {function.__code__.co_firstlineno + number}: "
+
+
+def started(pid: int | None = None) -> list[psutil.Process]:
+    """The processes that a process, or this one, has started and that still run."""
+    return still_running(psutil.Process(pid).children(recursive=True))
+
+
+def still_running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    def runs(process):
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    return [process for process in processes if runs(process)]
+
+
+def assert_gone(processes: list[psutil.Process], folder: Path) -> None:
+    """In time, the processes have ended and their temporary folder is removed."""
+    deadline = time.monotonic() + GONE_S
+    try:
+        while time.monotonic() < deadline and (still_running(processes) or list(folder.glob("ranks-*"))):
+            time.sleep(0.05)
+        assert (still_running(processes), list(folder.glob("ranks-*"))) == ([], [])
+    finally:
+        for process in still_running(processes):
+            process.kill()
+
+
+# --- a call
+
+
+def scaled(factor, plus=0):
+    return factor * dist.get_rank() + plus
+
+
+def test_results_come_by_rank(ranks):
+    assert ranks(scaled, 3, plus=1) == [1, 4, 7, 10]
+    assert ranks(lambda: dist.get_rank()) == [0, 1, 2, 3]
+    assert len(ranks) == 4
+    (tensor, *_) = ranks(torch.arange, 3)
+    assert torch.equal(tensor, torch.arange(3))
+
+
+def surroundings() -> dict:
+    return {
+        "size": dist.get_world_size(),
+        "rank": (dist.get_rank(), int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])),
+        "backend": dist.get_backend(),
+        "sum": total(),
+        "device": str(torch.zeros(1).device),
+        "GPUs": torch.cuda.device_count(),
+        "threads": torch.get_num_threads(),
+        "drawn": (random.random(), numpy.random.rand(), torch.rand(1).item()),
+    }
+
+
+def test_a_call_finds_the_group_ready_one_thread_and_the_seeds_set(ranks):
+    first, again = ranks(surroundings), ranks(surroundings)
+    assert first == again
+    assert [found.pop("rank") for found in first] == [(rank, rank, rank) for rank in range(4)]
+    assert all(found == first[0] for found in first), "all but the rank is the same on each rank"
+    drawn = first[0].pop("drawn")
+    assert first[0] == {"size": 4, "backend": "gloo", "sum": 6, "device": "cpu", "GPUs": 0, "threads": 1}
+    random.seed(0), numpy.random.seed(0)
+    assert drawn == (random.random(), numpy.random.rand(), torch.rand(1, generator=torch.manual_seed(0)).item())
+
+
+def test_a_call_takes_less_than_100_ms(ranks):
+    def seconds():
+        start = time.perf_counter()
+        ranks(total)
+        return time.perf_counter() - start
+
+    assert statistics.median(seconds() for _ in range(15)) < 0.1
+
+
+def groups(new: bool = False) -> int:
+    if new:
+        made = dist.new_group([0, 1])
+        dist.new_group(list(range(dist.get_world_size())))
+        if dist.get_rank() < 2:
+            dist.all_reduce(torch.ones(1), group=made)
+    return len(dist.distributed_c10d._world.pg_map)
+
+
+def test_groups_of_a_call_are_gone_in_the_next(ranks):
+    assert ranks(groups, new=True) == [3, 3, 2, 2]
+    assert ranks(groups) == [1] * 4
+    assert ranks(groups, new=True) == [3, 3, 2, 2]
+
+
+def leave(how: str) -> None:
+    rank = dist.get_rank()
+    if how == "no group":
+        dist.destroy_process_group()
+    elif how == "a group of its own":
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    elif how == "threads":
+        torch.set_num_threads(3)
+    elif how == "a random state":
+        random.random(), torch.rand(rank + 1)
+    elif how == "a thread that runs":
+        threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+    elif how == "a collective that not all have called" and rank == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+    elif how == "a message that nobody received" and rank == 0:
+        dist.isend(torch.ones(1), 1)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "no group",
+        "a group of its own",
+        "threads",
+        "a random state",
+        "a thread that runs",
+        "a collective that not all have called",
+        "a message that nobody received",
+    ],
+)
+def test_what_a_call_leaves_behind_does_not_reach_the_next(how, ranks, monkeypatch):
+    expected = ranks(surroundings)
+    ranks(leave, how)
+    monkeypatch.setattr(ranks, "timeout_s", 3)
+    try:
+        assert ranks(surroundings) == expected
+    finally:
+        with pytest.raises(ZeroDivisionError):
+            ranks(lambda: 1 / 0)  # a new group, whatever happened
+        ranks(torch.set_num_threads, 1)
+
+
+# --- what ranks print
+
+
+def prints(rank_that_fails: int | None = None) -> None:
+    print("begins ", end="", flush=True)
+    time.sleep(0.2)
+    print("and ends")
+    print("to stderr", file=sys.stderr)
+    if dist.get_rank() == rank_that_fails:
+        raise ValueError("planted")
+    print("last", end="")
+
+
+def test_printed_lines_come_whole_and_with_their_rank(ranks, capsys):
+    ranks(prints)
+    out, err = capsys.readouterr()
+    whole = ["begins and ends", "to stderr", "last"]
+    assert sorted(out.splitlines()) == sorted(f"[rank {rank}] {text}" for rank in range(4) for text in whole)
+    assert out.endswith("\n") and err == ""
+    for rank in range(4):
+        of_rank = [text for text in out.splitlines() if text.startswith(f"[rank {rank}]")]
+        assert of_rank == [f"[rank {rank}] {text}" for text in whole], "a rank's own lines keep their order"
+
+
+def test_what_was_printed_before_an_error_is_shown(ranks, capsys):
+    with pytest.raises(ValueError, match="planted"):
+        ranks(prints, rank_that_fails=2)
+    assert "[rank 2] begins and ends\n" in capsys.readouterr().out
+
+
+def odd_output() -> None:
+    print("a form feed\fand a separator\u2028are in this line")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(b"not \xff UTF-8\n")
+    sys.stdout.buffer.flush()
+
+
+def test_odd_characters_neither_break_nor_split_a_line(ranks, capsys):
+    ranks(odd_output)
+    out = capsys.readouterr().out
+    assert out.count("[rank 0] ") == 2 and "[rank 0] not \ufffd UTF-8\n" in out
+
+
+def test_much_output_arrives_in_full(ranks, capsys):
+    ranks(lambda: print("\n".join(map(str, range(20_000)))))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 80_000 and lines.count("[rank 3] 19999") == 1
+
+
+def test_warnings_of_the_log_come_in_every_call(ranks, capsys):
+    for text in ("first", "second"):
+        ranks(logging.warning, text)
+        lines = capsys.readouterr().out.splitlines()
+        assert sorted(lines) == [f"[rank {rank}] WARNING:root:{text}" for rank in range(4)]
+
+
+# --- errors
+
+
+def divides() -> None:
+    if dist.get_rank() == 1:
+        inner_divides()
+    dist.all_reduce(torch.ones(1))
+
+
+def inner_divides() -> None:
+    1 / 0
+
+
+def test_an_error_names_the_rank_its_lines_and_what_the_others_waited_in(ranks):
+    with pytest.raises(ZeroDivisionError) as caught:
+        ranks(divides)
+    assert str(caught.value).splitlines() == [
+        "rank 1: ZeroDivisionError: division by zero",
+        f"  {line(inner_divides, 1)}1 / 0",
+        f"      called from {line(divides, 2)}inner_divides()",
+        "The other ranks:",
+        f"  ranks 0, 2, 3: in all_reduce, {line(divides, 3)}dist.all_reduce(torch.ones(1))",
+    ]
+    assert ranks(total) == [6] * 4
+
+
+def fail_in_turn() -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        return
+    time.sleep(0.05 * (4 - rank))
+    raise [None, OSError, IndexError, LookupError][rank]("from rank", rank)
+
+
+def test_the_first_error_is_the_one_that_is_raised(ranks):
+    with pytest.raises(LookupError) as caught:
+        ranks(fail_in_turn)
+    first, *others = str(caught.value).splitlines()
+    assert first == "rank 3: LookupError: ('from rank', 3)"
+    assert others[2] == "  rank 0: ended"
+    assert [text[:24] for text in others[3:]] == ["  rank 1: OSError: [Errn", "  rank 2: IndexError: ('"]
+
+
+def test_ranks_that_fail_alike_are_told_together(ranks):
+    with pytest.raises(ZeroDivisionError) as caught:
+        ranks(inner_divides)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4 and lines[1] == f"  {line(inner_divides, 1)}1 / 0"
+    assert lines[3].startswith("  ranks ") and lines[3].endswith(f"division by zero; {line(inner_divides, 1)}1 / 0")
+
+
+class TwoArguments(RuntimeError):
+    def __init__(self, a, b):
+        super().__init__(a + b)
+
+
+class OfResponse(RuntimeError):
+    def __init__(self, response):
+        super().__init__(response.text)
+
+
+class NoArguments(RuntimeError):
+    def __init__(self, code):
+        super().__init__()
+
+
+class NoText(Exception):
+    def __str__(self):
+        raise TypeError("no text")
+
+
+class HoldsLock(Exception):
+    def __init__(self):
+        super().__init__("locked")
+        self.lock = LOCK
+
+
+ODD_ERRORS = {
+    "a key": (lambda: KeyError("missing"), KeyError, "KeyError: 'missing'"),
+    "an exercise": (lambda: NotImplementedError(), NotImplementedError, "NotImplementedError"),
+    "two arguments": (lambda: TwoArguments("a", "b"), TwoArguments, "TwoArguments: ab"),
+    "a response": (lambda: OfResponse(SimpleNamespace(text="404")), OfResponse, "OfResponse: 404"),
+    "no arguments": (lambda: NoArguments(3), NoArguments, "NoArguments"),
+    "no text": (lambda: NoText(), NoText, "NoText"),
+    "a lock": (lambda: HoldsLock(), HoldsLock, "HoldsLock: locked"),
+    "five arguments": (lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "why"), UnicodeDecodeError, "why"),
+    "an errno": (lambda: FileNotFoundError(2, "none", "a.txt"), OSError, "[Errno 2] none: 'a.txt'"),
+    "a group": (lambda: ExceptionGroup("both", [ValueError()]), RuntimeError, "ExceptionGroup: both"),
+    "the end": (lambda: SystemExit(3), RuntimeError, "SystemExit: 3"),
+    "an interrupt": (lambda: KeyboardInterrupt(), RuntimeError, "KeyboardInterrupt"),
+    "long": (lambda: ValueError("x" * 10**6), ValueError, "x" * 1000),
+}
+
+
+def raise_on_rank_3(name: str) -> None:
+    if dist.get_rank() == 3:
+        raise ODD_ERRORS[name][0]()
+
+
+@pytest.mark.parametrize("name", ODD_ERRORS)
+def test_an_error_of_any_make_is_caught_by_its_type(name, ranks):
+    _, kind, text = ODD_ERRORS[name]
+    with pytest.raises(Exception) as caught:
+        ranks(raise_on_rank_3, name)
+    assert isinstance(caught.value, RuntimeError) and isinstance(caught.value, kind)
+    first, at, *_ = str(caught.value).splitlines()
+    assert first.startswith("rank 3: ") and text in first
+    assert at == f"  {line(raise_on_rank_3, 2)}raise ODD_ERRORS[name][0]()"
+    assert ranks(total) == [6] * 4
+
+
+def descend(depth: int) -> None:
+    descend(depth + 1)
+
+
+def test_an_endless_recursion_is_told_in_a_page(ranks):
+    with pytest.raises(RecursionError) as caught:
+        ranks(descend, 0)
+    assert line(descend, 1) in str(caught.value) and len(str(caught.value).splitlines()) < 100
+
+
+@pytest.mark.parametrize(
+    "result, expected",
+    [
+        (lambda: torch.zeros(129, 2**18), "129 MiB, at most 128 go back"),
+        (lambda: (i for i in range(3)), "(of type generator) can't be sent back"),
+    ],
+)
+def test_a_result_that_can_not_come_back_is_an_error_of_its_rank(result, expected, ranks):
+    with pytest.raises(ValueError) as caught:
+        ranks(lambda: result() if dist.get_rank() == 0 else None)
+    assert str(caught.value).startswith("rank 0: ValueError: the result ") and expected in str(caught.value)
+    assert ranks(total) == [6] * 4
+
+
+# --- hangs
+
+
+def receives() -> None:
+    print("before")
+    dist.recv(torch.zeros(1), (dist.get_rank() + 1) % 4)
+
+
+def loops() -> None:
+    while True:
+        pass
+
+
+def sleeps() -> None:
+    if dist.get_rank() > 1:
+        time.sleep(600)
+
+
+def mismatches() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+        return
+    parts = [torch.zeros(10**6) for _ in range(4)]
+    dist.all_gather(parts, torch.zeros(10**6))
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (receives, [f"  ranks 0, 1, 2, 3: in recv, {line(receives, 2)}dist.recv("]),
+        (loops, [f"  ranks 0, 1, 2, 3: {line(loops, 1)}while True:", f"  ranks 0, 1, 2, 3: {line(loops, 2)}pass"]),
+        (sleeps, ["  ranks 0, 1: ended", f"  ranks 2, 3: {line(sleeps, 2)}time.sleep(600)"]),
+        (mismatches, [f"in barrier, {line(mismatches, 2)}", f"in all_gather, {line(mismatches, 5)}"]),
+    ],
+)
+def test_a_hang_ends_in_every_ranks_line_and_the_next_call_works(function, expected, ranks, monkeypatch, capsys):
+    monkeypatch.setattr(ranks, "timeout_s", 1)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError) as caught:
+        ranks(function)
+    assert 1 <= time.monotonic() - start < 10
+    first, *places = str(caught.value).splitlines()
+    assert first == "not all ranks had ended after 1 s. They were at"
+    assert all(any(text in place for text in expected) for place in places)
+    assert sum(place.split(":")[0].count(str(rank)) for place in places for rank in range(4)) == 4, "each rank once"
+    if function is receives:
+        assert sorted(capsys.readouterr().out.splitlines()) == [f"[rank {rank}] before" for rank in range(4)]
+    monkeypatch.setattr(ranks, "timeout_s", 60)
+    assert ranks(total) == [6] * 4
+
+
+def test_the_timeout_is_a_minute_unless_told_otherwise(ranks):
+    assert inspect.signature(Ranks).parameters["timeout_s"].default == 60 == ranks.timeout_s
+
+
+def swallows() -> None:
+    while True:
+        try:
+            time.sleep(600)
+        except KeyboardInterrupt:
+            pass
+
+
+def kills_itself() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def exits() -> None:
+    if dist.get_rank() == 0:
+        os._exit(0)
+
+
+@pytest.mark.parametrize(
+    "function, expected",
+    [
+        (swallows, [f"ranks 0, 1: {line(swallows, 3)}time.sleep(600)"]),
+        (kills_itself, ["rank 1: its process died", f"in barrier, {line(kills_itself, 3)}dist.barrier()"]),
+        (exits, ["rank 0: its process died", "rank 1: ended"]),
+    ],
+)
+def test_processes_that_are_lost_are_started_anew(function, expected, pair, monkeypatch):
+    pair(total)
+    monkeypatch.setattr(pair, "timeout_s", 1)
+    before = pair(os.getpid)
+    with pytest.raises(RuntimeError) as caught:
+        pair(function)
+    assert all(text in str(caught.value) for text in expected)
+    monkeypatch.setattr(pair, "timeout_s", 60)
+    assert pair(total) == [1, 1]
+    assert not set(before) & set(pair(os.getpid)) and not any(map(psutil.pid_exists, before))
+
+
+# --- bad use
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True, "4", None])
+def test_a_bad_number_of_ranks_gets_one_line_and_starts_nothing(n):
+    before = started()
+    with pytest.raises(ValueError) as caught:
+        Ranks(n)
+    assert str(caught.value) == f"Ranks({n!r}): the number of ranks is 1 or more"
+    assert started() == before
+
+
+@pytest.fixture
+def machine_with(monkeypatch):
+    """Make this machine one with so many GPUs."""
+
+    def give(gpus: int, kind: str = "cuda") -> None:
+        device = torch.device(kind) if gpus else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
+        monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+
+    return give
+
+
+@pytest.mark.parametrize(
+    "gpus, kind, backend, chosen",
+    [
+        (0, "cuda", None, "gloo"),
+        (1, "cuda", None, "gloo"),
+        (3, "cuda", None, "gloo"),
+        (4, "cuda", None, "nccl"),
+        (8, "cuda", None, "nccl"),
+        (8, "cuda", "gloo", "gloo"),
+        (8, "cuda", "nccl", "nccl"),
+        (8, "xpu", None, "xccl"),
+        (1, "mps", None, "gloo"),
+    ],
+)
+def test_the_backend_is_that_of_the_gpus_where_there_is_one_for_each_rank(gpus, kind, backend, chosen, machine_with):
+    machine_with(gpus, kind)
+    assert choose_backend(4, backend) == chosen
+
+
+@pytest.mark.parametrize(
+    "gpus, kind, backend, expected",
+    [
+        (0, "cuda", "nccl", "each rank needs a GPU, and this machine has 0; gloo runs on the CPU"),
+        (1, "cuda", "nccl", "each rank needs a GPU, and this machine has 1; gloo runs on the CPU"),
+        (1, "mps", "nccl", "each rank needs a GPU, and this machine has 0; gloo runs on the CPU"),
+        (8, "cuda", "xccl", "xccl"),
+        (8, "xpu", "nccl", "nccl"),
+        (0, "cuda", "mpi", "the backend is gloo, nccl or xccl"),
+        (8, "cuda", "NCCL", "the backend is gloo, nccl or xccl"),
+    ],
+)
+def test_a_backend_that_this_machine_can_not_have_gets_one_line(gpus, kind, backend, expected, machine_with):
+    machine_with(gpus, kind)
+    before = started()
+    with pytest.raises(ValueError) as caught:
+        choose_backend(4, backend)
+    assert str(caught.value).startswith(f"Ranks(4, {backend!r}): ") and expected in str(caught.value)
+    with pytest.raises(ValueError):
+        Ranks(4, backend)
+    assert "\n" not in str(caught.value) and started() == before
+
+
+class Holder:
+    """An object with a lock."""
+
+    def __init__(self):
+        self.lock = LOCK
+
+    def use(self):
+        pass
+
+
+def unpicklable() -> dict:
+    """Calls that can't be sent: function, arguments, and what the message starts with."""
+    lock, holder = LOCK, Holder()
+
+    def uses_closure():
+        return lock
+
+    def uses_global():
+        return LOCK
+
+    def calls():
+        return uses_global()
+
+    def in_comprehension():
+        return [LOCK.locked() for _ in range(3)]
+
+    def in_inner():
+        def inner():
+            return LOCK
+
+        return inner()
+
+    def default(lock=LOCK):
+        pass
+
+    def with_unset():
+        return unset, lock
+
+    if holder is None:
+        unset = 1
+    return {
+        "argument": (total, (1, LOCK), {}, "argument 2 (of type lock) can't"),
+        "keyword": (total, (), {"x": {"a": [1, LOCK]}}, "x['a'][1] (of type lock) can't"),
+        "object": (total, (holder,), {}, "argument 1 (of type Holder) can't"),
+        "global": (uses_global, (), {}, "LOCK (of type lock) in uses_global can't"),
+        "closure": (uses_closure, (), {}, "lock (of type lock) in uses_closure can't"),
+        "called": (calls, (), {}, "LOCK (of type lock) in uses_global in calls can't"),
+        "comprehension": (in_comprehension, (), {}, "LOCK (of type lock) in in_comprehension can't"),
+        "inner function": (in_inner, (), {}, "LOCK (of type lock) in in_inner can't"),
+        "default": (default, (), {}, "lock (of type lock) in default can't"),
+        "method": (holder.use, (), {}, "use (of type method) can't"),
+        "unset closure": (with_unset, (), {}, "lock (of type lock) in with_unset can't"),
+    }
+
+
+@pytest.mark.parametrize("case", unpicklable())
+def test_what_can_not_be_sent_is_named_in_one_line(case, ranks):
+    function, args, kwargs, expected = unpicklable()[case]
+    with pytest.raises(ValueError) as caught:
+        ranks(function, *args, **kwargs)
+    assert str(caught.value).startswith(expected) and "\n" not in str(caught.value)
+
+
+def test_other_bad_calls_get_one_line(ranks):
+    for function, expected in ((3, "3 is none"), (None, "None is none"), (lambda: ranks, "ranks (of type Ranks)")):
+        with pytest.raises(ValueError) as caught:
+            ranks(function)
+        assert expected in str(caught.value) and "\n" not in str(caught.value)
+
+
+# --- ends
+
+
+def test_close_ends_all_and_a_later_call_starts_again(temporary):
+    before = started()
+    one = Ranks(1, "gloo")
+    new = [process for process in started() if process not in before]
+    assert len(new) >= 2 and len(list(temporary.glob("ranks-*"))) == 1
+    one.close()
+    assert_gone(new, temporary)
+    one.close()
+    assert one(total) == [0]
+    new = [process for process in started() if process not in before]
+    del one  # what a notebook does where it makes `ranks` again
+    assert_gone(new, temporary)
+
+
+def test_nothing_is_kept_of_a_closed_group_of_ranks(ranks):
+    me = psutil.Process()
+    before = me.num_fds(), me.num_threads(), len(me.children())
+    with Ranks(1, "gloo"):
+        pass
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline and (me.num_fds(), me.num_threads(), len(me.children())) > before:
+        time.sleep(0.05)
+    assert (me.num_fds(), me.num_threads(), len(me.children())) == before, "files, threads, children with zombies"
+
+
+FORKS = """
+import os, sys
+from course_lib.ranks import Ranks
+ranks = Ranks(1, "gloo")
+if (child := os.fork()) == 0:
+    sys.exit()
+os.waitpid(child, 0)
+print(ranks(lambda: 7))
+"""
+
+
+def test_a_forked_child_that_ends_leaves_the_ranks_alone():
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.stdout == "[7]\n", done.stderr
+
+
+class Notebook:
+    """A Jupyter kernel, and its folder for temporary files."""
+
+    def __init__(self, folder: Path):
+        from jupyter_client.manager import start_new_kernel
+
+        self.folder = folder
+        self.manager, self.client = start_new_kernel(env=os.environ | {"TMPDIR": str(folder)})
+        self.pid = self.manager.provisioner.process.pid
+        self.run("import time, torch, torch.distributed as dist; from course_lib.ranks import Ranks")
+
+    def start(self, code: str) -> str:
+        """Have a cell executed, without waiting for it."""
+        return self.client.execute(code)
+
+    def finish(self, cell: str, until: str | None = None) -> SimpleNamespace:
+        """Wait for a cell to end, or until its output has the text; gives its number, its output, and its error."""
+        seen = SimpleNamespace(number=0, output="", error=None)
+        deadline = time.monotonic() + PATIENCE_S
+        while until is None or until not in seen.output:
+            message = self.client.get_iopub_msg(timeout=deadline - time.monotonic())
+            if message["parent_header"].get("msg_id") == cell:
+                content = message["content"]
+                seen.number = content.get("execution_count", seen.number)
+                seen.output += content.get("text", "")
+                seen.error = content if message["msg_type"] == "error" else seen.error
+                if content.get("execution_state") == "idle":
+                    break
+        return seen
+
+    def run(self, code: str) -> SimpleNamespace:
+        return self.finish(self.start(code))
+
+    def end(self, how: str) -> None:
+        if how == "SIGKILL":
+            os.kill(self.pid, signal.SIGKILL)
+        self.manager.shutdown_kernel(now=how == "SIGKILL")
+        self.client.stop_channels()
+
+
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory):
+    """A kernel with four ranks."""
+    kernel = Notebook(tmp_path_factory.mktemp("notebook"))
+    made = kernel.run("ranks = Ranks(4, 'gloo', timeout_s=30)")
+    assert (made.output, made.error) == ("", None), "starting is silent"
+    kernel.run(f"{inspect.getsource(total)}")
+    yield kernel
+    kernel.end("shutdown")
+
+
+@pytest.fixture
+def another(tmp_path):
+    """A second kernel, of one test; what it has started ends with the test."""
+    kernel = Notebook(tmp_path)
+    yield kernel
+    if kernel.manager.is_alive():
+        kernel.end("SIGKILL")
+
+
+def test_a_notebook_shows_an_error_by_cell_and_line_alone(notebook):
+    failed = notebook.run("def step():\n    if dist.get_rank() == 2:\n        [][3]\n    dist.barrier()\nranks(step)")
+    cell = f"Cell In[{failed.number}], line"
+    shown = [
+        "RankFailed(IndexError): rank 2: IndexError: list index out of range",
+        f"  {cell} 3: [][3]",
+        "The other ranks:",
+        f"  ranks 0, 1, 3: in barrier, {cell} 4: dist.barrier()",
+    ]
+    assert "\n".join(failed.error["traceback"]).splitlines() == shown
+    assert notebook.run("try: ranks(step)\nexcept IndexError: print('caught')").output == "caught\n"
+    assert notebook.run("class Own(Exception): pass\ndef own(): raise Own").error is None
+    assert notebook.run("try: ranks(own)\nexcept Own: print('caught')").output == "caught\n"
+    assert notebook.run("print(ranks(total))").output == "[6.0, 6.0, 6.0, 6.0]\n"
+
+
+def test_a_notebook_shows_bad_use_in_one_line(notebook):
+    for code, expected in (
+        ("Ranks(0)", "BadCall: Ranks(0): the number of ranks is 1 or more"),
+        ("lock = __import__('threading').Lock()\nranks(lambda: lock)", "BadCall: lock (of type lock) in <lambda> "),
+        ("ranks(3)", "BadCall: ranks(function, ...) runs a function, and 3 is none"),
+    ):
+        shown = "\n".join(notebook.run(code).error["traceback"])
+        assert shown.startswith(expected) and "\n" not in shown
+
+
+def test_a_rank_that_exits_does_not_end_the_kernel(notebook):
+    failed = notebook.run("import sys\nranks(lambda: sys.exit(3))")
+    assert failed.error["evalue"].startswith("rank ") and "SystemExit: 3" in failed.error["evalue"]
+    assert notebook.run("print(ranks(total))").output == "[6.0, 6.0, 6.0, 6.0]\n"
+
+
+@pytest.mark.parametrize(
+    "waits, shown",
+    [("time.sleep(600)", ""), ("dist.recv(torch.zeros(1), (dist.get_rank() + 1) % 4)", "in recv, ")],
+)
+def test_the_interrupt_button_stops_all_ranks_and_the_next_cell_works(waits, shown, notebook):
+    cell = notebook.start(f"def wait():\n    print('here')\n    {waits}\nranks(wait)")
+    notebook.finish(cell, until="here\n")
+    time.sleep(0.3)
+    start = time.monotonic()
+    notebook.manager.interrupt_kernel()
+    stopped = notebook.finish(cell)
+    assert time.monotonic() - start < 5
+    report = "\n".join(stopped.error["traceback"])
+    assert report.startswith(f"Interrupted: the ranks were at\n  ranks 0, 1, 2, 3: {shown}Cell In[")
+    assert report.endswith(f"], line 3: {waits}") and "Traceback" not in report
+    assert notebook.run("print(ranks(total))").output == "[6.0, 6.0, 6.0, 6.0]\n"
+
+
+def test_an_interrupted_start_leaves_nothing(notebook):
+    before, folders = started(notebook.pid), set(notebook.folder.glob("ranks-*"))
+    cell = notebook.start("Ranks(2, 'gloo')")
+    deadline = time.monotonic() + PATIENCE_S
+    while len(started(notebook.pid)) < len(before) + 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    new = [process for process in started(notebook.pid) if process not in before]
+    notebook.manager.interrupt_kernel()
+    assert notebook.finish(cell).error["ename"] == "KeyboardInterrupt"
+    new += [process for process in started(notebook.pid) if process not in [*before, *new]]
+    deadline = time.monotonic() + GONE_S
+    while time.monotonic() < deadline and (still_running(new) or set(notebook.folder.glob("ranks-*")) != folders):
+        time.sleep(0.05)
+    assert still_running(new) == [] and set(notebook.folder.glob("ranks-*")) == folders
+    assert notebook.run("print(ranks(total))").output == "[6.0, 6.0, 6.0, 6.0]\n"
+
+
+def test_ranks_that_a_notebook_makes_again_after_an_error_replace_those_of_before(notebook):
+    before = started(notebook.pid)
+    notebook.run("few = Ranks(1, 'gloo')")
+    new = [process for process in started(notebook.pid) if process not in before]
+    assert len(new) >= 2
+    assert notebook.run("few(lambda: 1 / 0)").error
+    notebook.run("few = None")
+    deadline = time.monotonic() + GONE_S / 2
+    while time.monotonic() < deadline and still_running(new):
+        time.sleep(0.05)
+    left = still_running(new)
+    for process in left:
+        process.kill()
+    assert left == []
+
+
+def test_two_notebooks_at_once_do_not_disturb_each_other(notebook, another):
+    """One fails, hangs, and is killed in a call without end; the ranks of the other go on, and none of its own stay."""
+    for code in ("two = Ranks(2, 'gloo', timeout_s=1)", "two(lambda: 1 / 0)", "two(lambda: time.sleep(600))"):
+        cell = another.start(code)
+        for _ in range(5):
+            assert notebook.run("print(ranks(total))").output == "[6.0, 6.0, 6.0, 6.0]\n"
+        ended = another.finish(cell)
+        expected = {"1": "RankFailed(ZeroDivisionError)", "t": "RanksHung"}.get(code[12:13])
+        assert (ended.error and ended.error["ename"]) == expected
+    another.run("two.timeout_s = 600")
+    cell = another.start("def hang():\n    print('here')\n    dist.recv(torch.zeros(1), 0)\ntwo(hang)")
+    another.finish(cell, until="here\n")
+    processes = started(another.pid)
+    assert len(processes) >= 3
+    cell = notebook.start("print([ranks(total) for _ in range(100)] == 100 * [4 * [6.0]])")
+    another.end("SIGKILL")
+    assert_gone(processes, another.folder)
+    assert notebook.finish(cell).output == "True\n"
+
+
+def test_a_kernel_that_is_killed_while_ranks_start_leaves_nothing(another):
+    another.start("ranks = Ranks(4, 'gloo')")
+    deadline = time.monotonic() + PATIENCE_S
+    while len(started(another.pid)) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    processes = started(another.pid)
+    assert len(processes) >= 4
+    another.end("SIGKILL")
+    assert_gone(processes, another.folder)
+
+
+def test_a_kernel_that_is_shut_down_leaves_nothing(another):
+    another.run("ranks = Ranks(1, 'gloo')")
+    processes = started(another.pid)
+    assert len(processes) >= 2
+    another.end("shutdown")
+    assert_gone(processes, another.folder)
+
+
+def busy() -> None:
+    """In compiled code, and no other thread of the process gets to run."""
+    collections.deque(itertools.repeat(0), maxlen=0)
+
+
+COMPILED = f"""
+import collections, itertools
+from course_lib.ranks import Ranks
+{inspect.getsource(busy)}
+ranks = Ranks(1, "gloo")
+print("ready", flush=True)
+ranks(busy)
+"""
+
+
+def test_a_rank_that_is_busy_in_compiled_code_ends_with_a_killed_kernel_too(tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    kernel = subprocess.Popen([sys.executable, "-c", COMPILED], stdout=subprocess.PIPE, text=True, env=environment)
+    assert kernel.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    processes = started(kernel.pid)
+    kernel.kill()
+    kernel.communicate()
+    assert_gone(processes, tmp_path)
+
+
+# --- GPUs
+
+
+@cuda_only
+def test_ranks_on_gpus_have_one_each():
+    n = min(2, torch.cuda.device_count())
+    with Ranks(n, timeout_s=10) as on_gpus:
+        assert on_gpus.backend == "nccl"
+        assert on_gpus(torch.cuda.current_device) == list(range(n))
+        on_gpus.timeout_s = 1
+        with pytest.raises(TimeoutError):
+            on_gpus(time.sleep, 600)
+        on_gpus.timeout_s = 30
+        assert on_gpus(lambda: dist.get_world_size()) == [n] * n
