@@ -57,7 +57,7 @@ def time_collective(collective: str, size: int, group=None) -> dict:
         device = torch.accelerator.current_accelerator()
     tensor = torch.zeros(max(1, size // (4 * n)) * n, device=device)
     piece, rounds = torch.zeros(tensor.numel() // n, device=device), []
-    calls = max(1, min(8, 2**23 // tensor.nbytes))
+    calls = max(1, min(4, 2**23 // tensor.nbytes))
     for _ in range(4):  # the first one warms up
         dist.barrier(group)
         start = time.perf_counter()

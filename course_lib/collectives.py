@@ -20,10 +20,11 @@ _all_ = ["count_traffic", "Traffic", "sweep", "fit_alpha_beta"]
 # %% ../notebooks/03_collectives.ipynb #collectives-imports
 import argparse
 import json
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from .single_gpu import out_file
 
 # %% ../notebooks/03_collectives.ipynb #ex-03-3
 def tree_broadcast(tensor: torch.Tensor, src: int = 0, group=None) -> None:
@@ -99,16 +100,12 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--min-kib", type=int, default=4, help="the smallest tensor")
     parser.add_argument("--max-kib", type=int, default=64 * 1024, help="the largest tensor")
     parser.add_argument("--factor", type=int, default=4, help="from one size to the next")
-    parser.add_argument("--out", type=Path, help="a JSON file for the records of all sizes")
+    parser.add_argument("--out", type=out_file, help="a JSON file for the records of all sizes")
     chosen = parser.parse_args(argv)
     if not 1 <= chosen.min_kib <= chosen.max_kib:
         parser.error("--min-kib must be 1 or more, and --max-kib no less than --min-kib")
     if chosen.factor < 2:
         parser.error("--factor must be 2 or more")
-    if chosen.out and not chosen.out.parent.is_dir():
-        parser.error(f"--out {chosen.out}: there is no folder {chosen.out.parent}")
-    if chosen.out and chosen.out.is_dir():
-        parser.error(f"--out {chosen.out} is a folder; name a file in it")
     return chosen
 
 # %% ../notebooks/03_collectives.ipynb #main
