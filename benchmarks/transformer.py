@@ -6,19 +6,10 @@ Both have the same weights and the same batch. They run in alternation, and so d
 spread of that ratio is the noise. Times are medians of 9 pairs.
 """
 
-import datetime
-import json
-import os
-import platform
-import statistics
-import time
-from pathlib import Path
-
 import torch
+from measure import paired, write
 
 from course_lib.model import PRESETS, Transformer, loss, to_hf
-
-PAIRS = 9
 
 
 def step(module: torch.nn.Module, forward) -> None:
@@ -27,26 +18,6 @@ def step(module: torch.nn.Module, forward) -> None:
     forward().backward()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def seconds(run) -> float:
-    """Wall-clock seconds of one run."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def paired(run, rival) -> dict[str, float]:
-    """Median times of both, and the median and spread of their ratio, from PAIRS runs in alternation after two."""
-    times = [(seconds(run), seconds(rival)) for _ in range(PAIRS + 2)][2:]
-    ratios = sorted(mine / theirs for mine, theirs in times)
-    return {
-        "ours_ms": 1e3 * statistics.median(mine for mine, _ in times),
-        "rival_ms": 1e3 * statistics.median(b for _, b in times),
-        "ratio": statistics.median(ratios),
-        "ratio_min": ratios[0],
-        "ratio_max": ratios[-1],
-    }
 
 
 def peak_mib(run) -> float:
@@ -66,14 +37,6 @@ def peak_mib(run) -> float:
     return top / 2**20
 
 
-def processor() -> str:
-    """The model and number of this machine's processors."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
-
-
 def main() -> None:
     """Measure on this machine's device, print the figures and write them down."""
     gpu = torch.cuda.is_available()
@@ -91,11 +54,7 @@ def main() -> None:
     def rival():
         step(theirs, lambda: loss(theirs(inputs, use_cache=False).logits, targets))
 
-    result = {
-        "date": datetime.date.today().isoformat(),
-        "machine": torch.cuda.get_device_name() if gpu else processor(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+    figures = {
         "preset": preset,
         "batch": batch,
         "seq": seq,
@@ -104,9 +63,7 @@ def main() -> None:
         "ours_peak_mib": peak_mib(ours),
         "llama_peak_mib": peak_mib(rival),
     }
-    file = Path(__file__).parent / "results" / f"transformer_{device.type}.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
+    write("transformer", figures)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,10 @@ def sweep(collectives: list[str], sizes: list[int], group=None, on_record=lambda
 
 # %% ../notebooks/03_collectives.ipynb #ex-03-8
 def fit_alpha_beta(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """alpha (seconds) and beta (bytes a second) of seconds = alpha + size / beta, with the least relative errors."""
+    """alpha (seconds) and beta (bytes a second) of seconds = alpha + size / beta, with the least relative errors.
+
+    Where all sizes are so small that alpha is all there is, beta is noise, and may be negative.
+    """
     size, time_s = torch.tensor(sizes, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64)
     matrix = torch.stack([1 / time_s, size / 1e6 / time_s], dim=1)
     alpha, seconds_a_mb = (

@@ -29,7 +29,9 @@ from pathlib import Path
 
 POLL_S = 0.1
 MAX_RESULT_MIB = 128
-LOST_PEER = re.compile("closed by peer|reset by peer|Broken pipe|remote process|communicator was aborted")
+LOST_PEER = re.compile(
+    "closed by peer|reset by peer|Broken pipe|remote process|communicator was aborted|is not connected"
+)
 
 
 def main() -> None:

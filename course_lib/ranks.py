@@ -24,7 +24,10 @@ from collections.abc import Callable
 GRACE_S = 0.5  # for the other ranks, after the first error: they may be about to end, or to fail as well
 CUT_S = 0.4  # for ranks that wait for others, once their connections are cut
 STOP_S = 3.0  # for all ranks, once they are interrupted
-DIED = "its process died without a Python error: a crash in compiled code, or the machine ran out of memory"
+DIED = (
+    "its process died without a Python error: a crash in compiled code, the machine out of memory, or (gloo) a message "
+    "that does not fit the tensor it should go into"
+)
 SHOW_S = 0.5  # between two looks at what the ranks print; a shorter call prints by rank, at its end
 
 # %% ../notebooks/03_collectives.ipynb #ranks-call
@@ -122,7 +125,7 @@ class Call:
     def error(self, timeout_s: float) -> RankError:
         """What to raise."""
         if not self.failures:
-            return RanksHung(f"not all ranks had ended after {timeout_s:g} s. They were at\n{self.told()}")
+            return RanksHung(f"not all ranks had ended after {timeout_s:g} s (timeout_s). They were at\n{self.told()}")
         rank, report = next(iter(self.failures.items()))
         self.outcomes.pop(rank)
         at = f"\n  {where(report['stack'])}" if report["stack"] else ""
@@ -135,7 +138,8 @@ class Ranks:
     """`n` processes of this machine, in one process group. `ranks(function, *args)` runs `function` on all of them.
 
     Every call starts with the default group alone, the seeds set (the same on each rank) and, on the CPU, one thread a
-    rank. `backend`: "nccl" puts rank r on GPU r, "gloo" all ranks on the CPU; None takes the GPUs if there are enough.
+    rank. It gets copies of what it uses, so nothing is kept for the next call. `timeout_s` may be changed at any time.
+    `backend`: "nccl" puts rank r on GPU r, "gloo" all ranks on the CPU; None takes the GPUs if there are enough.
     Raises BadCall where `n` is not 1 or more or the GPUs are too few.
     """
 

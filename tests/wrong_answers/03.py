@@ -580,6 +580,23 @@ def ring_all_reduce(tensor, group=None):
     ring_all_gather(tensor, group)
 
 
+# %% 03.6 the whole tensor at once
+def ring_all_reduce(tensor, group=None):
+    ring_reduce_scatter(tensor, group)
+    ring_all_gather(tensor, group)
+
+
+# %% 03.6 leaves out the last chunk, which is shorter
+CHUNK = 2**22
+
+
+def ring_all_reduce(tensor, group=None):
+    flat = tensor.view(-1)
+    for start in range(0, max(1, flat.numel() // CHUNK), 1):
+        ring_reduce_scatter(flat[start * CHUNK : (start + 1) * CHUNK], group)
+        ring_all_gather(flat[start * CHUNK : (start + 1) * CHUNK], group)
+
+
 # %% 03.7 the factor of all-reduce for all
 def bandwidths(collective, size, seconds, world_size):
     return size / seconds, size / seconds * 2 * (world_size - 1) / world_size

@@ -1,0 +1,66 @@
+"""What the comparisons of this folder share: runs in alternation, and where they ran."""
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+
+PAIRS = 9
+
+
+def seconds(run) -> float:
+    """Wall-clock seconds of one run."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def paired(run, rival, before=lambda: None) -> dict[str, float]:
+    """Median times of both, and the median and spread of their ratio, from PAIRS runs in alternation after two.
+
+    `before` is called before each run and is not timed.
+    """
+    times = []
+    for _ in range(PAIRS + 2):
+        pair = []
+        for each in (run, rival):
+            before()
+            pair.append(seconds(each))
+        times.append(pair)
+    times = times[2:]
+    ratios = sorted(mine / theirs for mine, theirs in times)
+    return {
+        "ours_ms": 1e3 * statistics.median(mine for mine, _ in times),
+        "rival_ms": 1e3 * statistics.median(b for _, b in times),
+        "ratio": statistics.median(ratios),
+        "ratio_min": ratios[0],
+        "ratio_max": ratios[-1],
+    }
+
+
+def processor() -> str:
+    """The model and number of this machine's processors."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+
+
+def write(name: str, figures: dict) -> None:
+    """Write results/NAME_DEVICE.json, with the date and the machine, and print it."""
+    gpu = torch.cuda.is_available()
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "machine": torch.cuda.get_device_name() if gpu else processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+    text = json.dumps(about | figures, indent=1)
+    file = Path(__file__).parent / "results" / f"{name}_{'cuda' if gpu else 'cpu'}.json"
+    file.write_text(text + "\n")
+    print(text)
