@@ -58,7 +58,7 @@ def time_collective(collective: str, size: int, group=None) -> dict:
     tensor = torch.zeros(max(1, size // (4 * n)) * n, device=device)
     piece, rounds = torch.zeros(tensor.numel() // n, device=device), []
     calls = max(1, min(4, 2**23 // tensor.nbytes))
-    for _ in range(4):  # the first one warms up
+    for _ in range(8 if tensor.nbytes < 2**20 else 4):  # the first one warms up; short ones need more
         dist.barrier(group)
         start = time.perf_counter()
         for _ in range(calls):
@@ -66,7 +66,7 @@ def time_collective(collective: str, size: int, group=None) -> dict:
         if device.type != "cpu":
             torch.accelerator.synchronize()
         rounds.append((time.perf_counter() - start) / calls)
-    mean = torch.tensor(sorted(rounds[1:])[1] / n, device=device)
+    mean = torch.tensor(sorted(rounds[1:])[len(rounds) // 2 - 1] / n, device=device)
     dist.all_reduce(mean, group=group)
     algorithm, bus = bandwidths(collective, tensor.nbytes, mean.item(), n)
     measured = {"bytes": tensor.nbytes, "seconds": mean.item(), "algbw": algorithm, "busbw": bus}
