@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.bandwidth import sweep, time_collective
-from course_lib.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
+from course_lib.collectives import CHUNK, ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
 from course_lib.traffic import count_traffic
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -172,6 +172,14 @@ def test_a_ring_needs_room_for_one_piece_more_and_the_others_for_nothing(ranks):
     assert all_gather == broadcast == 0
 
 
+def memory_of_a_large_one() -> int | None:
+    return extra_memory(ring_all_reduce, 3 * CHUNK)
+
+
+def test_the_buffer_of_an_all_reduce_does_not_grow_with_the_tensor(ranks):
+    assert ranks(memory_of_a_large_one)[0] <= CHUNK + 64, "a fourth of a chunk, 4 bytes an element"
+
+
 # Timing.
 
 
@@ -182,7 +190,7 @@ def timed() -> list[dict]:
     with count_traffic() as traffic:
         records.append(time_collective("all_gather", 2**16))
     measured, rounds = traffic.select("all_gather"), traffic.select("barrier").calls
-    assert rounds == 4 and measured.calls % rounds == 0, "a round to warm up, and three"
+    assert rounds == 8 and measured.calls % rounds == 0, "a round to warm up, and seven"
     assert measured.bytes == measured.calls * 3 * 2**14, "a piece to each of the others"
     if dist.get_rank() in (1, 3):
         records.append(time_collective("all_reduce", 4096, pair))
