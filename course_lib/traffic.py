@@ -87,7 +87,7 @@ def shown(group: tuple[int, ...]) -> str:
     text = f"{group[0]}-{group[-1]}" if whole else ",".join(map(str, group))
     return text if len(text) <= 15 else text[:12] + "..."
 
-
+# %% ../notebooks/03_collectives.ipynb #traffic-mode
 class count_traffic(TorchDispatchMode):
     """Context manager that counts this rank's communication, forward and backward: `with count_traffic() as traffic:`.
 
