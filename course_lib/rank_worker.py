@@ -58,11 +58,13 @@ def end_with_kernel(kernel: int, folder: Path) -> None:
     while os.getppid() == kernel and folder.is_dir():
         others |= {int(mark.stem) for mark in folder.glob("*.process")}
         time.sleep(0.5)
-    shutil.rmtree(folder, ignore_errors=True)
-    for process in [*(others - {os.getpid()}), os.getpid()]:  # this one last
+    for process in others - {os.getpid()}:
         with contextlib.suppress(OSError):
             os.killpg(process, signal.SIGKILL)  # ipyparallel makes each process the head of a session
-    os._exit(1)
+    for _ in range(10):  # meanwhile this process's main thread may be writing there, if it has just started
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 # %% ../notebooks/03_collectives.ipynb #worker-calls
 class Worker:
