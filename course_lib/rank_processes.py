@@ -108,7 +108,7 @@ class Processes:
         for output in self.outputs:
             output.show(rest)
 
-
+# %% ../notebooks/03_collectives.ipynb #ranks-output
 CR = "\r"
 
 
@@ -128,7 +128,7 @@ class Output:
         for line in new.decode(errors="replace").removesuffix("\n").split("\n") if new else []:
             print(f"[rank {self.rank}] {line.rstrip(CR).rsplit(CR)[-1]}")  # of a progress bar, its last state
 
-
+# %% ../notebooks/03_collectives.ipynb #ranks-end
 def end_processes(kernel: int, cluster, clients: list, folder: Path) -> None:
     """Kill the controller and the engines, and what they have started; each is the head of a session."""
     if os.getpid() != kernel:  # a child that the kernel has forked

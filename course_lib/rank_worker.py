@@ -48,7 +48,7 @@ def main() -> None:
         import torch.distributed  # noqa: F401  while the controller still starts
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
-
+# %% ../notebooks/03_collectives.ipynb #worker-end
 def end_with_kernel(kernel: int, folder: Path) -> None:
     """End all processes of the folder, and what they have started, once the kernel or the folder is gone.
 
@@ -233,7 +233,7 @@ def pickled_result(result) -> bytes:
         raise ValueError(f"the result is too large: {size}, at most {MAX_RESULT_MIB} go back; return a part or a sum")
     return pickled
 
-
+# %% ../notebooks/03_collectives.ipynb #worker-describe
 def stack(frames: traceback.StackSummary) -> list:
     """File, line and function of each frame that is not of this module, the outermost first, from the call on."""
     own = [i for i, frame in enumerate(frames) if frame.filename == __file__]

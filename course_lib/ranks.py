@@ -211,7 +211,7 @@ class Ranks:
     def __reduce__(self):
         raise TypeError("it is this kernel's hold on other processes")
 
-
+# %% ../notebooks/03_collectives.ipynb #ranks-backend
 def choose_backend(n: int, backend: str | None) -> str:
     """The backend for n ranks on this machine. Raises BadCall."""
     import torch

@@ -115,7 +115,7 @@ class count_traffic(TorchDispatchMode):
             self.traffic.records += records_of(function._schema.name.split("::")[1], given)
         return function(*args, **(kwargs or {}))
 
-
+# %% ../notebooks/03_collectives.ipynb #traffic-rules
 def records_of(operator: str, given: dict) -> list[Record]:
     """The records of one operator: one, or those of a batch of sends and receives; none for a wait."""
     group = given["process_group"] if "process_group" in given else given.get("group_name")
