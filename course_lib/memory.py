@@ -147,17 +147,17 @@ def activation_bytes(
     """Bytes that `Transformer` and its loss keep for backward on one GPU, at the end of a forward of batch × seq
     tokens.
 
-    recompute: "none"; "selective" keeps Q, K, V and the output of attention, nothing between; "full" keeps the input of
-    each layer. TP splits what lies between a column- and a row-parallel matrix (Korthikanti et al. 2022, §4.2); SP
-    splits the norms and the residual too; CP splits the sequence. PP: the fuller of the first stage (pp micro-batches
-    in flight under 1F1B) and the last one (one, with the loss).
+    recompute: "none"; "selective" keeps Q, K, V and the output of attention, nothing between (a flash core does that
+    anyway); "full" keeps the input of each layer. TP splits what lies between a column- and a row-parallel matrix
+    (Korthikanti et al. 2022, §4.2); SP splits the norms and the residual too; CP splits the sequence. PP: the fuller of
+    the first stage (pp micro-batches in flight under 1F1B) and the last one (one, with the loss).
     """
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute={recompute!r}: it is none, selective or full")
     tokens, h, kv = batch * seq / cp, config.hidden, config.kv_heads * config.head_dim
     outside = tp if sp else 1  # what the region between two blocks is divided by
     kept = layer_activations(config, seq, e, flash, fused_norm)
-    if recompute == "selective":
+    if recompute == "selective" and not flash:  # a flash core has dropped its scores already
         kept["attention"] = e * (2 * h + 2 * kv)
     copies = max(1, tp // config.kv_heads)  # K/V heads cannot be split below one
     inside = kept["attention"] + kept["mlp"] + e * 2 * kv * (copies - 1)
