@@ -1,4 +1,4 @@
-"""What the comparisons of this folder share: runs in alternation, and where they ran."""
+"""What the comparisons of this folder share: runs in alternation, peak memory, and where they ran."""
 
 import datetime
 import json
@@ -41,6 +41,23 @@ def paired(run, rival, before=lambda: None) -> dict[str, float]:
         "ratio_min": ratios[0],
         "ratio_max": ratios[-1],
     }
+
+
+def peak_mib(run) -> float:
+    """MiB at the peak above what was there before: CUDA's allocator, or the profiler's memory events on a CPU."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
+        run()
+    events = sorted((e.start_ns(), e.nbytes()) for e in log.profiler.kineto_results.events() if e.name() == "[memory]")
+    level = top = 0
+    for _, nbytes in events:
+        level += nbytes
+        top = max(top, level)
+    return top / 2**20
 
 
 def processor() -> str:

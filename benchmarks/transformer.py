@@ -7,7 +7,7 @@ spread of that ratio is the noise. Times are medians of 9 pairs.
 """
 
 import torch
-from measure import paired, write
+from measure import paired, peak_mib, write
 
 from course_lib.model import PRESETS, Transformer, loss, to_hf
 
@@ -18,23 +18,6 @@ def step(module: torch.nn.Module, forward) -> None:
     forward().backward()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def peak_mib(run) -> float:
-    """MiB at the peak above what was there before: CUDA's allocator, or the profiler's memory events on a CPU."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
-        run()
-    events = sorted((e.start_ns(), e.nbytes()) for e in log.profiler.kineto_results.events() if e.name() == "[memory]")
-    level = top = 0
-    for _, nbytes in events:
-        level += nbytes
-        top = max(top, level)
-    return top / 2**20
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def profile_step(step, trace: str | Path | None = None, wait: int = 1, warmup: i
 class Span(NamedTuple):
     """Something that took time."""
 
-    lane: str  # "phases", "CPU", "CPU thread 2", "GPU stream 7", ...
+    lane: str  # "phases", "CPU", "CPU 2", "communication", "communication 2", "GPU stream 7", ...
     name: str
     start_ms: float  # since the first span began
     end_ms: float
@@ -96,19 +96,24 @@ class Span(NamedTuple):
 
 def spans(prof: profile) -> list[Span]:
     """What a profile has recorded, by start: marks (record_function) as phases, outermost operators by thread, kernels
-    by stream.
+    by stream, and what gloo and NCCL note of their collectives.
     """
-    found, threads = [], {}
+    found, threads = [], {"CPU": [], "communication": []}
     for event in prof.events():
         if event.device_type != torch.autograd.DeviceType.CPU:
             lane = f"GPU stream {event.device_resource_id}"
+        elif event.name.startswith(("gloo:", "nccl:")):
+            lane = "communication"
         elif event.is_user_annotation:
             lane = "phases"
         elif event.cpu_parent is None or event.cpu_parent.is_user_annotation:
-            number = threads.setdefault(event.thread, len(threads) + 1)
-            lane = "CPU" if number == 1 else f"CPU thread {number}"
+            lane = "CPU"
         else:
             continue  # inside of another operator
+        if (known := threads.get(lane)) is not None:
+            known += [event.thread] * (event.thread not in known)
+            number = known.index(event.thread) + 1
+            lane = lane if number == 1 else f"{lane} {number}"
         found.append((event.time_range.start, event.time_range.end, lane, event.name))
     zero = min((start for start, *_ in found), default=0)
     return [Span(lane, name, (a - zero) / 1e3, (b - zero) / 1e3) for a, b, lane, name in sorted(found)]

@@ -1,0 +1,64 @@
+"""course_lib.data_parallel in one process: which parameters share a bucket, and in which order. CPU."""
+
+import torch
+from torch import nn
+
+from course_lib.data_parallel import MODES, make_buckets
+from course_lib.model import PRESETS, Transformer
+
+
+def parameters(*numels: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(numel, dtype=dtype)) for numel in numels]
+
+
+def places(given: list[nn.Parameter], buckets: list[list[nn.Parameter]]) -> list[list[int]]:
+    """The buckets, each parameter as its place in `given`."""
+    place = {parameter: i for i, parameter in enumerate(given)}
+    return [[place[parameter] for parameter in bucket] for bucket in buckets]
+
+
+def test_buckets_are_filled_from_the_last_parameter_up_to_their_size():
+    given = parameters(10, 10, 10, 10, 10)
+    assert places(given, make_buckets(given, 80)) == [[4, 3], [2, 1], [0]]
+    assert places(given, make_buckets(given, 79)) == [[4], [3], [2], [1], [0]]
+    assert places(given, make_buckets(iter(given), 1e9)) == [[4, 3, 2, 1, 0]]
+
+
+def test_a_parameter_larger_than_a_bucket_is_alone():
+    given = parameters(1, 100, 1, 1)
+    assert places(given, make_buckets(given, 40)) == [[3, 2], [1], [0]]
+
+
+def test_size_zero_is_a_bucket_for_each_parameter():
+    given = parameters(3, 0, 5)
+    assert places(given, make_buckets(given, 0))[0] == [2]
+    given = parameters(3, 4, 5)
+    assert places(given, make_buckets(given, 0)) == [[2], [1], [0]]
+
+
+def test_only_one_dtype_one_device_and_one_reduce_group_share_a_bucket():
+    given = parameters(1, 1) + parameters(1, dtype=torch.float64) + parameters(1, 1, 1)
+    given[3].reduce_group = "experts"
+    given[4] = nn.Parameter(torch.zeros(1, device="meta"))
+    assert sorted(places(given, make_buckets(given, 1e9))) == [[2], [3], [4], [5, 1, 0]]
+
+
+def test_a_bucket_that_is_complete_late_comes_late():
+    """A dtype that appears in every layer, too little for many buckets, must not hold up all the others."""
+    matrices, norms = parameters(10, 10, 10, 10), parameters(1, 1, 1, 1, dtype=torch.float64)
+    given = [parameter for layer in zip(norms, matrices, strict=True) for parameter in layer]
+    assert places(given, make_buckets(given, 80)) == [[7, 5], [3, 1], [6, 4, 2, 0]]
+
+
+def test_every_parameter_of_the_transformer_is_in_one_bucket_and_the_tied_one_in_the_last():
+    model = Transformer(PRESETS["debug"])
+    buckets = make_buckets(model.parameters(), 2e5)
+    assert sorted(i for bucket in places(list(model.parameters()), buckets) for i in bucket) == list(
+        range(len(list(model.parameters())))
+    )
+    assert len(buckets) > 2 and buckets[-1][-1] is model.embedding.weight
+    assert all(sum(p.nbytes for p in bucket) <= 2e5 for bucket in buckets)
+
+
+def test_there_are_three_modes():
+    assert list(MODES) == ["naive", "overlap", "bucket"]
