@@ -100,7 +100,9 @@ def spans(prof: profile) -> list[Span]:
     """
     found, threads = [], {"CPU": [], "communication": []}
     for event in prof.events():
-        if event.device_type != torch.autograd.DeviceType.CPU:
+        if event.device_type != torch.autograd.DeviceType.CPU and event.is_user_annotation:
+            continue  # the shadow of a mark on the GPU
+        elif event.device_type != torch.autograd.DeviceType.CPU:
             lane = f"GPU stream {event.device_resource_id}"
         elif event.name.startswith(("gloo:", "nccl:")):
             lane = "communication"

@@ -17,7 +17,6 @@ __all__ = ['aten', 'FUSED_ATTENTION', 'IGNORED', 'Recomputed', 'keep_fused_atten
 # %% ../notebooks/02_recompute.ipynb #recomputed
 import argparse
 import contextlib
-import dataclasses
 import functools
 
 import torch
@@ -26,9 +25,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from . import single_gpu
-from .data import ByteTokenizer
 from .memory import MemoryProfile
-from .model import PRESETS
 
 
 class Recomputed:
@@ -108,8 +105,11 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
 
     micro_batches: a list of (inputs, targets), each [b, s]. dtype: of the matrix products (autocast). tokens: what the
     sum of the losses is divided by, where that is not their own number of targets. Returns the mean loss, a scalar on
-    the device.
+    the device. Raises ValueError where there is no micro-batch and no `tokens`.
     """
+    micro_batches = list(micro_batches)
+    if tokens is None and not micro_batches:
+        raise ValueError("no micro-batch: there is nothing to learn from")
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
     total = 0.0
@@ -127,8 +127,8 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
 def fp32_gradients(model: nn.Module):
     """Add up gradients in float32: `with fp32_gradients(model) as sums:`; sums[parameter] has the parameter's shape.
 
-    Each .grad goes to its sum, and is None again, as soon as backward has made it. Parameters that require no gradient
-    are left out.
+    Each .grad goes to its sum, and is None again, as soon as backward has made it. Sums begin at zero: gradients from
+    before the `with` are dropped. Parameters that require no gradient are left out.
     """
     sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
 
@@ -136,6 +136,7 @@ def fp32_gradients(model: nn.Module):
         sums[parameter].add_(parameter.grad)
         parameter.grad = None
 
+    model.zero_grad()
     handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
     try:
         yield sums
@@ -155,6 +156,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     chosen.micro_batch = chosen.batch if chosen.micro_batch is None else chosen.micro_batch
     if not 1 <= chosen.micro_batch <= chosen.batch:
         parser.error("--micro-batch must be 1 or more, and no more than --batch")
+    if chosen.trace and chosen.steps < 5:
+        parser.error("--trace records steps 3 to 5: --steps must be 5 or more")
     return chosen
 
 
@@ -173,9 +176,14 @@ from .profiling import hfu, profiler, step_flops
 # %% ../notebooks/02_recompute.ipynb #main
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say; prints one line a step, writes the records where --out says, and returns them."""
-    chosen = options(argv)
+    chosen, configs = options(argv), []
     policy = keep_products if chosen.recompute == "products" else None
     mode = "selective" if policy else chosen.recompute
+
+    def transform(model):
+        configs.append(model.config)
+        return apply_recompute(model, mode, policy)
+
     with profiler(chosen.trace) if chosen.trace else contextlib.nullcontext() as prof:
 
         def step(*args):
@@ -184,10 +192,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 prof.step()
             return step_loss
 
-        records = single_gpu.run(chosen, step, lambda model: apply_recompute(model, mode, policy))
-    if records[-1]["mfu"]:
-        config = dataclasses.replace(PRESETS[chosen.preset], vocab=ByteTokenizer.vocab_size)
-        _, executed = step_flops(config, chosen.batch, chosen.seq, mode)
-        busy = hfu(executed, records[-1]["step_s"], single_gpu.peak_flops())
-        print(f"last step: MFU {records[-1]['mfu']:.1%}, HFU {busy:.1%}")
+        records = single_gpu.run(chosen, step, transform)
+    if peak := single_gpu.peak_flops():
+        flops = step_flops(configs[0], chosen.batch, chosen.seq, mode)
+        needed, executed = (hfu(count, records[-1]["step_s"], peak) for count in flops)
+        print(f"last step, FLOPs counted exactly: MFU {needed:.1%}, HFU {executed:.1%}")
     return records

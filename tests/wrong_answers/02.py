@@ -1,0 +1,2855 @@
+"""Wrong answers that the checks of notebook 02 must catch."""
+
+# %% 02.1 hands the arguments through
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def detached(arguments):
+    return arguments
+
+
+# %% 02.1 forgets who required a gradient
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def detached(arguments):
+    return tree_map(lambda value: value.detach() if isinstance(value, torch.Tensor) else value, arguments)
+
+
+# %% 02.1 every floating-point tensor requires a gradient
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def detached(arguments):
+    def cut(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().requires_grad_(value.is_floating_point())
+
+    return tree_map(cut, arguments)
+
+
+# %% 02.1 copies the memory
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def detached(arguments):
+    def cut(value):
+        return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(cut, arguments)
+
+
+# %% 02.1 cuts the original off as well
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def detached(arguments):
+    def cut(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        required = value.requires_grad
+        return value.detach_().requires_grad_(required)
+
+    return tree_map(cut, arguments)
+
+
+# %% 02.1 loses the nesting
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def detached(arguments):
+    def cut(value):
+        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+    return [cut(value) for value in tree_flatten(arguments)[0]]
+
+
+# %% 02.1 a gradient for leaves only: what was computed gets none
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def detached(arguments):
+    def cut(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.detach().requires_grad_(value.requires_grad and value.is_leaf)
+
+    return tree_map(cut, arguments)
+
+
+# %% 02.1 makes a list of every tuple
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def detached(arguments):
+    def cut(value):
+        if isinstance(value, (list, tuple)):
+            return [cut(one) for one in value]
+        if isinstance(value, dict):
+            return {name: cut(one) for name, one in value.items()}
+        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+    return cut(arguments)
+
+
+# %% 02.2 no recomputation: calls the function
+def recompute(function, *arguments):
+    return function(*arguments)
+
+
+# %% 02.2 runs forward with a graph and keeps all of it
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.leaves = detached(leaves)
+        with torch.enable_grad():
+            outputs = function(*tree_unflatten(ctx.leaves, spec))
+        ctx.outputs = tree_flatten(outputs)[0]
+        return tree_map(lambda out: out.detach(), outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        # the graph is here already
+        pairs = [(out, gradient) for out, gradient in zip(ctx.outputs, gradients) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs))
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in ctx.leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 gradients of parameters alone: none is handed on
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+
+        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, *(None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 gradients of the inputs alone: parameters get none
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+
+        wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        heads, seeds = zip(*pairs, strict=True)
+        found = iter(torch.autograd.grad(heads, wanted, seeds) if wanted else ())
+        return None, None, *(next(found) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 starts from ones, not from the gradients of the outputs
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+            total = sum(out.sum() for out in outputs if out.requires_grad)
+        total.backward()
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 the first output alone
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+        outputs[0].backward(gradients[0])
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 the last output alone
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+        outputs[-1].backward(gradients[-1])
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 runs the block twice in backward
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state):
+            ctx.function(*tree_unflatten(leaves, ctx.spec))
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 goes back twice
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+
+        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True), retain_graph=True)
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 rounds the gradients of the outputs to bfloat16
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+
+        pairs = [(out, gradient.bfloat16().float()) for out, gradient in zip(outputs, gradients) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs))
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.3 replays with whatever comes next
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    autocast = autocast_now("cuda" if gpus else "cpu")
+    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, gpu_states, autocast = state
+    with torch.autocast(**autocast):
+        yield
+
+
+# %% 02.3 brings the numbers back and leaves the generator there
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    autocast = autocast_now("cuda" if gpus else "cpu")
+    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, gpu_states, autocast = state
+    torch.set_rng_state(cpu_state)
+    for gpu, gpu_state in gpu_states.items():
+        torch.cuda.set_rng_state(gpu_state, gpu)
+    with torch.autocast(**autocast):
+        yield
+
+
+# %% 02.3 puts the generator back unless there is an error
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    autocast = autocast_now("cuda" if gpus else "cpu")
+    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, gpu_states, autocast = state
+    before = torch.get_rng_state()
+    torch.set_rng_state(cpu_state)
+    with torch.autocast(**autocast):
+        yield
+    torch.set_rng_state(before)
+
+
+# %% 02.3 a fixed seed
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    autocast = autocast_now("cuda" if gpus else "cpu")
+    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, gpu_states, autocast = state
+    with torch.random.fork_rng(devices=list(gpu_states)), torch.autocast(**autocast):
+        torch.manual_seed(0)
+        yield
+
+
+# %% 02.3 forgets autocast
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    autocast = autocast_now("cuda" if gpus else "cpu")
+    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, gpu_states, autocast = state
+    with torch.random.fork_rng(devices=list(gpu_states)):
+        torch.set_rng_state(cpu_state)
+        for gpu, gpu_state in gpu_states.items():
+            torch.cuda.set_rng_state(gpu_state, gpu)
+        yield
+
+
+# %% 02.3 autocast always on
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    autocast = autocast_now("cuda" if gpus else "cpu")
+    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, gpu_states, autocast = state
+    with torch.random.fork_rng(devices=list(gpu_states)), torch.autocast(**{**autocast, "enabled": True}):
+        torch.set_rng_state(cpu_state)
+        yield
+
+
+# %% 02.3 afterwards the generator stands where forward began
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    autocast = autocast_now("cuda" if gpus else "cpu")
+    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, gpu_states, autocast = state
+    torch.set_rng_state(cpu_state)
+    try:
+        with torch.autocast(**autocast):
+            yield
+    finally:
+        torch.set_rng_state(cpu_state)
+
+
+# %% 02.3 draws a seed in forward, so that forward draws other numbers
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    seed = torch.randint(2**31, ()).item()
+    torch.manual_seed(seed)
+    return seed, {}, autocast_now("cpu")
+
+
+@contextlib.contextmanager
+def replayed(state):
+    seed, _, autocast = state
+    with torch.random.fork_rng(devices=[]), torch.autocast(**autocast):
+        torch.manual_seed(seed)
+        yield
+
+
+# %% 02.3 takes the state down at the first call alone
+first_state = []
+
+
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    first_state.append(torch.get_rng_state())
+    return first_state[0], {}, autocast_now("cpu")
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, _, autocast = state
+    with torch.random.fork_rng(devices=[]), torch.autocast(**autocast):
+        torch.set_rng_state(cpu_state)
+        yield
+
+
+# %% 02.4 changes nothing
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    return model
+
+
+# %% 02.4 full alone
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        if mode == "full":
+            block.forward = Recomputed(block.forward)
+    return model
+
+
+# %% 02.4 takes nothing off
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        if mode == "full" or policy is not None:
+            block.forward = Recomputed(block.forward, policy)
+        elif mode == "selective":
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+    return model
+
+
+# %% 02.4 takes off full, not selective
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        if mode == "full" or policy is not None:
+            block.forward = Recomputed(block.forward, policy)
+        elif mode == "selective":
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+    return model
+
+
+# %% 02.4 takes off selective, not full
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        if isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if mode == "full" or policy is not None:
+            block.forward = Recomputed(block.forward, policy)
+        elif mode == "selective":
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+    return model
+
+
+# %% 02.4 selective replays fused attention as well
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        if isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if mode == "full" or policy is not None:
+            block.forward = Recomputed(block.forward, policy)
+        elif mode == "selective":
+            block.attention.core = Recomputed(block.attention.core)
+    return model
+
+
+# %% 02.4 selective wraps the whole of attention
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        block.attention.__dict__.pop("forward", None)
+        if mode == "full" or policy is not None:
+            block.forward = Recomputed(block.forward, policy)
+        elif mode == "selective":
+            block.attention.forward = Recomputed(block.attention.forward, keep_fused_attention)
+    return model
+
+
+# %% 02.4 selective is full
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        if mode != "none":
+            block.forward = Recomputed(block.forward, policy)
+    return model
+
+
+# %% 02.4 every second block
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for index, block in enumerate(model.blocks):
+        block.__dict__.pop("forward", None)
+        if isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if index % 2:
+            continue
+        if mode == "full" or policy is not None:
+            block.forward = Recomputed(block.forward, policy)
+        elif mode == "selective":
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+    return model
+
+
+# %% 02.4 replays with other random numbers
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    def wrapped(function, **options):
+        return lambda *args: checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
+
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        if isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if mode == "full":
+            block.forward = wrapped(block.forward)
+        elif mode == "selective":
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+    return model
+
+
+# %% 02.4 one checkpoint around all blocks
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    def run(x, cos, sin):
+        for block in model.blocks:
+            x = type(block).forward(block, x, cos, sin)
+        return x
+
+    for index, block in enumerate(model.blocks):
+        block.__dict__.pop("forward", None)
+        if isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if mode == "full":
+            block.forward = Recomputed(run) if index == 0 else lambda x, cos, sin: x
+        elif mode == "selective":
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+    return model
+
+
+# %% 02.5 a whole forward: 4 instead of 3
+more_percent = 100 / 3
+
+
+# %% 02.5 what GPT-3 says
+more_percent = 33.3
+
+
+# %% 02.5 attention's share
+more_percent = 0.45
+
+
+# %% 02.5 nothing
+more_percent = 0
+
+
+# %% 02.5 as a fraction
+more_percent = 0.25
+
+
+# %% 02.5 a word
+more_percent = "25"
+
+
+# %% 02.5 not a number
+more_percent = float("nan")
+
+
+# %% 02.5 the product that is left out, not the rest
+more_percent = 8
+
+
+# %% 02.5 a whole forward of 2 passes
+more_percent = 50
+
+
+# %% 02.5 blank
+more_percent = None
+
+
+# %% 02.6 keeps all
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+# %% 02.6 keeps nothing
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.6 forgets fused attention
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    kept = operation in (aten.mm.default, aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.6 fused attention alone
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    kept = operation in FUSED_ATTENTION
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.6 forgets layers with a bias
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    kept = operation in FUSED_ATTENTION or operation == aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.6 this CPU's attention alone
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    kept = (aten._scaled_dot_product_flash_attention_for_cpu.default, aten.mm.default, aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.6 elementwise products too
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    kept = operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default, aten.mul.Tensor)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.6 the wrong way round
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    kept = operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default)
+    return CheckpointPolicy.PREFER_RECOMPUTE if kept else CheckpointPolicy.MUST_SAVE
+
+
+# %% 02.6 aten.mm, without its overload, is never what is asked
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    kept = operation in FUSED_ATTENTION or operation in (aten.mm, aten.addmm)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.6 square weights alone
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    square = operation == aten.mm.default and args and args[1].shape[0] == args[1].shape[1]
+    kept = operation in FUSED_ATTENTION or operation == aten.addmm.default or square
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.7 full replays down_proj too
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 full: a whole forward, with the head
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention) + head
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 a flash backward has its scores
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 counts a masked half
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 2 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 no attention
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 0, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 no head where it is tied
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * parts["head"]
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 the embedding is a product
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 4 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 no head
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 0
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 backward as dear as forward
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 2 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 forward alone
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = config.layers * (products + attention) + head
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 one FLOP a weight
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = parts["q_o"] + parts["kv"] + parts["mlp"]
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 a single token
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return needed, executed
+
+
+# %% 02.7 the flash scores are needed
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head) + config.layers * 2 * config.hidden * seq
+    executed = needed
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 the model needs what was executed
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * executed, batch * seq * executed
+
+
+# %% 02.7 executed first
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * executed, batch * seq * needed
+
+
+# %% 02.7 executed alone
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * executed
+
+
+# %% 02.7 PaLM's rule
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    needed = 6 * param_count(config) + 12 * config.layers * config.hidden * seq
+    executed = needed * 4 // 3 if recompute == "full" else needed
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.7 as many K and V heads as heads
+import torch
+
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (2 * parts["q_o"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed
+
+
+# %% 02.8 the mean of means
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        part = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / len(micro_batches)
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 the mean of means, without nan
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        part = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / (targets != IGNORED).sum().clamp(min=1) / len(micro_batches)
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 weighs the means by tokens: nan where a micro-batch has none
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        part = summed * (targets != IGNORED).sum() / tokens
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 counts ignored targets
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum(torch.tensor(targets.numel()) for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 the sum, not the mean
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 one big batch
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches))
+    if tokens is None:
+        tokens = (targets != IGNORED).sum().clamp(min=1)
+    with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+        logits = model(inputs)
+    mean = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / tokens
+    mean.backward()
+    return mean.detach()
+
+
+# %% 02.8 clears .grad first
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    model.zero_grad()
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 clears .grad before each backward: the last micro-batch is left
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        model.zero_grad()
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 ignores tokens=
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 returns a number
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward()
+        total = total + part.detach()
+    return float(total)
+
+
+# %% 02.8 returns the last part alone
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward()
+        total = part.detach()
+    return total
+
+
+# %% 02.8 returns the loss with its graph
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward()
+        total = total + part
+    return total
+
+
+# %% 02.8 skips the micro-batches that have an ignored target
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed * (targets != IGNORED).all() / tokens
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 counts as it goes: the first ones weigh too much
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    total, seen = 0.0, 0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        seen = seen + (targets != IGNORED).sum()
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / (seen.clamp(min=1) if tokens is None else tokens)
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.9 keeps the hooks
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
+
+    def move(parameter):
+        sums[parameter].add_(parameter.grad)
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
+    try:
+        yield sums
+    finally:
+        handles.clear()
+
+
+# %% 02.9 keeps the hooks after an error
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
+
+    def move(parameter):
+        sums[parameter].add_(parameter.grad)
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
+    yield sums
+    for handle in handles:
+        handle.remove()
+
+
+# %% 02.9 sums of the parameter's precision
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p) for p in model.parameters() if p.requires_grad}
+
+    def move(parameter):
+        sums[parameter].add_(parameter.grad)
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# %% 02.9 float32 sums, rounded to bfloat16 each time
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
+
+    def move(parameter):
+        sums[parameter].copy_(sums[parameter].bfloat16() + parameter.grad)
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# %% 02.9 leaves .grad, which is then added again
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
+
+    def move(parameter):
+        sums[parameter].add_(parameter.grad)
+
+    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# %% 02.9 zeros in .grad, where None belongs
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
+
+    def move(parameter):
+        sums[parameter].add_(parameter.grad)
+        parameter.grad.zero_()
+
+    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# %% 02.9 replaces the sum
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
+
+    def move(parameter):
+        sums[parameter].copy_(parameter.grad)
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# %% 02.9 moves what .grad holds at the end, summed in bfloat16
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
+    yield sums
+    for parameter in sums:
+        sums[parameter].add_(parameter.grad)
+        parameter.grad = None
+
+
+# %% 02.9 frozen parameters have a sum too
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()}
+
+    def move(parameter):
+        sums[parameter].add_(parameter.grad)
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums if parameter.requires_grad]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# %% 02.9 adds flat sums of each matrix
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros(p.numel()) for p in model.parameters() if p.requires_grad}
+
+    def move(parameter):
+        sums[parameter].add_(parameter.grad.flatten())
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# %% 02.9 adds the gradient before it is finished, and stops autograd's own with zeros
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
+
+    def into(total):
+        return lambda gradient: total.add_(gradient).to(gradient.dtype) * 0
+
+    handles = [parameter.register_hook(into(total)) for parameter, total in sums.items()]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# %% 02.10 of all steps together
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads, "optimizer_ops": len(inside)}
+
+
+# %% 02.10 three steps, always
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / 3, "optimizer_ops": len(inside) / 3}
+
+
+# %% 02.10 counts .item() and what it calls
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name in ("aten::item", "aten::_local_scalar_dense") for event in prof.events())
+    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.10 looks for reads among the outermost operators
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(span.name == "aten::_local_scalar_dense" for span in everything)
+    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.10 counts the mark itself
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.10 all operators of the step
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in steps)
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.10 data in percent
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": 100 * took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.10 data in milliseconds
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": took(phase("data")) / len(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.10 all that is no data
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": 1 - took(phase("forward")) / took(steps) / 2, "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.10 data of all steps against one step
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": took(phase("data")) / took(steps[:1]), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.10 other names
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data": took(phase("data")) / took(steps), "reads": reads / len(steps), "ops": len(inside) / len(steps)}
+
+
+# %% 02.10 the optimizer's operators of the first step, divided by all
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer")[:1])
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.11 the slow loop as it was
+def mended_training(model):
+    return slow_training(model)
+
+
+# %% 02.11 the data still slow
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = slow_data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 clips with .item()
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            slow_clip(list(model.parameters()))
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 asks the host whether to clip
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+            if norm > 1:
+                torch._foreach_mul_([p.grad for p in model.parameters()], 1 / norm)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 does not clip
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            pass
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 clips each parameter by itself
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            [nn.utils.clip_grad_norm_([p], 1.0) for p in model.parameters()]
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 one parameter at a time
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 no momentum
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 another learning rate
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 the first batch, always
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(0)
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 batches one step late
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count) + 1)
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 never clears the gradients
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 reads the loss on the host
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.tensor(step_loss.item())
+
+    return step
+
+
+# %% 02.11 trains nothing
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 without the marks
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        if True:
+            inputs, targets = data(next(count))
+        if True:
+            step_loss = loss(model(inputs), targets)
+        if True:
+            step_loss.backward()
+        if True:
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if True:
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 makes the list anew in each step
+def mended_training(model):
+    count = iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        numbers = torch.tensor([byte for character in text for byte in character.encode()])
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.12 any micro-batch, divisor or not
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none", "full"):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
+            if fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.12 the smallest that fits
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none", "full"):
+        for micro_batch in range(1, batch + 1):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.12 full first
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("full", "none"):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.12 recomputes never
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none",):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.12 recomputes always
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("full",):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.12 a micro-batch of 1 where nothing fits
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none", "full"):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return "full", 1
+
+
+# %% 02.12 half of the room
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none", "full"):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB / 2
+            if batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.12 forgets the sequence
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none", "full"):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, micro_batch, 4096, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.12 in FP32
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none", "full"):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, micro_batch, seq, 4, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.12 calls it selective
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none", "full"):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode.replace("full", "selective"), micro_batch
+    return None
+
+
+# %% 02.12 the number of micro-batches
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none", "full"):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode, batch // micro_batch
+    return None
+
+
+# %% 02.12 keeps the whole batch
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none", "full"):
+        for micro_batch in range(batch, 0, -1):
+            fits = activation_bytes(config, batch, seq, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.12 the largest micro-batch, whatever it costs
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for micro_batch in range(batch, 0, -1):
+        for mode in ("none", "full"):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
+            if batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.12 powers of two alone
+def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+    for mode in ("none", "full"):
+        for micro_batch in (64, 32, 16, 8, 4, 2, 1):
+            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
+            if micro_batch <= batch and batch % micro_batch == 0 and fits:
+                return mode, micro_batch
+    return None
+
+
+# %% 02.4 leaves selective on under full
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        if mode == "none" and isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if mode == "full" or policy is not None:
+            block.forward = Recomputed(block.forward, policy)
+        elif mode == "selective" and not isinstance(block.attention.core, Recomputed):
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+    return model
+
+
+# %% 02.6 True and False
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    return operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default)
+
+
+# %% 02.6 prefers, where it must
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    kept = operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default)
+    return CheckpointPolicy.PREFER_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.10 nested operators of the optimizer too
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    marks = [e.time_range for e in prof.events() if e.name == "optimizer"]
+    inside = [
+        e
+        for e in prof.events()
+        if not e.is_user_annotation and any(m.start <= e.time_range.start < m.end for m in marks)
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.11 losses from a slow loop that ran before, and marks with nothing in them
+def mended_training(model):
+    slow, losses = slow_training(model), []
+
+    def step():
+        if not losses:
+            losses.extend(slow() for _ in range(6))
+        for name in ("data", "forward", "backward", "clip", "optimizer"):
+            with record_function(name):
+                torch.ones(1)
+        return losses.pop(0)
+
+    return step
+
+
+# %% 02.1 looks at the first level alone
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def detached(arguments):
+    def cut(value):
+        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+    return tuple(cut(value) for value in arguments)
+
+
+# %% 02.4 does not return the model
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        if isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if mode == "full" or policy is not None:
+            block.forward = Recomputed(block.forward, policy)
+        elif mode == "selective":
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+
+
+# %% 02.4 puts each block into a module of its own, which changes the names
+class Wrapped(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def __getattr__(self, name):
+        return self._modules["block"] if name == "block" else getattr(super().__getattr__("_modules")["block"], name)
+
+    def forward(self, *args):
+        return checkpoint(self.block, *args, use_reentrant=False)
+
+
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    for index, block in enumerate(model.blocks):
+        if isinstance(block, Wrapped):
+            block = model.blocks[index] = block._modules["block"]
+        if isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if mode == "selective":
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+        if mode == "full":
+            model.blocks[index] = Wrapped(block)
+    return model
+
+
+# %% 02.2 keeps the graph, and runs the function again for show
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.leaves = function, spec, detached(leaves)
+        with torch.enable_grad():
+            outputs = function(*tree_unflatten(ctx.leaves, spec))
+        ctx.outputs = tree_flatten(outputs)[0]
+        return tree_map(lambda out: out.detach(), outputs)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.again = tree_unflatten(ctx.leaves, ctx.spec)
+        ctx.function(*ctx.again)
+        pairs = [(out, gradient) for out, gradient in zip(ctx.outputs, gradients) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs))
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in ctx.leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 the replay is not cut off
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+
+        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 no graph in the replay
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state):
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+
+        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 never tells who needs no gradient: outputs without one go back too
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        return function(*tree_unflatten(leaves, spec))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+        torch.autograd.backward(outputs, gradients)
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.4 wraps again on every call of full
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        if isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if mode == "full" or policy is not None:
+            block.forward = Recomputed(block.forward, policy)
+        else:
+            block.__dict__.pop("forward", None)
+        if mode == "selective" and policy is None:
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+    return model
+
+
+# %% 02.4 a policy is not asked
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        if isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if mode == "full" or policy is not None:
+            block.forward = Recomputed(block.forward)
+        elif mode == "selective":
+            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
+    return model
+
+
+# %% 02.4 a policy goes to attention's core alone
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        if isinstance(block.attention.core, Recomputed):
+            block.attention.core = block.attention.core.function
+        if mode == "full":
+            block.forward = Recomputed(block.forward)
+        elif mode == "selective":
+            block.attention.core = Recomputed(block.attention.core, policy or keep_fused_attention)
+    return model
+
+
+# %% 02.6 whatever has mm in its name, scores too
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    kept = operation in FUSED_ATTENTION or "mm" in str(operation)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.8 one backward at the end: all activations are alive together
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        total = total + part
+    total.backward()
+    return total.detach()
+
+
+# %% 02.8 forgets autocast
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 reads each part on the host
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward()
+        total = total + part.item()
+    return torch.tensor(total)
+
+
+# %% 02.8 asks the host whether there is a target
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        if not (targets != IGNORED).any():
+            continue
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 keeps the graphs of all parts until the end
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total, parts = 0.0, []
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward(retain_graph=True)
+        parts.append(part)
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 the loss in the precision of the logits
+IGNORED = -100
+
+
+def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        summed = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        part = summed / tokens
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.9 moves all gradients when backward is over
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
+
+    def move_all():
+        for parameter in sums:
+            if parameter.grad is not None:
+                sums[parameter].add_(parameter.grad)
+                parameter.grad = None
+
+    def later(parameter):
+        torch.autograd.Variable._execution_engine.queue_callback(move_all)
+
+    handles = [parameter.register_post_accumulate_grad_hook(later) for parameter in sums]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# %% 02.9 keeps a list of all gradients and adds them up at the end
+@contextlib.contextmanager
+def fp32_gradients(model: nn.Module):
+    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
+    found = []
+
+    def keep(parameter):
+        found.append((parameter, parameter.grad))
+        parameter.grad = None
+
+    handles = [parameter.register_post_accumulate_grad_hook(keep) for parameter in sums]
+    try:
+        yield sums
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter, gradient in found:
+            sums[parameter].add_(gradient)
+
+
+# %% 02.10 data's part of the phases, not of the step
+def symptoms(prof) -> dict[str, float]:
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {"data_share": took(phase("data")) / took([s for s in everything if s.lane == "phases" and not s.name.startswith("ProfilerStep")]), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+
+
+# %% 02.11 the optimizer outside of its mark
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            pass
+        optimizer.step()
+        optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step
+
+
+# %% 02.11 data outside of its mark
+def mended_training(model):
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            pass
+        inputs, targets = slow_data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step

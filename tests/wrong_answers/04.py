@@ -1,0 +1,1913 @@
+"""Wrong answers that the checks of notebook 04 must catch. None of them hangs."""
+
+
+# %% 04.1 rounds down: a silently smaller batch
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    return batch_tokens // (seq * micro_batch * dp)
+
+
+# %% 04.1 rounds up
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    return -(-batch_tokens // (seq * micro_batch * dp))
+
+
+# %% 04.1 at least one step, whatever comes out
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    return max(1, batch_tokens // (seq * micro_batch * dp))
+
+
+# %% 04.1 forgets the other GPUs
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    steps, rest = divmod(batch_tokens, seq * micro_batch)
+    if rest:
+        raise ValueError("the sequences do not divide")
+    return steps
+
+
+# %% 04.1 takes tokens for sequences
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    steps, rest = divmod(batch_tokens, micro_batch * dp)
+    if rest:
+        raise ValueError("the sequences do not divide")
+    return steps
+
+
+# %% 04.1 cuts the last sequence off
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    steps, rest = divmod(batch_tokens // seq, micro_batch * dp)
+    if rest or not steps:
+        raise ValueError("the sequences do not divide")
+    return steps
+
+
+# %% 04.1 does not ask whether the GPUs divide the micro-batches
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    sequences, rest = divmod(batch_tokens, seq)
+    if rest or sequences % micro_batch or sequences < micro_batch * dp:
+        raise ValueError("the sequences do not divide")
+    return sequences // micro_batch // dp
+
+
+# %% 04.1 a float
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    if batch_tokens % (seq * micro_batch * dp):
+        raise ValueError("the tokens do not divide")
+    return batch_tokens / (seq * micro_batch * dp)
+
+
+# %% 04.1 an error without a message
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    if batch_tokens % (seq * micro_batch * dp):
+        raise ValueError
+    return batch_tokens // (seq * micro_batch * dp)
+
+
+# %% 04.1 prints the reason and returns nothing
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    if batch_tokens % (seq * micro_batch * dp):
+        print("the tokens do not divide")
+        return None
+    return batch_tokens // (seq * micro_batch * dp)
+
+
+# %% 04.2 a sum instead of a mean
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+
+
+# %% 04.2 reduces the parameter instead of its gradient
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.data, group=group)
+            parameter.data /= dist.get_world_size(group)
+
+
+# %% 04.2 divides by the world instead of the group
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size()
+
+
+# %% 04.2 divides by four
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= 4
+
+
+# %% 04.2 scales twice, before and after
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= dist.get_world_size(group)
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size(group)
+
+
+# %% 04.2 divides, and sends nothing
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= dist.get_world_size(group)
+
+
+# %% 04.2 a mean in a copy that is never written back
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            mean = parameter.grad.clone()
+            dist.all_reduce(mean, group=group)
+            mean /= dist.get_world_size(group)
+
+
+# %% 04.2 only rank 0 has the mean
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.reduce(parameter.grad, group_dst=0, group=group)
+            parameter.grad /= dist.get_world_size(group)
+
+
+# %% 04.2 everybody's gradient to everybody, then the mean
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            everyones = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(everyones, parameter.grad, group=group)
+            parameter.grad = torch.stack(everyones).mean(0)
+
+
+# %% 04.2 a star: summed on rank 0, then broadcast
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.reduce(parameter.grad, group_dst=0, group=group)
+            dist.broadcast(parameter.grad, group_src=0, group=group)
+            parameter.grad /= dist.get_world_size(group)
+
+
+# %% 04.2 the largest gradient
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.MAX, group=group)
+
+
+# %% 04.2 the head's gradient is left out, as if only matrices in blocks counted
+def average_gradients(module, group=None):
+    for block in module.blocks:
+        for parameter in block.parameters():
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= dist.get_world_size(group)
+
+
+# %% 04.2 rank 0's gradient for all
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.broadcast(parameter.grad, group_src=0, group=group)
+
+
+# %% 04.3 once through the ring only
+gigabytes_sent = 63 / 64 * 2 * 8.03
+
+
+# %% 04.3 on four ranks
+gigabytes_sent = 1.5 * 2 * 8.03
+
+
+# %% 04.3 of all GPUs together
+gigabytes_sent = 64 * 2 * 63 / 64 * 2 * 8.03
+
+
+# %% 04.3 float32 gradients
+gigabytes_sent = 2 * 63 / 64 * 4 * 8.03
+
+
+# %% 04.3 parameters instead of bytes
+gigabytes_sent = 2 * 63 / 64 * 8.03
+
+
+# %% 04.3 gradients once to each other GPU
+gigabytes_sent = 63 * 2 * 8.03
+
+
+# %% 04.3 in GiB
+gigabytes_sent = 2 * 63 / 64 * 2 * 8.03e9 / 2**30
+
+
+# %% 04.3 bytes
+gigabytes_sent = 2 * 63 / 64 * 2 * 8.03e9
+
+
+# %% 04.3 nothing
+gigabytes_sent = None
+
+
+# %% 04.3 a word
+gigabytes_sent = "31.6"
+
+
+# %% 04.4 no overlap: the hook takes notes, finish() starts everything
+def overlap_gradients(module, group=None):
+    ready, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        parameter.grad /= n
+        ready.append(parameter)
+
+    def finish():
+        works = [dist.all_reduce(parameter.grad, group=group, async_op=True) for parameter in ready]
+        for work in works:
+            work.wait()
+        ready.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 fake: nothing starts before the last hook, then all at once
+def overlap_gradients(module, group=None):
+    works, ready, n = [], [], dist.get_world_size(group)
+    count = sum(parameter.requires_grad for parameter in module.parameters())
+
+    def start(parameter):
+        parameter.grad /= n
+        ready.append(parameter)
+        if len(ready) == count:
+            works.extend(dist.all_reduce(parameter.grad, group=group, async_op=True) for parameter in ready)
+            ready.clear()
+
+    def finish():
+        for work in works:
+            work.wait()
+        works.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 one all-reduce of everything, in the last hook
+def overlap_gradients(module, group=None):
+    works, ready, flat, n = [], [], [], dist.get_world_size(group)
+    count = sum(parameter.requires_grad for parameter in module.parameters())
+
+    def start(parameter):
+        parameter.grad /= n
+        ready.append(parameter)
+        if len(ready) == count:
+            flat.append(torch.cat([parameter.grad.flatten() for parameter in ready]))
+            works.append(dist.all_reduce(flat[0], group=group, async_op=True))
+
+    def finish():
+        works.pop().wait()
+        sizes = [parameter.grad.numel() for parameter in ready]
+        for parameter, mean in zip(ready, flat.pop().split(sizes)):
+            parameter.grad.copy_(mean.view_as(parameter.grad))
+        ready.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 reduces the parameter instead of its gradient
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        parameter.data /= n
+        works.append(dist.all_reduce(parameter.data, group=group, async_op=True))
+
+    def finish():
+        for work in works:
+            work.wait()
+        works.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 a sum instead of a mean
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+
+    def finish():
+        for work in works:
+            work.wait()
+        works.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 divides by the world instead of the group
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size()
+
+    def start(parameter):
+        parameter.grad /= n
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+
+    def finish():
+        for work in works:
+            work.wait()
+        works.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 scales twice: in the hook and in finish()
+def overlap_gradients(module, group=None):
+    works, reduced, n = [], [], dist.get_world_size(group)
+
+    def start(parameter):
+        parameter.grad /= n
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+        reduced.append(parameter)
+
+    def finish():
+        for work in works:
+            work.wait()
+        for parameter in reduced:
+            parameter.grad /= n
+        works.clear()
+        reduced.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 reduces a fresh tensor, and leaves the gradient as it is
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        works.append(dist.all_reduce(parameter.grad / n, group=group, async_op=True))
+
+    def finish():
+        for work in works:
+            work.wait()
+        works.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 sends nothing: each rank keeps its own
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        pass
+
+    def finish():
+        pass
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 works for one step only: finish() removes the hooks
+def overlap_gradients(module, group=None):
+    works, handles, n = [], [], dist.get_world_size(group)
+
+    def start(parameter):
+        parameter.grad /= n
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+
+    def finish():
+        for work in works:
+            work.wait()
+        for handle in handles:
+            handle.remove()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            handles.append(parameter.register_post_accumulate_grad_hook(start))
+    return finish
+
+
+# %% 04.4 reduces in the hook and once more in finish()
+def overlap_gradients(module, group=None):
+    works, reduced, n = [], [], dist.get_world_size(group)
+
+    def start(parameter):
+        parameter.grad /= n
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+        reduced.append(parameter)
+
+    def finish():
+        for work in works:
+            work.wait()
+        for parameter in reduced:
+            parameter.grad /= n
+            dist.all_reduce(parameter.grad, group=group)
+        works.clear()
+        reduced.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 the hook replaces the gradient that is in flight by another tensor
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+        parameter.grad = parameter.grad / n
+
+    def finish():
+        for work in works:
+            work.wait()
+        works.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.5 one bucket for all
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    parameters = list(reversed(list(parameters)))
+    return [parameters] if parameters else []
+
+
+# %% 04.5 a bucket for each parameter
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    return [[parameter] for parameter in reversed(list(parameters))]
+
+
+# %% 04.5 from the first parameter to the last
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(parameters)}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + parameter.nbytes > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+
+
+# %% 04.5 the model's order, and then the buckets from behind
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(parameters)}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + parameter.nbytes > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return buckets[::-1]
+
+
+# %% 04.5 a bucket is closed when it is above the limit already
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+
+
+# %% 04.5 counts elements instead of bytes
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + parameter.numel() > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.numel()
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+
+
+# %% 04.5 forgets to add up the size
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + parameter.nbytes > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + 0
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+
+
+# %% 04.5 dtypes are mixed
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + parameter.nbytes > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+
+
+# %% 04.5 reduce groups are mixed
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device)
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + parameter.nbytes > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+
+
+# %% 04.5 in the order in which buckets are opened
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + parameter.nbytes > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return buckets
+
+
+# %% 04.5 sorted by each bucket's first parameter
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + parameter.nbytes > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return sorted(buckets, key=lambda bucket: place[bucket[0]])
+
+
+# %% 04.5 only one bucket is open at a time: another kind closes it
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    buckets, size, before = [], 0, None
+    for parameter in reversed(list(parameters)):
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        if kind != before or size + parameter.nbytes > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size, before = size + parameter.nbytes, kind
+    return buckets
+
+
+# %% 04.5 any earlier bucket with room takes a parameter
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    buckets = []
+    for parameter in reversed(list(parameters)):
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        for bucket in buckets:
+            first = bucket[0]
+            same = kind == (first.dtype, first.device, getattr(first, "reduce_group", None))
+            if same and sum(p.nbytes for p in bucket) + parameter.nbytes <= bucket_bytes:
+                bucket.append(parameter)
+                break
+        else:
+            buckets.append([parameter])
+    return buckets
+
+
+# %% 04.5 reads an iterator twice: the second time it is empty
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    kinds = {(p.dtype, p.device, getattr(p, "reduce_group", None)) for p in parameters}
+    buckets, sizes = {kind: [[]] for kind in kinds}, dict.fromkeys(kinds, 0)
+    for parameter in reversed(list(parameters)):
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        if sizes[kind] + parameter.nbytes > bucket_bytes and buckets[kind][-1]:
+            buckets[kind].append([])
+            sizes[kind] = 0
+        buckets[kind][-1].append(parameter)
+        sizes[kind] += parameter.nbytes
+    return [bucket for of_kind in buckets.values() for bucket in of_kind]
+
+
+# %% 04.6 forgets the zeros: what an earlier step left is added up
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 forgets the flag of a missing parameter
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 a flag for each missing parameter, by its place among the missing
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(p for p in self.parameters if p in self.missing):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 flags the other way round
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(0)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 1
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 zeros for a gradient of earlier micro-batches
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 the late gradient is not scaled
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, 1.0)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 scales the whole buffer once more
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.flat.mul_(1 / self.group.size())
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 scales nothing in the copy
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 always sends the buffer itself, in its own dtype
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 always adds in float32
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.flat.dtype != torch.float32:
+            self.sent = self.flat.to(torch.float32).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 copies the late gradient, which is no view then and stays this rank's own
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.views[parameter].copy_(parameter.grad).mul_(self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 gives a missing parameter zeros as its gradient
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+                parameter.grad = self.views[parameter]
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 an all-reduce for each parameter, and one for the flags
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        for part in self.sent.split([*(parameter.numel() for parameter in self.parameters), len(self.parameters)]):
+            self.work = dist.all_reduce(part, group=self.group, async_op=True)
+
+
+# %% 04.6 does not keep the work: nobody can wait for it
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 an all-reduce that is not asynchronous
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group)
+
+
+# %% 04.6 leaves all flags as they were
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 scales the buffer while it is in flight
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+        self.sent.mul_(1 / self.group.size())
+
+
+# %% 04.7 no overlap: everything is left to finish()
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            bucket.missing.remove(parameter)
+
+
+# %% 04.7 fake: nothing is launched before the last gradient, then all buckets at once
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            bucket.missing.remove(parameter)
+            if self.launches_early and not any(bucket.missing for bucket in self.buckets):
+                for bucket in self.buckets:
+                    bucket.launch()
+                self.launched = len(self.buckets)
+
+
+# %% 04.7 mode naive launches early as well
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            bucket.missing.remove(parameter)
+            while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.7 a sum instead of a mean: never scales
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, 1.0)
+        if final:
+            bucket.missing.remove(parameter)
+            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.7 scales after every micro-batch
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale)
+        if final:
+            bucket.missing.remove(parameter)
+            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.7 scales all but the final gradient
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, 1.0 if final else bucket.scale)
+        if final:
+            bucket.missing.remove(parameter)
+            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.7 scales twice
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            bucket.views[parameter].mul_(bucket.scale)
+        if final:
+            bucket.missing.remove(parameter)
+            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.7 launches a bucket at its first gradient
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            first = len(bucket.missing) == len(bucket.parameters)
+            bucket.missing.remove(parameter)
+            if first and self.launches_early and bucket is self.buckets[self.launched]:
+                bucket.launch()
+                self.launched += 1
+
+
+# %% 04.7 the parameter stays missing: nothing is ever complete
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.7 copies into the buffer, and leaves the gradient a fresh tensor
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.views[parameter].copy_(parameter.grad).mul_(bucket.scale if final else 1.0)
+        if final:
+            bucket.missing.remove(parameter)
+            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.7 synchronises on every micro-batch
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, 1.0)
+        if not final:
+            dist.all_reduce(parameter.grad, group=bucket.group)
+            parameter.grad.div_(bucket.group.size())
+            return
+        bucket.views[parameter].mul_(bucket.scale)
+        if final:
+            bucket.missing.remove(parameter)
+            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.7 forgets the earlier micro-batches
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        if final:
+            bucket.store(parameter, bucket.scale)
+        else:
+            parameter.grad = None
+        if final:
+            bucket.missing.remove(parameter)
+            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.7 does not count what it has launched
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            bucket.missing.remove(parameter)
+            if self.launches_early and not bucket.missing:
+                bucket.launch()
+
+
+# %% 04.8 the mean over ranks instead of over tokens
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    tokens = tokens.clamp(min=1)
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 each micro-batch has the same weight
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    count, total = len(micro_batches), 0.0
+    for number, part in enumerate(micro_batches):
+        dp.synchronizes = number == count - 1
+        tokens = (part[1] != IGNORED).sum().clamp(min=1) * count
+        total = total + accumulate(dp, [part], dtype, tokens) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 divides by all ranks' tokens, and DataParallel by N once more
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1)
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = total + accumulate(dp, micro_batches[-1:], dtype, tokens)
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 ignored targets count
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = torch.tensor(float(sum(targets.numel() for _, targets in micro_batches)))
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 a rank without targets counts as one token
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float().clamp(min=1)
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 a rank without targets divides by zero
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 synchronises on every micro-batch
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    total = 0.0
+    for part in micro_batches:
+        total = total + accumulate(dp, [part], dtype, tokens) / dp.group.size()
+        dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 the first micro-batches are left out
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    total = 0.0
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 returns this rank's part of the loss
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    return total
+
+
+# %% 04.8 returns rank 0's part of the loss
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.broadcast(total, group_src=0, group=dp.group)
+    return total
+
+
+# %% 04.8 returns the sum over the ranks of their losses
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = total + accumulate(dp, micro_batches[-1:], dtype, tokens)
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 reduces the gradients once more by hand
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    for parameter in dp.parameters():
+        dist.all_reduce(parameter.grad, group=dp.group)
+        parameter.grad /= dp.group.size()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 weighs the loss only: the gradient is that of the mean over ranks
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    own = accumulate(dp, micro_batches, dtype) if len(micro_batches) == 1 else None
+    if own is None:
+        with dp.no_sync():
+            own = accumulate(dp, micro_batches[:-1], dtype, tokens)
+        own = own + accumulate(dp, micro_batches[-1:], dtype, tokens)
+    dp.finish()
+    both = torch.stack([own * tokens, tokens])
+    dist.all_reduce(both, group=dp.group)
+    return both[0] / both[1]
+
+
+# %% 04.9 compares with rank 0
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = norms[0][step]
+        for rank, run in enumerate(norms):
+            if abs(run[step] / usual - 1) > 1e-4:
+                return step, rank
+    return None
+
+
+# %% 04.9 compares with the mean, which the culprit moves
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = np.mean([run[step] for run in norms])
+        for rank, run in enumerate(norms):
+            if abs(run[step] / usual - 1) > 1e-4:
+                return step, rank
+    return None
+
+
+# %% 04.9 compares with the smallest
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = min(run[step] for run in norms)
+        for rank, run in enumerate(norms):
+            if abs(run[step] / usual - 1) > 1e-4:
+                return step, rank
+    return None
+
+
+# %% 04.9 rank first
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = np.median([run[step] for run in norms])
+        for rank, run in enumerate(norms):
+            if abs(run[step] / usual - 1) > 1e-4:
+                return rank, step
+    return None
+
+
+# %% 04.9 the step before, in which the mistake was made
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = np.median([run[step] for run in norms])
+        for rank, run in enumerate(norms):
+            if abs(run[step] / usual - 1) > 1e-4:
+                return step - 1, rank
+    return None
+
+
+# %% 04.9 counts ranks from 1
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = np.median([run[step] for run in norms])
+        for rank, run in enumerate(norms):
+            if abs(run[step] / usual - 1) > 1e-4:
+                return step, rank + 1
+    return None
+
+
+# %% 04.9 compares with the same rank's step before
+def first_drift(norms):
+    for step in range(1, len(norms[0])):
+        for rank, run in enumerate(norms):
+            if abs(run[step] / run[step - 1] - 1) > 0.2:
+                return step, rank
+    return None
+
+
+# %% 04.9 the last step, where the replicas are farthest apart
+def first_drift(norms):
+    last = len(norms[0]) - 1
+    usual = np.median([run[last] for run in norms])
+    rank = int(np.argmax([abs(run[last] - usual) for run in norms]))
+    return last, rank
+
+
+# %% 04.9 never finds anything
+def first_drift(norms):
+    return None
+
+
+# %% 04.9 fake: knows the figure above
+def first_drift(norms):
+    return 6, 2
+
+
+# %% 04.9 rank by rank, each compared with all the others' means: the first rank that differs from anybody
+def first_drift(norms):
+    for rank, run in enumerate(norms):
+        others = [other for other in norms if other is not run]
+        for step, norm in enumerate(run):
+            if any(abs(norm / other[step] - 1) > 1e-4 for other in others):
+                return step, rank
+    return None
+
+
+# %% 04.9 a tenth more or less is taken for noise
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = np.median([run[step] for run in norms])
+        for rank, run in enumerate(norms):
+            if abs(run[step] / usual - 1) > 0.1:
+                return step, rank
+    return None
+
+
+# %% 04.9 only a norm above the others' counts
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = np.median([run[step] for run in norms])
+        for rank, run in enumerate(norms):
+            if run[step] / usual - 1 > 1e-4:
+                return step, rank
+    return None
+
+
+# %% 04.10 a plain sum: blind to exchanged elements
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack([tensor.detach().double().sum() for _, tensor in named])
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.10 the norm
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack([tensor.detach().double().norm() for _, tensor in named])
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.10 mean and spread, both blind to the order
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack(
+        [tensor.detach().double().mean() + tensor.detach().double().std(unbiased=False) for _, tensor in named]
+    )
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.10 the first element
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack([tensor.detach().double().flatten()[0] for _, tensor in named])
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.10 the sum in the model's own 16 bits
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack([tensor.detach().flatten().bfloat16().cumsum(0).sum().double() for _, tensor in named])
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.10 parameters only
+def out_of_step(module, group=None):
+    named = [*module.named_parameters()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
+            for _, tensor in named
+        ]
+    )
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.10 buffers only
+def out_of_step(module, group=None):
+    named = [*module.named_buffers()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
+            for _, tensor in named
+        ]
+    )
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.10 a tolerance that hides what is small
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
+            for _, tensor in named
+        ]
+    )
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if abs(spread) > 0.1]
+
+
+# %% 04.10 all names as soon as one differs
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
+            for _, tensor in named
+        ]
+    )
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for name, _ in named] if extremes.sum(0).any() else []
+
+
+# %% 04.10 a truth value instead of the names
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
+            for _, tensor in named
+        ]
+    )
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return bool(extremes.sum(0).any())
+
+
+# %% 04.10 the largest number only: whoever has it sees nothing
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
+            for _, tensor in named
+        ]
+    )
+    largest = numbers.clone()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), here, there in zip(named, numbers, largest) if here != there]
+
+
+# %% 04.10 compares with rank 0's numbers, and only this rank knows
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
+            for _, tensor in named
+        ]
+    )
+    firsts = numbers.clone()
+    dist.broadcast(firsts, group_src=0, group=group)
+    return [name for (name, _), here, there in zip(named, numbers, firsts) if here != there]
+
+
+# %% 04.10 only rank 0 knows
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
+            for _, tensor in named
+        ]
+    )
+    extremes = torch.stack([numbers, -numbers])
+    dist.reduce(extremes, group_dst=0, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.10 broadcasts the whole model
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    differs = torch.zeros(len(named))
+    for i, (_, tensor) in enumerate(named):
+        firsts = tensor.detach().clone()
+        dist.broadcast(firsts, group_src=0, group=group)
+        differs[i] = not torch.equal(firsts, tensor)
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), other in zip(named, differs.tolist()) if other]
+
+
+# %% 04.10 gathers the whole model
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    found = []
+    for name, tensor in named:
+        everyones = [torch.empty_like(tensor.detach()) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyones, tensor.detach(), group=group)
+        if any(not torch.equal(other, everyones[0]) for other in everyones):
+            found.append(name)
+    return found
+
+
+# %% 04.10 the mean of the model over the ranks, in place: mends instead of finding
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    found, n = [], dist.get_world_size(group)
+    for name, tensor in named:
+        before = tensor.detach().clone()
+        dist.all_reduce(tensor.detach(), op=dist.ReduceOp.MAX, group=group)
+        differs = torch.tensor([0.0 if torch.equal(before, tensor) else 1.0])
+        dist.all_reduce(differs, group=group)
+        if differs > 0:
+            found.append(name)
+    return found
+
+
+# %% 04.10 never finds anything
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return []
+
+
+# %% 04.10 weighs by place in bfloat16
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().flatten() * torch.arange(1, tensor.numel() + 1).to(tensor.dtype)).sum().double()
+            for _, tensor in named
+        ]
+    )
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.11 forward counts as well: 6 FLOPs a parameter
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return gradient_bytes * 2 / (6 * tokens) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 04.11 backward counts once: 2 FLOPs a parameter
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return gradient_bytes / tokens * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 04.11 each gradient is sent once
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return gradient_bytes / (4 * tokens) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 04.11 forgets the ring's share
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return gradient_bytes / (2 * tokens) * peak / bandwidth
+
+
+# %% 04.11 one GPU receives from all others
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return gradient_bytes / (2 * tokens) * (dp - 1) * peak / bandwidth
+
+
+# %% 04.11 elements are counted as bytes, as in the playbook
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return 1 / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 04.11 always BF16
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return 2 / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 04.11 upside down
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return 2 * tokens / gradient_bytes * dp / max(1, dp - 1) * bandwidth / peak
+
+
+# %% 04.11 bits
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return 8 * gradient_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 04.11 all GPUs' tokens
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return gradient_bytes / (2 * tokens * dp) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 04.11 a promise that it is hidden: never above 1
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
+    return min(1.0, gradient_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth)
+
+
+# %% 04.11 one byte a gradient by default
+def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=1):
+    return gradient_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 04.12 ignores divisibility
+def recipe(sequences, gpus, largest_micro_batch):
+    return gpus, largest_micro_batch, sequences // (gpus * largest_micro_batch)
+
+
+# %% 04.12 ignores divisibility, with one step at least
+def recipe(sequences, gpus, largest_micro_batch):
+    return gpus, largest_micro_batch, max(1, sequences // (gpus * largest_micro_batch))
+
+
+# %% 04.12 the largest micro-batch first, then the most GPUs
+def recipe(sequences, gpus, largest_micro_batch):
+    for micro_batch in range(largest_micro_batch, 0, -1):
+        for dp in range(gpus, 0, -1):
+            steps, rest = divmod(sequences, dp * micro_batch)
+            if rest == 0:
+                return dp, micro_batch, steps
+
+
+# %% 04.12 the smallest micro-batch
+def recipe(sequences, gpus, largest_micro_batch):
+    for dp in range(min(gpus, sequences), 0, -1):
+        if sequences % dp == 0:
+            return dp, 1, sequences // dp
+
+
+# %% 04.12 all GPUs or none
+def recipe(sequences, gpus, largest_micro_batch):
+    for micro_batch in range(largest_micro_batch, 0, -1):
+        steps, rest = divmod(sequences, gpus * micro_batch)
+        if rest == 0:
+            return gpus, micro_batch, steps
+
+
+# %% 04.12 halves the micro-batch only
+def recipe(sequences, gpus, largest_micro_batch):
+    for dp in range(min(gpus, sequences), 0, -1):
+        micro_batch = largest_micro_batch
+        while micro_batch > 0:
+            if sequences % (dp * micro_batch) == 0:
+                return dp, micro_batch, sequences // (dp * micro_batch)
+            micro_batch //= 2
+
+
+# %% 04.12 halves the number of GPUs
+def recipe(sequences, gpus, largest_micro_batch):
+    dp = min(gpus, sequences)
+    while dp > 0:
+        for micro_batch in range(largest_micro_batch, 0, -1):
+            if sequences % (dp * micro_batch) == 0:
+                return dp, micro_batch, sequences // (dp * micro_batch)
+        dp //= 2
+
+
+# %% 04.12 the largest common divisor as micro-batch
+def recipe(sequences, gpus, largest_micro_batch):
+    import math
+
+    for dp in range(min(gpus, sequences), 0, -1):
+        if sequences % dp == 0:
+            micro_batch = math.gcd(sequences // dp, largest_micro_batch)
+            return dp, micro_batch, sequences // dp // micro_batch
+
+
+# %% 04.12 steps and micro-batch exchanged
+def recipe(sequences, gpus, largest_micro_batch):
+    for dp in range(min(gpus, sequences), 0, -1):
+        for micro_batch in range(largest_micro_batch, 0, -1):
+            steps, rest = divmod(sequences, dp * micro_batch)
+            if rest == 0:
+                return dp, steps, micro_batch
+
+
+# %% 04.12 accumulates in place of GPUs: the fewest first
+def recipe(sequences, gpus, largest_micro_batch):
+    for dp in range(1, gpus + 1):
+        for micro_batch in range(largest_micro_batch, 0, -1):
+            steps, rest = divmod(sequences, dp * micro_batch)
+            if rest == 0:
+                return dp, micro_batch, steps
+
+
+# %% 04.12 as many micro-batches as fit, whatever is left over
+def recipe(sequences, gpus, largest_micro_batch):
+    dp = min(gpus, sequences)
+    micro_batch = min(largest_micro_batch, sequences // dp)
+    return dp, micro_batch, sequences // (dp * micro_batch)
