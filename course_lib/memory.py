@@ -148,12 +148,13 @@ def activation_bytes(
     tokens.
 
     recompute: "none"; "selective" keeps Q, K, V and the output of attention, nothing between (a flash core does that
-    anyway); "full" keeps the input of each layer. TP splits what lies between a column- and a row-parallel matrix
-    (Korthikanti et al. 2022, §4.2); SP splits the norms and the residual too; CP splits the sequence. PP: the fuller of
-    the first stage (pp micro-batches in flight under 1F1B) and the last one (one, with the loss).
+    anyway); "products" the input of each layer and the outputs of its matrix products and flash core (notebook 02);
+    "full" the input of each layer alone. TP splits what lies between a column- and a row-parallel matrix (Korthikanti
+    et al. 2022, §4.2); SP splits the norms and the residual too; CP splits the sequence. PP: the fuller of the first
+    stage (pp micro-batches in flight under 1F1B) and the last one (one, with the loss).
     """
-    if recompute not in ("none", "selective", "full"):
-        raise ValueError(f"recompute={recompute!r}: it is none, selective or full")
+    if recompute not in ("none", "selective", "products", "full"):
+        raise ValueError(f"recompute={recompute!r}: it is none, selective, products or full")
     tokens, h, kv = batch * seq / cp, config.hidden, config.kv_heads * config.head_dim
     outside = tp if sp else 1  # what the region between two blocks is divided by
     kept = layer_activations(config, seq, e, flash, fused_norm)
@@ -161,7 +162,12 @@ def activation_bytes(
         kept["attention"] = e * (2 * h + 2 * kv)
     copies = max(1, tp // config.kv_heads)  # K/V heads cannot be split below one
     inside = kept["attention"] + kept["mlp"] + e * 2 * kv * (copies - 1)
-    layer = e * h / outside if recompute == "full" else (kept["norms"] + kept["norm outputs"]) / outside + inside / tp
+    layer = (kept["norms"] + kept["norm outputs"]) / outside + inside / tp
+    if recompute == "products":  # of what is split: Q, K, V, gate, up, and the output of a flash core
+        core = e * h + 4 * config.heads if flash else 0
+        layer = 3 * e * h / outside + (e * (h + 2 * kv * copies + 2 * config.ffn_hidden) + core) / tp
+    elif recompute == "full":
+        layer = e * h / outside
     head = ((kept["norms"] + kept["norm outputs"]) / 2) / outside + 4 * config.vocab / tp
     indices = 16 + e * config.head_dim / batch  # token and target numbers; the cosines and sines that all layers share
     stage = -(-config.layers // pp) * layer + indices
@@ -250,7 +256,7 @@ def _calculator_controls():
             value=4096, options=[(f"{n:,}", n) for n in lengths], description="sequence s", **style
         ),
         "policy": w.Dropdown(options=list(POLICIES), value="bf16", description="precision", **style),
-        "recompute": w.Dropdown(options=["none", "selective", "full"], description="recompute", **style),
+        "recompute": w.Dropdown(options=["none", "selective", "products", "full"], description="recompute", **style),
         "gpu": w.Dropdown(options=GPUS_GIB, value=80, description="GPU memory", **style),
     }
     sizes = ("layers", "hidden", "ffn_hidden", "vocab")

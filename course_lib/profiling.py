@@ -121,15 +121,17 @@ def spans(prof: profile) -> list[Span]:
     return [Span(lane, name, (a - zero) / 1e3, (b - zero) / 1e3) for a, b, lane, name in sorted(found)]
 
 # %% ../notebooks/02_recompute.ipynb #draw-spans
-def draw_spans(ax, shown: list[Span], colors: dict[str, str] | None = None, label_ms: float = 0.0) -> None:
-    """A row of bars for each lane. colors: by the beginning of a name. label_ms: the shortest span that is named."""
-    lanes = list(dict.fromkeys(span.lane for span in shown))
+def draw_spans(ax, shown: list[Span], colors: dict[str, str] | None = None, labels: tuple[str, ...] = ()) -> None:
+    """A row of bars for each lane. colors: by the beginning of a span's name; labels: names to write on wide bars."""
+    lanes, bars = list(dict.fromkeys(span.lane for span in shown)), {}
+    wide = 0.06 * max((span.end_ms for span in shown), default=0.0)
     for span in shown:
         row, length = lanes.index(span.lane), span.end_ms - span.start_ms
         color = next((c for start, c in (colors or {}).items() if span.name.startswith(start)), "#BBBBBB")
-        ax.barh(row, length, left=span.start_ms, height=0.7, color=color, linewidth=0)
-        if label_ms and length >= label_ms:
-            middle = (span.start_ms + span.end_ms) / 2
-            ax.text(middle, row, span.name, ha="center", va="center", fontsize=7, clip_on=True)
+        bars.setdefault((row, color), []).append((span.start_ms, length))
+        if span.name in labels and length > wide:
+            ax.text(span.start_ms + length / 2, row, span.name, ha="center", va="center", fontsize=8)
+    for (row, color), pieces in bars.items():
+        ax.broken_barh(pieces, (row - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=0.2)
     ax.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms")
     ax.invert_yaxis()

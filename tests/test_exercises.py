@@ -1,7 +1,7 @@
 """Every exercise of every notebook: its check advises on the blank, catches wrong answers and passes the solution.
 
-A notebook runs once, in one kernel, up to its last check (nbmake runs all of it). At each check the exercise is put in
-blank, then as each wrong answer of `wrong_answers/NN.py`, and the check must fail every time; then the notebook's own
+A notebook runs once, in one kernel, up to its last check, without the cells tagged measurement (nbmake runs all of
+it). At each check the exercise is put in blank, then as each wrong answer of `wrong_answers/NN.py`, and the check must fail every time; then the notebook's own
 objects are put back, and it must pass. A wrong answer is the whole source of the exercise's cell, under a heading
 `# %% 01.2 what is wrong with it`. Needs no GPU.
 """
@@ -137,9 +137,9 @@ def bound_names(source: str) -> set[str]:
 
 
 def up_to_the_last_check(cells: list[dict]) -> list[dict]:
-    """The cells on which a check may depend."""
+    """The cells on which a check may depend: those tagged measurement only measure and draw."""
     last = max((number for number, cell in enumerate(cells) if exercise_name(cell, "check")), default=-1)
-    return cells[:last + 1]
+    return [cell for cell in cells[:last + 1] if "measurement" not in cell["metadata"].get("tags", [])]
 
 
 def blank_faults(failure: Failure | None) -> list[str]:

@@ -93,14 +93,6 @@ def average_gradients(module, group=None):
             parameter.grad /= dist.get_world_size()
 
 
-# %% 04.2 divides by four
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= 4
-
-
 # %% 04.2 scales twice, before and after
 def average_gradients(module, group=None):
     for parameter in module.parameters():
@@ -115,15 +107,6 @@ def average_gradients(module, group=None):
     for parameter in module.parameters():
         if parameter.grad is not None:
             parameter.grad /= dist.get_world_size(group)
-
-
-# %% 04.2 a mean in a copy that is never written back
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            mean = parameter.grad.clone()
-            dist.all_reduce(mean, group=group)
-            mean /= dist.get_world_size(group)
 
 
 # %% 04.2 only rank 0 has the mean
@@ -152,13 +135,6 @@ def average_gradients(module, group=None):
             parameter.grad /= dist.get_world_size(group)
 
 
-# %% 04.2 the largest gradient
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, op=dist.ReduceOp.MAX, group=group)
-
-
 # %% 04.2 the head's gradient is left out, as if only matrices in blocks counted
 def average_gradients(module, group=None):
     for block in module.blocks:
@@ -167,19 +143,8 @@ def average_gradients(module, group=None):
             parameter.grad /= dist.get_world_size(group)
 
 
-# %% 04.2 rank 0's gradient for all
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.broadcast(parameter.grad, group_src=0, group=group)
-
-
 # %% 04.3 once through the ring only
 gigabytes_sent = 63 / 64 * 2 * 8.03
-
-
-# %% 04.3 on four ranks
-gigabytes_sent = 1.5 * 2 * 8.03
 
 
 # %% 04.3 of all GPUs together
@@ -376,42 +341,6 @@ def overlap_gradients(module, group=None):
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
-
-# %% 04.4 sends nothing: each rank keeps its own
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        pass
-
-    def finish():
-        pass
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
-
-# %% 04.4 works for one step only: finish() removes the hooks
-def overlap_gradients(module, group=None):
-    works, handles, n = [], [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        for handle in handles:
-            handle.remove()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            handles.append(parameter.register_post_accumulate_grad_hook(start))
     return finish
 
 
@@ -758,25 +687,6 @@ class Bucket(course_lib.data_parallel.Bucket):
         self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
 
 
-# %% 04.6 flags the other way round
-import course_lib.data_parallel
-
-
-class Bucket(course_lib.data_parallel.Bucket):
-    def launch(self):
-        self.flags.fill_(0)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 1
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
-
 # %% 04.6 zeros for a gradient of earlier micro-batches
 import course_lib.data_parallel
 
@@ -1095,21 +1005,6 @@ class Reducer(course_lib.data_parallel.Reducer):
                 self.launched += 1
 
 
-# %% 04.7 scales all but the final gradient
-import course_lib.data_parallel
-
-
-class Reducer(course_lib.data_parallel.Reducer):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, 1.0 if final else bucket.scale)
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
-
 # %% 04.7 scales twice
 import course_lib.data_parallel
 
@@ -1124,22 +1019,6 @@ class Reducer(course_lib.data_parallel.Reducer):
             bucket.missing.remove(parameter)
             while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
                 self.buckets[self.launched].launch()
-                self.launched += 1
-
-
-# %% 04.7 launches a bucket at its first gradient
-import course_lib.data_parallel
-
-
-class Reducer(course_lib.data_parallel.Reducer):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            first = len(bucket.missing) == len(bucket.parameters)
-            bucket.missing.remove(parameter)
-            if first and self.launches_early and bucket is self.buckets[self.launched]:
-                bucket.launch()
                 self.launched += 1
 
 
@@ -1208,20 +1087,6 @@ class Reducer(course_lib.data_parallel.Reducer):
             while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
                 self.buckets[self.launched].launch()
                 self.launched += 1
-
-
-# %% 04.7 does not count what it has launched
-import course_lib.data_parallel
-
-
-class Reducer(course_lib.data_parallel.Reducer):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-            if self.launches_early and not bucket.missing:
-                bucket.launch()
 
 
 # %% 04.8 the mean over ranks instead of over tokens
@@ -1359,22 +1224,6 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
         total = accumulate(dp, micro_batches[:-1], dtype, tokens)
     total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
     dp.finish()
-    return total
-
-
-# %% 04.8 returns rank 0's part of the loss
-from course_lib.recompute import IGNORED, accumulate
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
-    dp.finish()
-    dist.broadcast(total, group_src=0, group=dp.group)
     return total
 
 
@@ -1576,41 +1425,9 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
 
 
-# %% 04.10 the first element
-def out_of_step(module, group=None):
-    named = [*module.named_parameters(), *module.named_buffers()]
-    numbers = torch.stack([tensor.detach().double().flatten()[0] for _, tensor in named])
-    extremes = torch.stack([numbers, -numbers])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
-
-
-# %% 04.10 the sum in the model's own 16 bits
-def out_of_step(module, group=None):
-    named = [*module.named_parameters(), *module.named_buffers()]
-    numbers = torch.stack([tensor.detach().flatten().bfloat16().cumsum(0).sum().double() for _, tensor in named])
-    extremes = torch.stack([numbers, -numbers])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
-
-
 # %% 04.10 parameters only
 def out_of_step(module, group=None):
     named = [*module.named_parameters()]
-    numbers = torch.stack(
-        [
-            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
-            for _, tensor in named
-        ]
-    )
-    extremes = torch.stack([numbers, -numbers])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
-
-
-# %% 04.10 buffers only
-def out_of_step(module, group=None):
-    named = [*module.named_buffers()]
     numbers = torch.stack(
         [
             (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
@@ -1716,18 +1533,6 @@ def out_of_step(module, group=None):
         differs[i] = not torch.equal(firsts, tensor)
     dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=group)
     return [name for (name, _), other in zip(named, differs.tolist()) if other]
-
-
-# %% 04.10 gathers the whole model
-def out_of_step(module, group=None):
-    named = [*module.named_parameters(), *module.named_buffers()]
-    found = []
-    for name, tensor in named:
-        everyones = [torch.empty_like(tensor.detach()) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyones, tensor.detach(), group=group)
-        if any(not torch.equal(other, everyones[0]) for other in everyones):
-            found.append(name)
-    return found
 
 
 # %% 04.10 the mean of the model over the ranks, in place: mends instead of finding
@@ -1911,3 +1716,493 @@ def recipe(sequences, gpus, largest_micro_batch):
     dp = min(gpus, sequences)
     micro_batch = min(largest_micro_batch, sequences // dp)
     return dp, micro_batch, sequences // (dp * micro_batch)
+
+
+"""Wrong answers for notebook 04 that its checks as they are let through, catch by luck, or catch late."""
+
+
+# %% 04.1 an assertion instead of a ValueError
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    assert batch_tokens % (seq * micro_batch * dp) == 0, "does not divide"
+    return batch_tokens // (seq * micro_batch * dp)
+
+
+# %% 04.2 the default group instead of the given one
+def average_gradients(module, group=None):
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size(group)
+
+
+# %% 04.4 the hook waits: an all-reduce that is not asynchronous
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        parameter.grad /= n
+        dist.all_reduce(parameter.grad, group=group)
+
+    def finish():
+        pass
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 the hook starts the all-reduce and waits for it at once
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        parameter.grad /= n
+        dist.all_reduce(parameter.grad, group=group, async_op=True).wait()
+
+    def finish():
+        pass
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 finish() does not wait
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        parameter.grad /= n
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+
+    def finish():
+        works.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 finish() waits for the last all-reduce only
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        parameter.grad /= n
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+
+    def finish():
+        works[-1].wait()
+        works.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 the hook divides the gradient while it is in flight
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+        parameter.grad /= n
+
+    def finish():
+        for work in works:
+            work.wait()
+        works.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.4 the default group instead of the given one
+def overlap_gradients(module, group=None):
+    works, n = [], dist.get_world_size(group)
+
+    def start(parameter):
+        parameter.grad /= n
+        works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    def finish():
+        for work in works:
+            work.wait()
+        works.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
+
+
+# %% 04.5 one bucket for each kind, whatever its size
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+
+
+# %% 04.5 a bucket that is exactly full is too full
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + parameter.nbytes >= bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+
+
+# %% 04.5 four bytes for every element
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or size + 4 * parameter.numel() > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + 4 * parameter.numel()
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+
+
+# %% 04.6 scales in 16 bits, then converts
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.mul_(self.copy_scale).to(self.reduce_dtype)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 never sets a flag to 1
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+
+
+# %% 04.6 starts the all-reduce and waits for it
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+        self.work.wait()
+
+
+# %% 04.6 the default group instead of the given one
+import course_lib.data_parallel
+
+
+class Bucket(course_lib.data_parallel.Bucket):
+    def launch(self):
+        self.flags.fill_(1)
+        for i, parameter in enumerate(self.parameters):
+            if parameter in self.missing and parameter.grad is not None:
+                self.store(parameter, self.scale)
+            elif parameter in self.missing:
+                self.views[parameter].zero_()
+                self.flags[i] = 0
+        self.sent = self.flat
+        if self.reduce_dtype != self.flat.dtype:
+            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.work = dist.all_reduce(self.sent, async_op=True)
+
+
+# %% 04.7 launches out of order: each bucket as soon as it is complete
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            bucket.missing.remove(parameter)
+            if self.launches_early and not bucket.missing:
+                bucket.launch()
+                self.launched += 1
+
+
+# %% 04.7 if instead of while: one bucket at most for each gradient
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            bucket.missing.remove(parameter)
+            if self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.7 looks at the gradient's own bucket only: those that wait behind it are left
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            bucket.missing.remove(parameter)
+            if self.launches_early and not bucket.missing and bucket is self.buckets[self.launched]:
+                bucket.launch()
+                self.launched += 1
+
+
+# %% 04.7 waits for each bucket that it launches
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        bucket.store(parameter, bucket.scale if final else 1.0)
+        if final:
+            bucket.missing.remove(parameter)
+            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.buckets[self.launched].work.wait()
+                self.launched += 1
+
+
+# %% 04.7 stores the final gradient only
+import course_lib.data_parallel
+
+
+class Reducer(course_lib.data_parallel.Reducer):
+    def add(self, parameter, final):
+        bucket = self.bucket_of[parameter]
+        if not final:
+            return
+        bucket.store(parameter, bucket.scale)
+        if final:
+            bucket.missing.remove(parameter)
+            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
+                self.buckets[self.launched].launch()
+                self.launched += 1
+
+
+# %% 04.8 forgets finish()
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 the default group instead of dp's
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=None)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=None)
+    return total
+
+
+# %% 04.8 divides by the world instead of the group
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dist.get_world_size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dist.get_world_size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 asks for the tokens of each micro-batch by itself
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = torch.zeros(())
+    for _, targets in micro_batches:
+        part = (targets != IGNORED).sum().float()
+        dist.all_reduce(part, group=dp.group)
+        tokens = tokens + part
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 no clamp: no rank has a target, and all divide by zero
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 no no_sync()
+from course_lib.recompute import IGNORED, accumulate
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.9 compares with the largest
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = max(run[step] for run in norms)
+        for rank, run in enumerate(norms):
+            if abs(run[step] / usual - 1) > 1e-4:
+                return step, rank
+    return None
+
+
+# %% 04.9 equal means equal to the last digit
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = np.median([run[step] for run in norms])
+        for rank, run in enumerate(norms):
+            if run[step] != usual:
+                return step, rank
+    return None
+
+
+# %% 04.10 the default group instead of the given one
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
+            for _, tensor in named
+        ]
+    )
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.10 one float32 number
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    numbers = torch.stack(
+        [
+            (tensor.detach().float().flatten() * torch.arange(1, tensor.numel() + 1).float().cos()).sum()
+            for _, tensor in named
+        ]
+    )
+    extremes = torch.stack([numbers, -numbers])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
+
+
+# %% 04.12 powers of two only
+def recipe(sequences, gpus, largest_micro_batch):
+    dp = 2 ** (min(gpus, sequences).bit_length() - 1)
+    while dp > 0:
+        for micro_batch in range(largest_micro_batch, 0, -1):
+            if sequences % (dp * micro_batch) == 0:
+                return dp, micro_batch, sequences // (dp * micro_batch)
+        dp //= 2
