@@ -266,8 +266,9 @@ from .recompute import IGNORED, accumulate
 
 def parallel_accumulate(dp: DataParallel, micro_batches, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Forward and backward of this rank's micro-batches, then finish(): the gradient of the mean loss over all target
-    tokens of all ranks; `accumulate` says what goes in. Returns that loss, a scalar, the same on all ranks.
+    tokens of all ranks; one micro-batch or more, as of `accumulate`. Returns that loss, the same on all ranks.
     """
+    micro_batches = list(micro_batches)
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
     dist.all_reduce(tokens, group=dp.group)
     tokens = tokens.clamp(min=1) / dp.group.size()

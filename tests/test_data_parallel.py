@@ -1,9 +1,10 @@
 """course_lib.data_parallel in one process: which parameters share a bucket, and in which order. CPU."""
 
+import pytest
 import torch
 from torch import nn
 
-from course_lib.data_parallel import MODES, make_buckets
+from course_lib.data_parallel import MODES, make_buckets, options, overlap_ratio
 from course_lib.model import PRESETS, Transformer
 
 
@@ -62,3 +63,38 @@ def test_every_parameter_of_the_transformer_is_in_one_bucket_and_the_tied_one_in
 
 def test_there_are_three_modes():
     assert list(MODES) == ["naive", "overlap", "bucket"]
+
+
+@pytest.mark.parametrize("bandwidth, ratio", [(450e9, 0.235), (50e9, 2.11)])
+def test_the_overlap_ratio_is_the_published_one_in_elements_and_twice_that_in_bf16(bandwidth, ratio):
+    """The playbook's appendix A3, its slips corrected: 4,096 tokens on 8 H100."""
+    assert overlap_ratio(4096, 8, bandwidth, 989.5e12, gradient_bytes=1) == pytest.approx(ratio, rel=5e-3)
+    assert overlap_ratio(4096, 8, bandwidth, 989.5e12) == pytest.approx(2 * ratio, rel=5e-3)
+
+
+def test_the_overlap_ratio_is_that_of_the_two_times():
+    params, tokens, dp, bandwidth, peak = 8e9, 5000, 24, 1e11, 5e14
+    communication, backward = 2 * (dp - 1) / dp * 4 * params / bandwidth, 4 * tokens * params / peak
+    assert overlap_ratio(tokens, dp, bandwidth, peak, 4) == pytest.approx(communication / backward)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--micro-batch", "9", "--batch", "8"], "--micro-batch must be"),
+        (["--micro-batch", "0"], "--micro-batch must be"),
+        (["--bucket-mb", "0"], "--bucket-mb must be above 0"),
+        (["--bucket-mb", "nan"], "--bucket-mb must be above 0"),
+        (["--check-every", "-1"], "--check-every 0 or more"),
+        (["--mode", "ring"], "invalid choice"),
+    ],
+)
+def test_bad_options_end_with_one_line(argv, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        options(argv)
+    assert ended.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_options_default_to_one_micro_batch():
+    chosen = options(["--batch", "6"])
+    assert (chosen.micro_batch, chosen.mode, chosen.bucket_mb, chosen.reduce_fp32) == (6, "bucket", 25.0, False)

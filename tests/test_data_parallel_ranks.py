@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.data_parallel import MODES, DataParallel
+from course_lib import single_gpu
+from course_lib.data_parallel import MODES, DataParallel, main, out_of_step, parallel_accumulate
 from course_lib.model import ModelConfig, Transformer, loss
+from course_lib.recompute import IGNORED
 from course_lib.traffic import count_traffic
 
 ODD = ModelConfig(layers=2, hidden=30, heads=3, kv_heads=1, ffn_hidden=37, vocab=53, tied=True)
@@ -709,3 +711,87 @@ def lives() -> dict[str, bool]:
 def test_wrapper_and_model_go_without_the_garbage_collector_and_copies_are_free(ranks):
     for found in ranks(lives):
         assert all(found.values()), found
+
+
+def uneven(rank: int, lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a rank; row i has lengths[i] targets that count."""
+    inputs, targets = torch.randint(ODD.vocab, (2, len(lengths), SEQ), generator=torch.Generator().manual_seed(rank))
+    for row, length in enumerate(lengths):
+        targets[row, length:] = IGNORED
+    return inputs, targets
+
+
+LENGTHS = [[7, 2, 0], [1, 0, 3], [0, 0, 0], [7, 7, 7]]
+
+
+def accumulated() -> tuple:
+    """On a rank: the loss and the gradients of three uneven micro-batches, and what was sent."""
+    inputs, targets = uneven(dist.get_rank(), LENGTHS[dist.get_rank()])
+    dp = DataParallel(Transformer(ODD), bucket_mb=0.005)
+    with count_traffic() as traffic:
+        found = parallel_accumulate(dp, zip(inputs.split(1), targets.split(1), strict=True))
+    return found, [p.grad for p in dp.parameters()], traffic, len(dp.reducer.buckets)
+
+
+def test_accumulation_weighs_by_the_tokens_of_all_ranks_and_sends_gradients_once(ranks):
+    model, (inputs, targets) = (
+        Transformer(ODD),
+        (torch.cat(x) for x in zip(*map(uneven, range(4), LENGTHS), strict=True)),
+    )
+    whole = loss(model(inputs), targets)
+    whole.backward()
+    for found, grads, traffic, buckets in ranks(accumulated):
+        assert found.item() == pytest.approx(whole.item(), rel=1e-5)
+        for got, parameter in zip(grads, model.parameters(), strict=True):
+            torch.testing.assert_close(got, parameter.grad, rtol=1e-5, atol=1e-7)
+        assert traffic.calls == traffic.select("all_reduce").calls == buckets + 2, "the number of tokens, and the loss"
+
+
+CHANGES = {
+    "none": lambda odd: None,
+    "last digit": lambda odd: odd.first.weight[2, 3].mul_(1 + 2**-22),
+    "exchanged": lambda odd: odd.second.weight.copy_(odd.second.weight.flip(0)),
+    "buffer": lambda odd: odd.count.add_(1),
+    "boolean": lambda odd: odd.mask.logical_not_(),
+    "sign of zero": lambda odd: odd.frozen.fill_(-0.0),
+}
+
+
+def changed_on_rank_2() -> dict[str, list[str]]:
+    """On a rank: what out_of_step finds, by change; NaN and zeros stand on all ranks."""
+    found = {}
+    for name, change in CHANGES.items():
+        odd = Odd()
+        with torch.no_grad():
+            odd.first.bias.fill_(torch.nan)
+            odd.frozen.fill_(0.0)
+            if dist.get_rank() == 2:
+                change(odd)
+        found[name] = out_of_step(odd)
+    return found
+
+
+def test_out_of_step_names_what_differs_in_a_single_bit(ranks):
+    for found in ranks(changed_on_rank_2):
+        assert found == {
+            "none": [],
+            "last digit": ["first.weight"],
+            "exchanged": ["second.weight"],
+            "buffer": ["count"],
+            "boolean": ["mask"],
+            "sign of zero": ["frozen"],
+        }
+
+
+ARGUMENTS = ["--preset", "debug", "--steps", "3", "--batch", "2", "--seq", "16", "--check-every", "1"]
+
+
+def trained(argv: list[str]) -> list[float]:
+    return [record["loss"] for record in main(argv)]
+
+
+def test_main_trains_as_one_process_with_the_whole_batch(ranks):
+    alone = single_gpu.main(["--preset", "debug", "--steps", "3", "--batch", "8", "--seq", "16"])
+    for more in ([], ["--micro-batch", "1", "--mode", "overlap"], ["--mode", "naive", "--reduce-fp32"]):
+        for losses in ranks(trained, ARGUMENTS + more):
+            assert losses == pytest.approx([record["loss"] for record in alone], rel=1e-4)

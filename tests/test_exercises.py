@@ -1,9 +1,9 @@
 """Every exercise of every notebook: its check advises on the blank, catches wrong answers and passes the solution.
 
-A notebook runs once, in one kernel, up to its last check, without the cells tagged measurement (nbmake runs all of
-it). At each check the exercise is put in blank, then as each wrong answer of `wrong_answers/NN.py`, and the check must fail every time; then the notebook's own
-objects are put back, and it must pass. A wrong answer is the whole source of the exercise's cell, under a heading
-`# %% 01.2 what is wrong with it`. Needs no GPU.
+A notebook runs once, in one kernel, up to its last check, without the cells tagged measurement (nbmake runs all of it).
+At each check the exercise is put in blank, then as each wrong answer of `wrong_answers/NN.py`, and the check must fail
+every time; then the notebook's own objects are put back, and it must pass. A wrong answer is the whole source of the
+exercise's cell, under a heading `# %% 01.2 what is wrong with it`. Needs no GPU.
 """
 
 import ast

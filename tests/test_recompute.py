@@ -698,6 +698,7 @@ def test_options_of_the_launch_lines():
         (["--micro-batch", "two"], "invalid int value: 'two'"),
         (["--trace", "no/such/folder/trace.json"], "there is no folder no/such/folder"),
         (["--trace", "a folder"], "a folder"),
+        (["--trace", "trace.json", "--steps", "4"], "--steps must be 5 or more"),
         (["--batch", "0"], "must be 1 or more"),
         (["--no-such-option"], "--no-such-option"),
     ],
@@ -759,9 +760,32 @@ def test_main_writes_records_and_a_trace(short_corpus, tmp_path, capsys):
 def test_main_ends_with_hfu_where_the_peak_is_known(short_corpus, monkeypatch, capsys, mode):
     monkeypatch.setattr(single_gpu, "peak_flops", lambda: 1e10)
     (record,) = main([*SHORT, "--steps", "1", "--recompute", mode])
-    executed = step_flops(PRESETS["debug"], 4, 16, MODES[mode][0])[1]
-    expected = f"last step: MFU {record['mfu']:.1%}, HFU {executed / record['step_s'] / 1e10:.1%}"
+    used = (flops / record["step_s"] / 1e10 for flops in step_flops(PRESETS["debug"], 4, 16, MODES[mode][0]))
+    expected = "last step, FLOPs counted exactly: MFU {:.1%}, HFU {:.1%}".format(*used)
     assert capsys.readouterr().out.splitlines()[-1] == expected
+
+
+@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_products_are_those_of_the_formula(dtype, flash):
+    """But for the loss and its number of targets, 4 bytes each."""
+    model = apply_recompute(Transformer(CONFIG).to(dtype), "selective", keep_products)
+    for block in model.blocks:
+        block.attention.core = block.attention.core if flash else plain_core
+    inputs, targets = sequences(3, 40, CONFIG.vocab)
+    kept = kept_bytes(model, lambda: loss(model(inputs.clone()), targets.clone()))
+    formula = activation_bytes(CONFIG, 3, 40, dtype.itemsize, "products", flash, fused_norm=False)
+    assert kept - formula == pytest.approx(8, abs=1e-6)
+
+
+def test_accumulate_takes_any_iterable_and_refuses_none():
+    model, (inputs, targets) = Transformer(CONFIG), sequences(2, 9, CONFIG.vocab)
+    whole = accumulate(model, [(inputs, targets)])
+    pairs = ((inputs[i : i + 1], targets[i : i + 1]) for i in range(2))
+    assert accumulate(model, pairs).item() == pytest.approx(whole.item(), rel=1e-6)
+    with pytest.raises(ValueError, match="no micro-batch"):
+        accumulate(model, [])
+    assert accumulate(model, [], tokens=torch.tensor(3.0)) == 0.0, "all of this rank's part may lie elsewhere"
 
 
 # On CUDA.
