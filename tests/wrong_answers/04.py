@@ -93,15 +93,6 @@ def average_gradients(module, group=None):
             parameter.grad /= dist.get_world_size()
 
 
-# %% 04.2 scales twice, before and after
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= dist.get_world_size(group)
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= dist.get_world_size(group)
-
-
 # %% 04.2 divides, and sends nothing
 def average_gradients(module, group=None):
     for parameter in module.parameters():
@@ -114,32 +105,6 @@ def average_gradients(module, group=None):
     for parameter in module.parameters():
         if parameter.grad is not None:
             dist.reduce(parameter.grad, group_dst=0, group=group)
-            parameter.grad /= dist.get_world_size(group)
-
-
-# %% 04.2 everybody's gradient to everybody, then the mean
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            everyones = [torch.empty_like(parameter.grad) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(everyones, parameter.grad, group=group)
-            parameter.grad = torch.stack(everyones).mean(0)
-
-
-# %% 04.2 a star: summed on rank 0, then broadcast
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.reduce(parameter.grad, group_dst=0, group=group)
-            dist.broadcast(parameter.grad, group_src=0, group=group)
-            parameter.grad /= dist.get_world_size(group)
-
-
-# %% 04.2 the head's gradient is left out, as if only matrices in blocks counted
-def average_gradients(module, group=None):
-    for block in module.blocks:
-        for parameter in block.parameters():
-            dist.all_reduce(parameter.grad, group=group)
             parameter.grad /= dist.get_world_size(group)
 
 
@@ -222,31 +187,6 @@ def overlap_gradients(module, group=None):
     return finish
 
 
-# %% 04.4 one all-reduce of everything, in the last hook
-def overlap_gradients(module, group=None):
-    works, ready, flat, n = [], [], [], dist.get_world_size(group)
-    count = sum(parameter.requires_grad for parameter in module.parameters())
-
-    def start(parameter):
-        parameter.grad /= n
-        ready.append(parameter)
-        if len(ready) == count:
-            flat.append(torch.cat([parameter.grad.flatten() for parameter in ready]))
-            works.append(dist.all_reduce(flat[0], group=group, async_op=True))
-
-    def finish():
-        works.pop().wait()
-        sizes = [parameter.grad.numel() for parameter in ready]
-        for parameter, mean in zip(ready, flat.pop().split(sizes)):
-            parameter.grad.copy_(mean.view_as(parameter.grad))
-        ready.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
-
 # %% 04.4 reduces the parameter instead of its gradient
 def overlap_gradients(module, group=None):
     works, n = [], dist.get_world_size(group)
@@ -284,97 +224,12 @@ def overlap_gradients(module, group=None):
     return finish
 
 
-# %% 04.4 divides by the world instead of the group
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size()
-
-    def start(parameter):
-        parameter.grad /= n
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
-
-# %% 04.4 scales twice: in the hook and in finish()
-def overlap_gradients(module, group=None):
-    works, reduced, n = [], [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-        reduced.append(parameter)
-
-    def finish():
-        for work in works:
-            work.wait()
-        for parameter in reduced:
-            parameter.grad /= n
-        works.clear()
-        reduced.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
-
 # %% 04.4 reduces a fresh tensor, and leaves the gradient as it is
 def overlap_gradients(module, group=None):
     works, n = [], dist.get_world_size(group)
 
     def start(parameter):
         works.append(dist.all_reduce(parameter.grad / n, group=group, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
-
-# %% 04.4 reduces in the hook and once more in finish()
-def overlap_gradients(module, group=None):
-    works, reduced, n = [], [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-        reduced.append(parameter)
-
-    def finish():
-        for work in works:
-            work.wait()
-        for parameter in reduced:
-            parameter.grad /= n
-            dist.all_reduce(parameter.grad, group=group)
-        works.clear()
-        reduced.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
-
-# %% 04.4 the hook replaces the gradient that is in flight by another tensor
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-        parameter.grad = parameter.grad / n
 
     def finish():
         for work in works:
@@ -990,21 +845,6 @@ class Reducer(course_lib.data_parallel.Reducer):
                 self.launched += 1
 
 
-# %% 04.7 scales after every micro-batch
-import course_lib.data_parallel
-
-
-class Reducer(course_lib.data_parallel.Reducer):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale)
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
-
 # %% 04.7 scales twice
 import course_lib.data_parallel
 
@@ -1167,20 +1007,6 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
     return total
 
 
-# %% 04.8 a rank without targets divides by zero
-from course_lib.recompute import IGNORED, accumulate
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
-
 # %% 04.8 synchronises on every micro-batch
 from course_lib.recompute import IGNORED, accumulate
 
@@ -1194,36 +1020,6 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
         total = total + accumulate(dp, [part], dtype, tokens) / dp.group.size()
         dp.finish()
     dist.all_reduce(total, group=dp.group)
-    return total
-
-
-# %% 04.8 the first micro-batches are left out
-from course_lib.recompute import IGNORED, accumulate
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    total = 0.0
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
-
-# %% 04.8 returns this rank's part of the loss
-from course_lib.recompute import IGNORED, accumulate
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
-    dp.finish()
     return total
 
 
@@ -1241,42 +1037,6 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
     dp.finish()
     dist.all_reduce(total, group=dp.group)
     return total
-
-
-# %% 04.8 reduces the gradients once more by hand
-from course_lib.recompute import IGNORED, accumulate
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
-    dp.finish()
-    for parameter in dp.parameters():
-        dist.all_reduce(parameter.grad, group=dp.group)
-        parameter.grad /= dp.group.size()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
-
-# %% 04.8 weighs the loss only: the gradient is that of the mean over ranks
-from course_lib.recompute import IGNORED, accumulate
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    own = accumulate(dp, micro_batches, dtype) if len(micro_batches) == 1 else None
-    if own is None:
-        with dp.no_sync():
-            own = accumulate(dp, micro_batches[:-1], dtype, tokens)
-        own = own + accumulate(dp, micro_batches[-1:], dtype, tokens)
-    dp.finish()
-    both = torch.stack([own * tokens, tokens])
-    dist.all_reduce(both, group=dp.group)
-    return both[0] / both[1]
 
 
 # %% 04.9 compares with rank 0
@@ -1405,26 +1165,6 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
 
 
-# %% 04.10 the norm
-def out_of_step(module, group=None):
-    named = [*module.named_parameters(), *module.named_buffers()]
-    numbers = torch.stack([tensor.detach().double().norm() for _, tensor in named])
-    extremes = torch.stack([numbers, -numbers])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
-
-
-# %% 04.10 mean and spread, both blind to the order
-def out_of_step(module, group=None):
-    named = [*module.named_parameters(), *module.named_buffers()]
-    numbers = torch.stack(
-        [tensor.detach().double().mean() + tensor.detach().double().std(unbiased=False) for _, tensor in named]
-    )
-    extremes = torch.stack([numbers, -numbers])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
-
-
 # %% 04.10 parameters only
 def out_of_step(module, group=None):
     named = [*module.named_parameters()]
@@ -1467,20 +1207,6 @@ def out_of_step(module, group=None):
     return [name for name, _ in named] if extremes.sum(0).any() else []
 
 
-# %% 04.10 a truth value instead of the names
-def out_of_step(module, group=None):
-    named = [*module.named_parameters(), *module.named_buffers()]
-    numbers = torch.stack(
-        [
-            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
-            for _, tensor in named
-        ]
-    )
-    extremes = torch.stack([numbers, -numbers])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    return bool(extremes.sum(0).any())
-
-
 # %% 04.10 the largest number only: whoever has it sees nothing
 def out_of_step(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -1493,20 +1219,6 @@ def out_of_step(module, group=None):
     largest = numbers.clone()
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
     return [name for (name, _), here, there in zip(named, numbers, largest) if here != there]
-
-
-# %% 04.10 compares with rank 0's numbers, and only this rank knows
-def out_of_step(module, group=None):
-    named = [*module.named_parameters(), *module.named_buffers()]
-    numbers = torch.stack(
-        [
-            (tensor.detach().double().flatten() * torch.arange(1, tensor.numel() + 1).double().cos()).sum()
-            for _, tensor in named
-        ]
-    )
-    firsts = numbers.clone()
-    dist.broadcast(firsts, group_src=0, group=group)
-    return [name for (name, _), here, there in zip(named, numbers, firsts) if here != there]
 
 
 # %% 04.10 only rank 0 knows
@@ -1535,38 +1247,10 @@ def out_of_step(module, group=None):
     return [name for (name, _), other in zip(named, differs.tolist()) if other]
 
 
-# %% 04.10 the mean of the model over the ranks, in place: mends instead of finding
-def out_of_step(module, group=None):
-    named = [*module.named_parameters(), *module.named_buffers()]
-    found, n = [], dist.get_world_size(group)
-    for name, tensor in named:
-        before = tensor.detach().clone()
-        dist.all_reduce(tensor.detach(), op=dist.ReduceOp.MAX, group=group)
-        differs = torch.tensor([0.0 if torch.equal(before, tensor) else 1.0])
-        dist.all_reduce(differs, group=group)
-        if differs > 0:
-            found.append(name)
-    return found
-
-
 # %% 04.10 never finds anything
 def out_of_step(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
     return []
-
-
-# %% 04.10 weighs by place in bfloat16
-def out_of_step(module, group=None):
-    named = [*module.named_parameters(), *module.named_buffers()]
-    numbers = torch.stack(
-        [
-            (tensor.detach().flatten() * torch.arange(1, tensor.numel() + 1).to(tensor.dtype)).sum().double()
-            for _, tensor in named
-        ]
-    )
-    extremes = torch.stack([numbers, -numbers])
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
 
 
 # %% 04.11 forward counts as well: 6 FLOPs a parameter
@@ -1718,9 +1402,6 @@ def recipe(sequences, gpus, largest_micro_batch):
     return dp, micro_batch, sequences // (dp * micro_batch)
 
 
-"""Wrong answers for notebook 04 that its checks as they are let through, catch by luck, or catch late."""
-
-
 # %% 04.1 an assertion instead of a ValueError
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     assert batch_tokens % (seq * micro_batch * dp) == 0, "does not divide"
@@ -1733,23 +1414,6 @@ def average_gradients(module, group=None):
         if parameter.grad is not None:
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size(group)
-
-
-# %% 04.4 the hook waits: an all-reduce that is not asynchronous
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        dist.all_reduce(parameter.grad, group=group)
-
-    def finish():
-        pass
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
 
 
 # %% 04.4 the hook starts the all-reduce and waits for it at once
@@ -2005,21 +1669,6 @@ class Reducer(course_lib.data_parallel.Reducer):
                 self.launched += 1
 
 
-# %% 04.7 looks at the gradient's own bucket only: those that wait behind it are left
-import course_lib.data_parallel
-
-
-class Reducer(course_lib.data_parallel.Reducer):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-            if self.launches_early and not bucket.missing and bucket is self.buckets[self.launched]:
-                bucket.launch()
-                self.launched += 1
-
-
 # %% 04.7 waits for each bucket that it launches
 import course_lib.data_parallel
 
@@ -2095,25 +1744,6 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
     with dp.no_sync():
         total = accumulate(dp, micro_batches[:-1], dtype, tokens)
     total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dist.get_world_size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
-
-# %% 04.8 asks for the tokens of each micro-batch by itself
-from course_lib.recompute import IGNORED, accumulate
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
-    tokens = torch.zeros(())
-    for _, targets in micro_batches:
-        part = (targets != IGNORED).sum().float()
-        dist.all_reduce(part, group=dp.group)
-        tokens = tokens + part
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
     dp.finish()
     dist.all_reduce(total, group=dp.group)
     return total
