@@ -132,6 +132,7 @@ def draw_spans(ax, shown: list[Span], colors: dict[str, str] | None = None, labe
         if span.name in labels and length > wide:
             ax.text(span.start_ms + length / 2, row, span.name, ha="center", va="center", fontsize=8)
     for (row, color), pieces in bars.items():
-        ax.broken_barh(pieces, (row - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=0.2)
+        edge = 0.5 if len(pieces) < 100 else 0  # many thin bars would vanish under their edges
+        ax.broken_barh(pieces, (row - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=edge)
     ax.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms")
     ax.invert_yaxis()
