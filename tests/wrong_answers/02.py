@@ -1573,26 +1573,6 @@ def symptoms(prof) -> dict[str, float]:
     return {"data_share": took(phase("data")) / took(steps), "host_reads": reads, "optimizer_ops": len(inside)}
 
 
-# %% 02.10 three steps, always
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / 3, "optimizer_ops": len(inside) / 3}
-
-
 # %% 02.10 counts .item() and what it calls
 def symptoms(prof) -> dict[str, float]:
     everything = spans(prof)
@@ -1693,46 +1673,6 @@ def symptoms(prof) -> dict[str, float]:
     return {"data_share": 100 * took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
 
 
-# %% 02.10 data in milliseconds
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": took(phase("data")) / len(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
-
-
-# %% 02.10 all that is no data
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": 1 - took(phase("forward")) / took(steps) / 2, "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
-
-
 # %% 02.10 data of all steps against one step
 def symptoms(prof) -> dict[str, float]:
     everything = spans(prof)
@@ -1773,56 +1713,9 @@ def symptoms(prof) -> dict[str, float]:
     return {"data": took(phase("data")) / took(steps), "reads": reads / len(steps), "ops": len(inside) / len(steps)}
 
 
-# %% 02.10 the optimizer's operators of the first step, divided by all
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer")[:1])
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
-
-
 # %% 02.11 the slow loop as it was
 def mended_training(model):
     return slow_training(model)
-
-
-# %% 02.11 the data still slow
-def mended_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = slow_data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
 
 
 # %% 02.11 clips with .item()
@@ -1908,33 +1801,6 @@ def mended_training(model):
     return step
 
 
-# %% 02.11 clips each parameter by itself
-def mended_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            [nn.utils.clip_grad_norm_([p], 1.0) for p in model.parameters()]
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
-
 # %% 02.11 one parameter at a time
 def mended_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
@@ -1975,87 +1841,6 @@ def mended_training(model):
     def step():
         with record_function("data"):
             inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
-
-# %% 02.11 another learning rate
-def mended_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
-
-# %% 02.11 the first batch, always
-def mended_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(0)
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
-
-# %% 02.11 batches one step late
-def mended_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count) + 1)
         with record_function("forward"):
             step_loss = loss(model(inputs), targets)
         with record_function("backward"):
@@ -2169,34 +1954,6 @@ def mended_training(model):
         if True:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if True:
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
-
-# %% 02.11 makes the list anew in each step
-def mended_training(model):
-    count = iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        numbers = torch.tensor([byte for character in text for byte in character.encode()])
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with record_function("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
         return step_loss.detach()

@@ -224,24 +224,6 @@ def overlap_gradients(module, group=None):
     return finish
 
 
-# %% 04.4 reduces a fresh tensor, and leaves the gradient as it is
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        works.append(dist.all_reduce(parameter.grad / n, group=group, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
-
 # %% 04.5 one bucket for all
 import torch
 from torch import nn
@@ -845,23 +827,6 @@ class Reducer(course_lib.data_parallel.Reducer):
                 self.launched += 1
 
 
-# %% 04.7 scales twice
-import course_lib.data_parallel
-
-
-class Reducer(course_lib.data_parallel.Reducer):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            bucket.views[parameter].mul_(bucket.scale)
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
-
 # %% 04.7 the parameter stays missing: nothing is ever complete
 import course_lib.data_parallel
 
@@ -975,22 +940,6 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
     return total
 
 
-# %% 04.8 ignored targets count
-from course_lib.recompute import IGNORED, accumulate
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
-    tokens = torch.tensor(float(sum(targets.numel() for _, targets in micro_batches)))
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
-
 # %% 04.8 a rank without targets counts as one token
 from course_lib.recompute import IGNORED, accumulate
 
@@ -1019,22 +968,6 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
     for part in micro_batches:
         total = total + accumulate(dp, [part], dtype, tokens) / dp.group.size()
         dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
-
-# %% 04.8 returns the sum over the ranks of their losses
-from course_lib.recompute import IGNORED, accumulate
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
-    total = total + accumulate(dp, micro_batches[-1:], dtype, tokens)
-    dp.finish()
     dist.all_reduce(total, group=dp.group)
     return total
 
@@ -1730,22 +1663,6 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
     total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
     dp.finish()
     dist.all_reduce(total, group=None)
-    return total
-
-
-# %% 04.8 divides by the world instead of the group
-from course_lib.recompute import IGNORED, accumulate
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dist.get_world_size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dist.get_world_size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
     return total
 
 
