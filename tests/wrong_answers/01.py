@@ -439,21 +439,6 @@ def saved_bytes(module, forward):
     return sum(sizes.values())
 
 
-# %% 01.6 does not keep what it counts, so that addresses come back
-def saved_bytes(module, forward):
-    resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    sizes = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in resident:
-            sizes[storage.data_ptr()] = storage.nbytes()
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return sum(sizes.values())
-
-
 # %% 01.6 a formula: the bytes of what forward returns
 def saved_bytes(module, forward):
     result = forward()
