@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.data_parallel import MODES, make_buckets, options, overlap_ratio
+from course_lib.buckets import MODES, make_buckets
+from course_lib.data_parallel import options, overlap_ratio
 from course_lib.model import PRESETS, Transformer
 
 

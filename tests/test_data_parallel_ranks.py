@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from course_lib import single_gpu
-from course_lib.data_parallel import MODES, DataParallel, main, out_of_step, parallel_accumulate
+from course_lib.buckets import MODES
+from course_lib.data_parallel import DataParallel, main, out_of_step, parallel_accumulate
 from course_lib.model import ModelConfig, Transformer, loss
 from course_lib.recompute import IGNORED
 from course_lib.traffic import count_traffic
