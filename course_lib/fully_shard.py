@@ -56,10 +56,6 @@ class FullyShard(nn.Module):
             for each in unit.modules:
                 handles.append(each.register_forward_pre_hook(lambda *_, unit=unit: weak().before_forward(unit)))
             handles.append(each.register_forward_hook(lambda _, __, out, unit=unit: weak().after_forward(unit, out)))
-        for unit, part in ((unit, part) for unit in [*units, root] for part in unit.parts if part.trained):
-            for parameter in part.whole:
-                hook = lambda p, unit=unit, part=part: weak().on_gradient(unit, part, p)  # noqa: E731
-                handles.append(parameter.register_post_accumulate_grad_hook(hook))
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def forward(self, *args, **kwargs):
@@ -127,12 +123,6 @@ class FullyShard(nn.Module):
             self.ran[place - 1].gather()
         unit.wait()
 
-    def on_gradient(self, unit: Unit, part: ShardedParameters, parameter: nn.Parameter) -> None:
-        """Called during backward, once `parameter.grad` is complete."""
-        part.store(parameter)
-        if unit is not self.root and unit not in self.open:  # its gradients were sent without this one
-            self.open.append(unit)
-
     def send(self, units: list[Unit]) -> None:
         """Free these units and start their reduce-scatter. At most one unit is on its way at the end."""
         for unit in units:
@@ -144,8 +134,9 @@ class FullyShard(nn.Module):
 
     def send_all(self) -> None:
         """At the end of a backward: send what is left, the root's gradients too."""
-        if self.open or any(part.gradients.stored for part in self.root.parts):
-            self.send(self.open)
+        if self.open or self.root.has_gradients:
+            late = [unit for unit in self.units if unit not in self.open and unit.has_gradients]
+            self.send([*self.open, *late])  # late: made after the unit's gradients had been sent
             self.root.launch()
             self.sent.append(self.root)
         self.open = []

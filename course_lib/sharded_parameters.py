@@ -117,19 +117,17 @@ class ShardedParameters:
             self.register(self.sharded)
             self.buffer.free()
 
-    def store(self, parameter: nn.Parameter) -> None:
-        """Take a gradient that backward has made."""
-        self.claim()
-        self.gradients.store(parameter)
-
-    def claim(self) -> None:
-        """Have memory for whole gradients."""
-        if self.gradients.buffer is None:
-            self.gradients.attach(self.shard.new_empty(self.layout.padded, dtype=self.reduce_dtype))
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has left gradients that have not been sent."""
+        return any(parameter.grad is not None for parameter in self.whole)
 
     def launch(self) -> None:
-        """Start the reduce-scatter of the gradients; what comes later is for another one."""
-        self.claim()
+        """Start the reduce-scatter of the gradients that backward has made; what comes later is for another one."""
+        self.gradients.attach(self.shard.new_empty(self.layout.padded, dtype=self.reduce_dtype))
+        for parameter in self.whole:
+            if parameter.grad is not None:
+                self.gradients.store(parameter)
         piece = self.shard.new_empty(self.layout.shard_numel, dtype=self.reduce_dtype)
         self.sent.append((self.gradients.send(piece), self.gradients.buffer, piece))
         self.gradients.attach(None)
@@ -157,6 +155,11 @@ class Unit:
     def stale(self) -> bool:
         """Whether the pieces have changed since they were gathered."""
         return any(part.buffer.version not in (None, part.shard._version) for part in self.parts)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward has left gradients that have not been sent."""
+        return any(part.has_gradients for part in self.parts)
 
     def gather(self) -> None:
         for part in self.parts:
