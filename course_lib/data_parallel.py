@@ -187,6 +187,7 @@ def overlap_ratio(tokens: int, dp: int, bandwidth: float, peak: float, gradient_
 import argparse
 
 from . import single_gpu
+from .model import Transformer
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
@@ -228,8 +229,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
             raise RuntimeError(f"step {count}: the ranks have different values of {', '.join(names[:3])}")
         return step_loss
 
-    def transform(model):
-        reduce_dtype = torch.float32 if chosen.reduce_fp32 else None
+    def build(config, seed):
+        model, reduce_dtype = Transformer(config, seed), torch.float32 if chosen.reduce_fp32 else None
         return DataParallel(model, mode=chosen.mode, bucket_mb=chosen.bucket_mb, reduce_dtype=reduce_dtype)
 
-    return single_gpu.run(chosen, step, transform, rank, world_size)
+    return single_gpu.run(chosen, step, build, rank=rank, world_size=world_size)

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from . import single_gpu
 from .memory import MemoryProfile
+from .model import Transformer
 
 
 class Recomputed:
@@ -180,9 +181,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     policy = keep_products if chosen.recompute == "products" else None
     mode = "selective" if policy else chosen.recompute
 
-    def transform(model):
-        configs.append(model.config)
-        return apply_recompute(model, mode, policy)
+    def build(config, seed):
+        configs.append(config)
+        return apply_recompute(Transformer(config, seed), mode, policy)
 
     with profiler(chosen.trace) if chosen.trace else contextlib.nullcontext() as prof:
 
@@ -192,7 +193,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
                 prof.step()
             return step_loss
 
-        records = single_gpu.run(chosen, step, transform)
+        records = single_gpu.run(chosen, step, build)
     if peak := single_gpu.peak_flops():
         flops = step_flops(configs[0], chosen.batch, chosen.seq, mode)
         needed, executed = (hfu(count, records[-1]["step_s"], peak) for count in flops)

@@ -8,7 +8,7 @@ appendix B). MFU is that, times tokens per second, over what the device can do a
 
 # %% auto #0
 __all__ = ['PEAK_TFLOPS', 'flops_per_token', 'mfu', 'peak_flops', 'peak_memory', 'train_step', 'train', 'out_file',
-           'training_parser', 'parse', 'options', 'describe', 'run', 'main']
+           'training_parser', 'parse', 'options', 'describe', 'adamw', 'run', 'main']
 
 # %% ../notebooks/01_single_gpu.ipynb #single-docstring
 
@@ -192,17 +192,23 @@ def describe(record: dict) -> str:
     )
 
 
+def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    """The optimizer of every training program of this course."""
+    return torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
 def run(
     chosen: argparse.Namespace,
     step: Callable = train_step,
-    transform: Callable[[Transformer], nn.Module] = lambda model: model,
+    build: Callable[[ModelConfig, int], nn.Module] = Transformer,
+    make_optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] = adamw,
     rank: int = 0,
     world_size: int = 1,
 ) -> list[dict]:
     """Train as the options say; rank 0 prints one line a step and writes the records where --out says.
 
-    step: as `train_step`. transform: changes or wraps the new model, before the optimizer sees its parameters. Returns
-    the records of `train`.
+    step: as `train_step`. build(config, seed): the model, or a wrapper that has it as `.module`. make_optimizer(model,
+    lr): its optimizer. Returns the records of `train`.
     """
     from tqdm import tqdm
 
@@ -214,8 +220,8 @@ def run(
         tokens, vocab = ByteTokenizer().encode(corpus()), ByteTokenizer.vocab_size
     config = dataclasses.replace(PRESETS[chosen.preset], vocab=vocab)
     with device:
-        model = transform(Transformer(config, chosen.seed))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        model = build(config, chosen.seed)
+    optimizer = make_optimizer(model, chosen.lr)
     batches = TokenBatches(tokens, chosen.batch, chosen.seq, rank, world_size, chosen.seed)
     dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float32
     if rank == 0:

@@ -1,6 +1,7 @@
 """course_lib.memory_profile: categories against formulas, peaks against torch.profiler. CPU; two tests want CUDA."""
 
 import functools
+import gc
 import math
 import weakref
 
@@ -204,6 +205,7 @@ def test_category(fields, expected):
 
 def allocator_peak(function) -> int:
     """Bytes at the peak of torch.profiler's memory events, above what was there before."""
+    gc.collect()  # what earlier tests left behind would be given back inside
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
         function()
     events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -245,6 +247,98 @@ def test_a_forward_that_is_dropped_gives_its_memory_back():
         watched = allocator_peak(forwards)
     assert watched == pytest.approx(alone, rel=0.005), "the profile itself makes memory grow"
     assert sum(profile.peak().values()) - STATES["parameters"] == pytest.approx(alone, rel=0.005)
+
+
+# Memory that is freed and got back without an operation.
+
+
+def resized(model: nn.Module) -> None:
+    """Made, freed, got back, enlarged and gone, as fully sharded data parallelism does with gathered parameters."""
+    gathered = torch.ones(1000)
+    storage = gathered.untyped_storage()
+    for nbytes in (0, 4000, 6000, 2000):
+        storage.resize_(nbytes)
+
+
+def test_a_resize_ends_one_life_and_begins_another():
+    with MemoryProfile(training()[0]) as profile:
+        made = torch.ones(1000)
+        profile.claim([made], "parameters")
+        storage = made.untyped_storage()
+        for nbytes in (0, 4000, 6000):
+            assert storage.resize_(nbytes) is storage
+        made.mul_(2)
+        del made, storage
+    own = STATES["parameters"]
+    levels = [level - own for level in profile.levels()[1]["parameters"]]
+    assert levels[-9:] == [0, 4000, 4000, 0, 4000, 4000, 10_000, 6000, 0]
+    first, freed, back, larger = profile.allocations[-4:]
+    assert [a.nbytes for a in (first, freed, back, larger)] == [4000, 0, 4000, 6000]
+    assert first.born < freed.born < first.died < back.born < larger.born < back.died < larger.died < math.inf
+    assert profile.levels()[1]["temporary"][-1] == 0 and not profile.tracker.alive
+
+
+def test_a_resized_parameter_stays_one_and_a_saved_tensor_stays_saved():
+    model = nn.Linear(100, 10, bias=False)
+    with MemoryProfile(model) as profile:
+        out = model((torch.ones(5, 100) + 1).requires_grad_())
+        model.weight.untyped_storage().resize_(0)
+        model.weight.untyped_storage().resize_(4000)
+        nn.init.ones_(model.weight)
+        out.sum().backward()
+    level = profile.levels()[1]["parameters"]
+    assert min(level[level.index(4000) :]) == 0 and level[-1] == 4000, "what is there at the end lives on"
+    lives = [a for a in profile.allocations if a.owner == "parameters"]
+    assert [(a.nbytes, a.saved, a.in_backward) for a in lives] == [
+        (4000, True, False), (0, True, False), (4000, True, False)]
+
+
+def test_memory_that_comes_back_in_backward_is_made_in_backward():
+    with MemoryProfile(nn.Linear(2, 2)) as profile:
+        freed = torch.ones(1000)
+        freed.untyped_storage().resize_(0)
+        x = torch.ones(3, requires_grad=True)
+        y = x * 2
+        y.register_hook(lambda gradient: freed.untyped_storage().resize_(4000) and None)
+        y.sum().backward()
+    (back,) = [a for a in profile.allocations if a.nbytes == 4000 and a.died == math.inf]
+    assert back.in_backward and back.backwards == 1 and category(back) == "temporary"
+
+
+def test_memory_that_a_tensor_of_before_gets_back_inside_is_counted():
+    """A parameter that was gathered and freed before the profile began."""
+    before, other = torch.ones(1000), torch.empty(10, device="meta")
+    before.untyped_storage().resize_(0)
+    with MemoryProfile(training()[0]) as profile:
+        before.untyped_storage().resize_(4000)
+        before.fill_(1)
+        other.untyped_storage().resize_(400)
+    assert highest(profile)["temporary"] == 4000, "and nothing of another device"
+
+
+def test_a_resize_peaks_as_the_allocators_events_do():
+    model = training()[0]
+    with MemoryProfile(model) as profile:
+        resized(model)
+    assert sum(profile.peak().values()) - STATES["parameters"] == allocator_peak(lambda: resized(model)) == 10_000
+
+
+def test_resize_is_put_back_also_after_an_exception_and_from_within_another_profile():
+    model, before, made = training()[0], torch.UntypedStorage.resize_, torch.ones(1000)
+    with MemoryProfile(model) as outer:
+        inside = torch.UntypedStorage.resize_
+        with pytest.raises(ZeroDivisionError), MemoryProfile(model) as inner:
+            made.untyped_storage().resize_(0)
+            made.untyped_storage().resize_(4000)
+            1 / 0
+        assert torch.UntypedStorage.resize_ is inside is not before
+        made.untyped_storage().resize_(0)
+    assert torch.UntypedStorage.resize_ is before
+    for profile in (outer, inner):
+        assert highest(profile)["temporary"] == 4000
+    assert outer.levels()[1]["temporary"][-1] == 0
+    made.untyped_storage().resize_(8000)
+    assert made.untyped_storage().nbytes() == 8000 and highest(outer)["temporary"] == 4000
 
 
 # A profile changes nothing and keeps nothing.

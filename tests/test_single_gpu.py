@@ -260,6 +260,43 @@ def test_main_is_what_train_does(short_corpus, capsys):
         assert record["loss"] == pytest.approx(step_loss.item(), rel=1e-4)
 
 
+def test_run_trains_what_is_built_with_the_optimizer_that_is_made(short_corpus, capsys):
+    """A wrapper that has the model as `.module`, and SGD."""
+    calls = []
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, tokens):
+            return self.module(tokens)
+
+    def build(config, seed):
+        calls.append((config.vocab, seed))
+        return Wrapper(Transformer(config, seed))
+
+    def make_optimizer(model, lr):
+        calls.append((type(model), lr))
+        return torch.optim.SGD(model.parameters(), lr=lr)
+
+    argv = ["--preset", "debug", "--steps", "2", "--batch", "2", "--seq", "16", "--seed", "3", "--dtype", "fp32"]
+    found = single_gpu.run(options(argv), build=build, make_optimizer=make_optimizer)
+    assert calls == [(256, 3), (Wrapper, 2e-3)]
+    model = Transformer(CONFIG, seed=3)
+    batches = TokenBatches(ByteTokenizer().encode(corpus(200_000)), 2, 16, seed=3)
+    expected = train(model, torch.optim.SGD(model.parameters(), lr=2e-3), batches, 2)
+    assert [record["loss"] for record in found] == [record["loss"] for record in expected]
+
+
+def test_the_optimizer_of_the_course_is_adamw_with_its_options():
+    model = Transformer(CONFIG)
+    optimizer = single_gpu.adamw(model, 0.25)
+    (group,) = optimizer.param_groups
+    assert type(optimizer) is torch.optim.AdamW and group["params"] == list(model.parameters())
+    assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.25, (0.9, 0.95), 0.1, True)
+
+
 def test_main_takes_a_hugging_face_data_set(monkeypatch, capsys):
     """The vocabulary is the tokenizer's; test_data.py reads real folders."""
     numbers = torch.randint(300, (5000,), dtype=torch.int32)
