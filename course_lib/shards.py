@@ -14,7 +14,7 @@ the last ranks. A piece takes no notice of where a tensor begins or ends: a rank
 __all__ = ['FlatLayout', 'global_norm', 'GradientBuffer']
 
 # %% ../notebooks/05_zero.ipynb #ex-05-2
-from itertools import accumulate
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ class FlatLayout:
         self.group, self.rank, self.world_size = group, group.rank(), group.size()
         self.shapes = [tensor.shape for tensor in tensors]
         self.strides = [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]  # dense
-        *self.starts, self.numel = accumulate((tensor.numel() for tensor in tensors), initial=0)
+        *self.starts, self.numel = itertools.accumulate((tensor.numel() for tensor in tensors), initial=0)
         self.shard_numel = -(-self.numel // self.world_size)
         self.padded = self.shard_numel * self.world_size
 
