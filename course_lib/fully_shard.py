@@ -57,8 +57,8 @@ class FullyShard(nn.Module):
         for unit in units:
             for each in unit.modules:
                 handles.append(each.register_forward_pre_hook(lambda *_, unit=unit: weak().before_forward(unit)))
-            last = unit.modules[-1]
-            handles.append(last.register_forward_hook(lambda _, __, out, unit=unit: weak().after_forward(unit, out)))
+                hook = lambda _, __, out, unit=unit: weak().after_forward(unit, out)  # noqa: E731
+                handles.append(each.register_forward_hook(hook))
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
 
     def forward(self, *args, **kwargs):
@@ -66,8 +66,6 @@ class FullyShard(nn.Module):
 
         Raises RuntimeError where the optimizer has stepped while gradients waited for finish().
         """
-        if any(unit.stale for unit in self.open):
-            raise RuntimeError("the optimizer has stepped before finish(): call finish() after a step's last backward")
         self.send_all()  # of an earlier micro-batch
         for unit in [*self.units, self.root]:
             if unit.stale:
@@ -75,10 +73,12 @@ class FullyShard(nn.Module):
         for unit in [self.root, *(self.ran or self.units)[:1]]:
             unit.gather()
         self.root.wait()
-        self.ran = []
+        self.ran, self.versions = [], self.pieces_versions()
         if self.compute_dtype is not None:
             args, kwargs = tree_map(self.cast, (args, kwargs))
         out = self.module(*args, **kwargs)
+        for unit in self.ran[-1:]:
+            unit.successor = None
         kept = [self.root, *self.ran[-1:]] if torch.is_grad_enabled() else []
         for unit in [*self.units, self.root]:
             if unit not in kept:
@@ -90,13 +90,16 @@ class FullyShard(nn.Module):
         floating = torch.is_tensor(value) and value.is_floating_point()
         return value.to(self.compute_dtype) if floating else value
 
+    def pieces_versions(self) -> list[int]:
+        """How often each flat buffer of pieces has been changed."""
+        return [part.shard._version for unit in [*self.units, self.root] for part in unit.parts]
+
     def before_forward(self, unit: Unit) -> None:
-        """Have the unit whole, and the one that ran next the last time on its way."""
-        if in_backward():
-            return self.before_backward(unit)
+        """Have the unit whole, free the one before it, and have the one that ran next the last time on its way."""
         unit.gather()
-        if unit not in self.ran[-1:]:
+        if unit not in self.ran[-1:] and not in_backward():
             if self.ran:
+                self.ran[-1].free()
                 self.ran[-1].successor = unit
             self.ran.append(unit)
             if unit.successor:
@@ -104,15 +107,11 @@ class FullyShard(nn.Module):
         unit.wait()
 
     def after_forward(self, unit: Unit, out) -> None:
-        """Free the unit, unless it is the last one: its backward comes first. Be told when its backward begins."""
-        if in_backward():
-            return
+        """Be told when the unit's backward begins."""
         weak = weakref.ref(self)
         for tensor in tree_leaves(out):
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: weak().before_backward(unit))
-        if unit.successor or not torch.is_grad_enabled():
-            unit.free()
 
     def before_backward(self, unit: Unit) -> None:
         """Have the unit whole; send the gradients of the one before it in backward; have the next one on its way."""
@@ -138,6 +137,8 @@ class FullyShard(nn.Module):
     def send_all(self) -> None:
         """At the end of a backward: send what is left, the root's gradients too."""
         if self.open or self.root.has_gradients:
+            if self.versions != self.pieces_versions():
+                raise RuntimeError("the optimizer has stepped before finish(): call it after a step's last backward")
             late = [unit for unit in self.units if unit not in self.open and unit.has_gradients]
             self.send([*self.open, *late])  # late: made after the unit's gradients had been sent
             self.root.launch()
@@ -157,7 +158,7 @@ class FullyShard(nn.Module):
 def places_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module, str]]]:
     """Of each parameter where it stands: its full name, the module that has it, its name there."""
     places: dict[nn.Parameter, list] = {}
-    for prefix, owner in module.named_modules():
+    for prefix, owner in module.named_modules(remove_duplicate=False):  # a module at two places has two names
         for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(parameter, []).append((f"{prefix}.{name}" if prefix else name, owner, name))
     return places
@@ -234,7 +235,8 @@ def full_state_dict(model: FullyShard) -> dict[str, torch.Tensor]:
         for tensor, places in zip(part.layout.gather(part.shard), part.places, strict=True):
             tensor = tensor.to("cpu", copy=True)
             whole.update((name, tensor) for name, _, _ in places)
-    return {name: whole.get(name, value.cpu()) for name, value in model.module.state_dict().items()}
+    state = model.module.state_dict()
+    return {name: whole[name] if name in whole else state[name].to("cpu", copy=True) for name in state}
 
 
 @torch.no_grad()

@@ -191,5 +191,5 @@ def find_blocks(module: nn.Module) -> list[list[nn.Module]]:
             between.append(child)
             continue
         units, between = [*units, between], []
-        units += [[member] for member in child] if isinstance(child, nn.ModuleList) else find_blocks(child)
+        units += [[member] for member in child.children()] if isinstance(child, nn.ModuleList) else find_blocks(child)
     return [unit for unit in [*units, between] if unit]
