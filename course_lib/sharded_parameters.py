@@ -39,13 +39,13 @@ class GatheredBuffer:
         self.layout, self.shard, self.encoding = layout, shard, encoding
         self.values = torch.empty(layout.padded, dtype=dtype, device=shard.device)
         self.nbytes = self.values.untyped_storage().nbytes()
-        self.version = None  # that of the shard when it was gathered; None: not gathered
+        self.gathered = False  # or on its way
         self.work = self.payloads = None
 
     def gather(self) -> None:
         """Have the memory, and start the all-gather of all ranks' shards in it; or nothing, where that is done."""
-        if self.version is None:
-            self.version = self.shard._version
+        if not self.gathered:
+            self.gathered = True
             self.values.untyped_storage().resize_(self.nbytes)
             if self.encoding is None:
                 own = self.layout.own(self.values)
@@ -69,14 +69,15 @@ class GatheredBuffer:
         """Give the memory back, whoever still has a view of it."""
         self.wait()
         self.values.untyped_storage().resize_(0)
-        self.version = None
+        self.gathered = False
 
 # %% ../notebooks/05_zero.ipynb #sharded-parameters
 class ShardedParameters:
     """Parameters of one unit that are alike in dtype, device, group, and in being trained.
 
-    sharded: of each the piece that this rank keeps; whole: of each all values, while they are gathered. places: of each
-    parameter (full name, module, name there), more than one where it is shared. make(name, like): a whole parameter.
+    sharded: of each the piece that this rank keeps [elements], a view of `shard` [shard_numel]; whole: of each all
+    values, while they are gathered. places: of each parameter (full name, module, name there), more than one where it
+    is shared. make(name, like): a whole parameter.
     """
 
     def __init__(self, parameters, places, group, mean: float, compute_dtype, reduce_dtype, encoding, make):
@@ -100,6 +101,11 @@ class ShardedParameters:
         self.reduce_dtype, self.sent = reduce_dtype or dtype, []
         self.register(self.sharded)
 
+    def join(self, group) -> None:
+        """The pieces belong to the gradient whose norm is summed over `group`."""
+        for piece in self.sharded:
+            piece.norm_group = group
+
     def register(self, parameters: list[nn.Parameter]) -> None:
         """Have the modules use these."""
         for parameter, places in zip(parameters, self.places, strict=True):
@@ -113,7 +119,7 @@ class ShardedParameters:
 
     def free(self) -> None:
         """The modules have pieces from here on."""
-        if self.buffer.version is not None:
+        if self.buffer.gathered:
             self.register(self.sharded)
             self.buffer.free()
 
@@ -152,33 +158,33 @@ class Unit:
         self.modules, self.parts, self.successor = modules, parts, None
 
     @property
-    def stale(self) -> bool:
-        """Whether the pieces have changed since they were gathered."""
-        return any(part.buffer.version not in (None, part.shard._version) for part in self.parts)
-
-    @property
     def has_gradients(self) -> bool:
         """Whether a backward has left gradients that have not been sent."""
         return any(part.has_gradients for part in self.parts)
 
     def gather(self) -> None:
+        """Start the all-gather of what is not whole."""
         for part in self.parts:
             part.buffer.gather()
 
     def wait(self) -> None:
+        """Until the modules have whole parameters."""
         for part in self.parts:
             part.wait()
 
     def free(self) -> None:
+        """The modules have pieces, and the memory of the whole is given back."""
         for part in self.parts:
             part.free()
 
     def launch(self) -> None:
+        """Start the reduce-scatter of the gradients."""
         for part in self.parts:
             if part.trained:
                 part.launch()
 
     def collect(self) -> None:
+        """Wait for the reduce-scatters, and add the pieces to `.grad`."""
         for part in self.parts:
             part.collect()
 
