@@ -52,12 +52,30 @@ def peak_mib(run) -> float:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
         run()
-    events = sorted((e.start_ns(), e.nbytes()) for e in log.profiler.kineto_results.events() if e.name() == "[memory]")
-    level = top = 0
-    for _, nbytes in events:
-        level += nbytes
+    blocks, level, top = (
+        {},
+        0,
+        0,
+    )  # address: size. Other threads (gloo's) free blocks unseen, until one is handed out again
+    for _, address, size in sorted(memory_events(log.profiler.kineto_results.experimental_event_tree())):
+        if size < 0:
+            level -= blocks.pop(address, -size)
+            continue
+        for other in [a for a, s in blocks.items() if a < address + size and address < a + s]:
+            level -= blocks.pop(other)
+        blocks[address], level = size, level + size
         top = max(top, level)
     return top / 2**20
+
+
+def memory_events(nodes) -> list[tuple[int, int, int]]:
+    """(time, address, bytes) of what was allocated (bytes > 0) and freed (bytes < 0)."""
+    found = []
+    for node in nodes:
+        if node.typed[0].name == "Allocation":
+            found.append((node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size))
+        found += memory_events(node.children)
+    return found
 
 
 def processor() -> str:

@@ -1,0 +1,226 @@
+"""ZeRO of course_lib against PyTorch's: whole steps with fused AdamW, their time and peak memory, on several ranks.
+
+    python benchmarks/zero.py [PAIRS]        # writes benchmarks/results/zero_<device>.json
+
+Stages 1 and 2 against ZeroRedundancyOptimizer over DistributedDataParallel, stage 3 against FSDP2's fully_shard by
+block, once with its default, which frees parameters after forward, and once where it keeps them until backward. Two
+and four ranks on this machine's CPU, or a rank for each GPU. The rivals have their best options, and all have the
+bucket size of BUCKET_MB at which they were fastest. They run in alternation, each after a barrier, and so do two of
+the rival: the spread of that ratio is the noise. A step ends when all its values are there: ZeroOptimizer's all-
+gathers, which would go on beside the next forward, are waited for, as the barrier between steps would hide them.
+Times are rank 0's, medians of PAIRS pairs. All start from the same weights, and their losses are compared. Peaks are
+above what is there between steps ("step"), or before the model ("first": making it, its optimizer, and two steps). On
+a GPU also: bytes by category of llama3.2-1B at world size 1 against the formulas.
+"""
+
+import statistics
+import sys
+import warnings
+
+import measure
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from course_lib.fully_shard import fully_shard
+from course_lib.memory import param_count, state_bytes
+from course_lib.model import PRESETS, Transformer, loss
+from course_lib.ranks import Ranks
+from course_lib.zero import ZeroOptimizer
+
+BUCKET_MB = (1, 5, 25)
+TRIES = 9  # steps for each choice
+PAIRS = 41  # steps differ by more than the rivals do
+ADAMW = {"lr": 1e-3, "fused": True}
+BY = {"ours_1": "zero_redundancy", "ours_2": "zero_redundancy", "ours_3": "fsdp2"}
+
+
+def ours(stage: int):
+    """Makes (what runs, optimizer, what ends backward) of a model."""
+
+    def wrap(model: Transformer, bucket_mb: float):
+        zero = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, bucket_mb=bucket_mb, **ADAMW)
+        return model, zero, None
+
+    return wrap
+
+
+def ours_3(model: Transformer):
+    sharded = fully_shard(model)
+    return sharded, torch.optim.AdamW(sharded.parameters(), **ADAMW), sharded.finish
+
+
+def zero_redundancy(model: Transformer, bucket_mb: float, static_graph: bool, in_buckets: bool):
+    options = {"gradient_as_bucket_view": True, "broadcast_buffers": False, "static_graph": static_graph}
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, **options)
+    theirs = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=in_buckets, **ADAMW
+    )
+    return ddp, theirs, None
+
+
+def fsdp(reshard: bool):
+    def wrap(model: Transformer, prefetch: bool):
+        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        blocks = list(model.blocks)
+        for block in blocks:
+            fsdp2(block, mesh=mesh, reshard_after_forward=reshard)
+        fsdp2(model, mesh=mesh, reshard_after_forward=reshard)
+        if prefetch:
+            model.set_modules_to_forward_prefetch(blocks[:1])
+            for one, following in zip(blocks, blocks[1:], strict=False):
+                one.set_modules_to_forward_prefetch([following])
+                following.set_modules_to_backward_prefetch([one])
+        return model, torch.optim.AdamW(model.parameters(), **ADAMW), None
+
+    return wrap
+
+
+CHOICES = {
+    "ours_1": (ours(1), [(mb,) for mb in BUCKET_MB]),
+    "ours_2": (ours(2), [(mb,) for mb in BUCKET_MB]),
+    "ours_3": (ours_3, [()]),
+    "zero_redundancy": (
+        zero_redundancy,
+        [(mb, static, in_buckets) for mb in BUCKET_MB for static in (False, True) for in_buckets in (False, True)],
+    ),
+    "fsdp2": (fsdp(True), [(False,), (True,)]),
+    "fsdp2, parameters kept": (fsdp(False), [(False,), (True,)]),
+}
+
+
+def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
+    """On a rank: all figures; batch: sequences a rank."""
+    measure.PAIRS = pairs
+    warnings.filterwarnings("ignore")
+    on_gpu = dist.get_backend() != "gloo"
+    device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs, targets = torch.randint(PRESETS[preset].vocab, (2, batch, seq), generator=generator).to(device)
+
+    def step(wrap, choice: tuple):
+        """A training step, until the device has finished it; `losses` of all of them."""
+        with device:
+            model = Transformer(PRESETS[preset]).to(torch.bfloat16 if on_gpu else torch.float32)
+        module, optimizer, finish = wrap(model, *choice)
+
+        def run() -> None:
+            step_loss = loss(module(inputs), targets)
+            step_loss.backward()
+            if finish:
+                finish()
+            optimizer.step()
+            optimizer.zero_grad()
+            if isinstance(optimizer, ZeroOptimizer):
+                optimizer.wait()
+            run.losses.append(step_loss.detach())
+            if on_gpu:
+                torch.accelerator.synchronize()
+
+        run.losses = []
+        return run
+
+    def best(wrap, choices: list[tuple]) -> tuple:
+        """The choice whose steps are fastest, on the slowest rank; all choices in turn, after two steps of each."""
+        runs, times = [step(wrap, choice) for choice in choices], [[] for _ in choices]
+        for _ in range(min(TRIES, pairs) + 2):
+            for run, taken in zip(runs, times, strict=True):
+                dist.barrier()
+                taken.append(measure.seconds(run))
+        medians = torch.tensor([statistics.median(taken[2:]) for taken in times], device=device)
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        return choices[medians.argmin().item()]
+
+    found, runs = {}, {}
+    for name, (wrap, choices) in CHOICES.items():
+        choice = best(wrap, choices) if len(choices) > 1 else choices[0]
+
+        def first(wrap=wrap, choice=choice, name=name) -> None:
+            runs[name] = step(wrap, choice)
+            for _ in range(2):
+                runs[name]()
+
+        found[name] = {"choice": choice, "first_peak_mib": measure.peak_mib(first)}
+        runs[name]()
+        found[name] |= {
+            "step_peak_mib": measure.peak_mib(runs[name]),
+            "losses": torch.stack(runs[name].losses).tolist(),
+        }
+    for name, rival in [*BY.items(), ("ours_3", "fsdp2, parameters kept")]:
+        found[f"{name} against {rival}"] = measure.paired(runs[name], runs[rival], dist.barrier)
+        expected = torch.tensor(found[rival]["losses"])
+        difference = (torch.tensor(found[name]["losses"]) / expected - 1).abs().max().item()
+        found[f"{name} against {rival}"]["losses_differ_by"] = difference
+    for rival in ("zero_redundancy", "fsdp2"):
+        other = step(CHOICES[rival][0], found[rival]["choice"])
+        found[f"{rival} against itself"] = measure.paired(other, runs[rival], dist.barrier)
+    return found
+
+
+def arithmetic(preset: str) -> dict[str, dict]:
+    """On one GPU at world size 1: bytes by category that the allocator gave, and those of memory.state_bytes.
+
+    Stage 3 has float32 pieces, which are master weights too, and is gathered in bfloat16: the policy fp32.
+    """
+    config, found = PRESETS[preset], {}
+    device, psi = torch.accelerator.current_accelerator(), param_count(PRESETS[preset])
+    tokens = torch.zeros(2, 1, 16, dtype=torch.long, device=device)
+    for stage in (1, 2, 3):
+        levels = [torch.cuda.memory_allocated()]
+        with device:
+            model = Transformer(config).to(torch.bfloat16 if stage < 3 else torch.float32)
+        levels.append(torch.cuda.memory_allocated())
+        if stage < 3:
+            optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, **ADAMW)
+            buffers = {b.gradient.untyped_storage() for b in optimizer.gradients}
+            buffers |= {f.untyped_storage() for b in optimizer.gradients if b.pool for f in b.pool.free}
+            gradients = sum({s.data_ptr(): s.nbytes() for s in buffers}.values())
+        else:
+            model = fully_shard(model, compute_dtype=torch.bfloat16)
+            optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+        torch.cuda.empty_cache()
+        levels.append(torch.cuda.memory_allocated())
+        loss(model(tokens[0]), tokens[1]).backward()
+        optimizer.finish() if stage < 3 else model.finish()
+        if stage == 3:
+            gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad()
+        if stage < 3:
+            optimizer.wait()
+        torch.accelerator.synchronize()
+        levels.append(torch.cuda.memory_allocated())
+        start, with_model, _, end = levels
+        measured = {
+            "parameters": with_model - start,
+            "gradients": gradients,
+            "optimizer states": end - with_model - (gradients if stage < 3 else 0),
+        }
+        expected = state_bytes(psi, "bf16" if stage < 3 else "fp32", stage, 1)
+        found[f"stage {stage}"] = {"parameters": psi, "measured": measured, "expected": expected}
+        del model, optimizer
+        if stage < 3:
+            del buffers
+    return found
+
+
+def main(pairs: int = PAIRS) -> None:
+    """Measure on this machine, print the figures and write them down."""
+    gpus = torch.cuda.device_count()
+    figures = {"preset": "SmolLM-135M" if gpus else "small", "batch": 8 if gpus else 4, "seq": 1024 if gpus else 128}
+    sizes = tuple(figures.values())
+    figures["pairs"] = pairs
+    for n in [gpus] if gpus else [2, 4]:
+        with Ranks(n, timeout_s=1800) as ranks:
+            figures[f"{n} ranks, {ranks.backend}"] = ranks(compare, *sizes, pairs)[0]
+    if gpus:
+        with Ranks(1, timeout_s=600) as ranks:
+            figures["llama3.2-1B, 1 rank"] = ranks(arithmetic, "llama3.2-1B")[0]
+    measure.write("zero", figures)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
