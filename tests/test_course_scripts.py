@@ -25,19 +25,23 @@ def notebooks(tmp_path, monkeypatch):
 def test_a_solution_is_the_references_cell_without_markers(notebooks, capsys):
     assert exercises.main(["solution", "01.1"]) == 0
     assert capsys.readouterr().out == (
-        '# Exercise 01.1, from 01_tiny.ipynb, cell ex-01-1\n'
-        'def double(number):\n    """Twice the number."""\n    return 2 * number\n')
+        "# Exercise 01.1, from 01_tiny.ipynb, cell ex-01-1\n"
+        'def double(number):\n    """Twice the number."""\n    return 2 * number\n'
+    )
     assert exercises.main(["solution", "01.3"]) == 0
     assert capsys.readouterr().out.endswith("\n# How many twos make ten?\nguess = 5\n")
 
 
-@pytest.mark.parametrize("name, message", [
-    ("01.9", "exercises: 01_tiny.ipynb has no exercise 01.9; it has 01.1 01.2 01.3"),
-    ("07.1", "exercises: there is no notebook 07 in "),
-    ("1.3", "exercises: '1.3' is no exercise; name it as its heading does, such as 01.3"),
-    ("", "exercises: '' is no exercise"),
-    ("../1", "exercises: '../1' is no exercise"),
-])
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("01.9", "exercises: 01_tiny.ipynb has no exercise 01.9; it has 01.1 01.2 01.3"),
+        ("07.1", "exercises: there is no notebook 07 in "),
+        ("1.3", "exercises: '1.3' is no exercise; name it as its heading does, such as 01.3"),
+        ("", "exercises: '' is no exercise"),
+        ("../1", "exercises: '../1' is no exercise"),
+    ],
+)
 def test_an_unknown_exercise_is_one_line(notebooks, capsys, name, message):
     assert exercises.main(["solution", name]) == 2
     out, error = capsys.readouterr()
@@ -55,7 +59,8 @@ def test_progress_names_what_passes_fails_and_was_not_tried(notebooks, capsys):
     (folder / "01.3.json").write_text('{"passed": tr')
     assert exercises.main(["progress"]) == 0
     assert capsys.readouterr().out == (
-        "01_tiny: 1 of 3 exercises pass\n  passes     01.2\n  fails      01.1\n  not tried  01.3\n")
+        "01_tiny: 1 of 3 exercises pass\n  passes     01.2\n  fails      01.1\n  not tried  01.3\n"
+    )
 
 
 def test_progress_reads_what_a_check_writes(notebooks, tmp_path, monkeypatch, capsys):
@@ -78,8 +83,11 @@ def test_another_command_is_one_line(argv, capsys):
 
 
 def test_the_cheatsheet_has_every_row_with_its_notebook(notebooks, capsys):
-    recap = r"Before.|not a row" "\n\n| Method | saves | costs | formula | use when | limit |\n|:--|--|--|--|--|--|\n" \
-            "| halving | space | time | $\\left\\|n\\right\\|/2$ | never | none |\n| other | a | b | c | d | |"
+    recap = (
+        r"Before.|not a row"
+        "\n\n| Method | saves | costs | formula | use when | limit |\n|:--|--|--|--|--|--|\n"
+        "| halving | space | time | $\\left\\|n\\right\\|/2$ | never | none |\n| other | a | b | c | d | |"
+    )
     tiny_course.write(notebooks / "02_more.ipynb", [text("recap", recap, tags=["cheatsheet"]), text("x", "| a |")])
     assert cheatsheet.main([]) == 0
     assert capsys.readouterr().out == "CHEATSHEET.md: 3 methods\n"
@@ -90,16 +98,22 @@ def test_the_cheatsheet_has_every_row_with_its_notebook(notebooks, capsys):
         "|---|---|---|---|---|---|---|",
         "| doubling | time | nothing | $2n$ | always | memory | [01](notebooks/01_tiny.ipynb) |",
         r"| halving | space | time | $\left\|n\right\|/2$ | never | none | [02](notebooks/02_more.ipynb) |",
-        "| other | a | b | c | d |  | [02](notebooks/02_more.ipynb) |"]
+        "| other | a | b | c | d |  | [02](notebooks/02_more.ipynb) |",
+    ]
 
 
-@pytest.mark.parametrize("recap, message", [
-    ("No table.", "holds no table, or one without a row"),
-    ("| method | saves | costs | formula | use when | limit |\n|---|---|---|---|---|---|", "holds no table"),
-    ("| method | saves |\n|---|---|\n| a | b |", "has the columns method, saves; a recap has method, saves, costs"),
-    ("| method | saves | costs | formula | use when | limit |\n|---|---|---|---|---|---|\n| a | b |",
-     "has a row of 2 cells instead of 6: a"),
-])
+@pytest.mark.parametrize(
+    "recap, message",
+    [
+        ("No table.", "holds no table, or one without a row"),
+        ("| method | saves | costs | formula | use when | limit |\n|---|---|---|---|---|---|", "holds no table"),
+        ("| method | saves |\n|---|---|\n| a | b |", "has the columns method, saves; a recap has method, saves, costs"),
+        (
+            "| method | saves | costs | formula | use when | limit |\n|---|---|---|---|---|---|\n| a | b |",
+            "has a row of 2 cells instead of 6: a",
+        ),
+    ],
+)
 def test_a_wrong_recap_is_named_and_nothing_written(notebooks, capsys, recap, message):
     tiny_course.write(notebooks / "02_more.ipynb", [text("recap", recap, tags=["cheatsheet"])])
     assert cheatsheet.main([]) == 2

@@ -66,10 +66,22 @@ def test_ids_name_exercises_and_checks(tmp_path):
     bare = DRAFT.replace(' nbgrader={"grade": true, "grade_id": "other", "points": 3}', "")
     cells = {cell.id: cell for cell in write(tmp_path, bare).cells}
     assert cells["ex-01-2"].metadata.nbgrader == {
-        "grade": False, "grade_id": "ex-01-2", "locked": False, "schema_version": 3, "solution": True, "task": False}
+        "grade": False,
+        "grade_id": "ex-01-2",
+        "locked": False,
+        "schema_version": 3,
+        "solution": True,
+        "task": False,
+    }
     assert cells["check-01-2"].metadata.nbgrader == {
-        "grade": True, "grade_id": "check-01-2", "locked": True, "points": 1,
-        "schema_version": 3, "solution": False, "task": False}
+        "grade": True,
+        "grade_id": "check-01-2",
+        "locked": True,
+        "points": 1,
+        "schema_version": 3,
+        "solution": False,
+        "task": False,
+    }
     assert cells["ex-01-2"].metadata.tags == ["long"]
     assert "nbgrader" not in cells["empty"].metadata
 
@@ -82,7 +94,7 @@ def test_outputs_and_kernel_stay_where_the_source_does(tmp_path):
     notebook.metadata.kernelspec.name = "another"
     nbformat.write(notebook, tmp_path / "a.ipynb")
 
-    moved = DRAFT.replace("ranks: 4", "ranks: 2").replace("== 42", "== 43") + '\n# %%\nnew = 1\n'
+    moved = DRAFT.replace("ranks: 4", "ranks: 2").replace("== 42", "== 43") + "\n# %%\nnew = 1\n"
     after = write(tmp_path, moved)
     outputs = {cell.id: len(cell.outputs) for cell in after.cells if cell.cell_type == "code"}
     assert outputs["ex-01-2"] == outputs["shell"] == 1 and outputs["check-01-2"] == 0
@@ -90,11 +102,14 @@ def test_outputs_and_kernel_stay_where_the_source_does(tmp_path):
     assert after.metadata.kernelspec.name == "another" and after.metadata.course == {"ranks": 2}
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (('id="empty"', 'id="title"'), "cells 1 and 5 have the same id, title"),
-    (('id="empty"', 'id="a b"'), "cell 5: 'a b' is no cell id"),
-    (('id="empty"', 'empty'), "cell 5: 'empty' in its header is not of the form name=value"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (('id="empty"', 'id="title"'), "cells 1 and 5 have the same id, title"),
+        (('id="empty"', 'id="a b"'), "cell 5: 'a b' is no cell id"),
+        (('id="empty"', "empty"), "cell 5: 'empty' in its header is not of the form name=value"),
+    ],
+)
 def test_a_wrong_draft_is_one_line_and_changes_nothing(tmp_path, capsys, wrong, message):
     write(tmp_path, DRAFT)
     before = (tmp_path / "a.ipynb").read_bytes()

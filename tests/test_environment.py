@@ -16,8 +16,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CONDA = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
 PYTHONS = ["3.11", "3.12", "3.13"]
-PINS = {canonicalize_name(pin.name): pin for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-        if line.strip() and not line.startswith("#") for pin in [Requirement(line)]}
+PINS = {
+    canonicalize_name(pin.name): pin
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    if line.strip() and not line.startswith("#")
+    for pin in [Requirement(line)]
+}
 
 
 def declared() -> list[Requirement]:

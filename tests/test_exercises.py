@@ -81,7 +81,8 @@ class Kernel:
 
         try:
             reply = self.client.execute_interactive(
-                source, allow_stdin=False, stop_on_error=False, timeout=CELL_LIMIT_S, output_hook=note)
+                source, allow_stdin=False, stop_on_error=False, timeout=CELL_LIMIT_S, output_hook=note
+            )
         except TimeoutError:
             self.manager.interrupt_kernel()
             return Failure(False, False, "TimeoutError", f"no end after {CELL_LIMIT_S} s")
@@ -90,7 +91,8 @@ class Kernel:
     def last_error(self) -> Failure:
         """What the cell that has just failed raised."""
         reply = self.client.execute_interactive(
-            "", silent=True, allow_stdin=False, user_expressions={"error": "_last_error()"}, timeout=CELL_LIMIT_S)
+            "", silent=True, allow_stdin=False, user_expressions={"error": "_last_error()"}, timeout=CELL_LIMIT_S
+        )
         return Failure(*ast.literal_eval(reply["content"]["user_expressions"]["error"]["data"]["text/plain"]))
 
 
@@ -139,7 +141,7 @@ def bound_names(source: str) -> set[str]:
 def up_to_the_last_check(cells: list[dict]) -> list[dict]:
     """The cells on which a check may depend: those tagged measurement only measure and draw."""
     last = max((number for number, cell in enumerate(cells) if exercise_name(cell, "check")), default=-1)
-    return [cell for cell in cells[:last + 1] if "measurement" not in cell["metadata"].get("tags", [])]
+    return [cell for cell in cells[: last + 1] if "measurement" not in cell["metadata"].get("tags", [])]
 
 
 def blank_faults(failure: Failure | None) -> list[str]:
@@ -198,7 +200,7 @@ def solution_faults(kernel: Kernel, check: str, note: Path) -> list[str]:
     if kernel.remarks:
         faults.append(f"nbgrader gives no points for a check that writes to stderr or has a value: {kernel.remarks[0]}")
     if not note.exists() or not json.loads(note.read_text())["passed"]:
-        faults.append(f"its check does not note that it passes: with check(\"{note.stem}\")")
+        faults.append(f'its check does not note that it passes: with check("{note.stem}")')
     return faults
 
 
@@ -289,8 +291,10 @@ def test_the_harness_finds_nothing_wrong_with_good_exercises(tmp_path):
 
 def exercise(number: int, solved: str, assertion: str, name: str = "") -> list[dict]:
     """An exercise that binds `x` and its check."""
-    return [code(f"ex-01-{number}", f"### BEGIN SOLUTION\n{solved}\n### END SOLUTION"),
-            code(f"check-01-{number}", CHECKED.format(name=name or f"01.{number}", assertion=assertion))]
+    return [
+        code(f"ex-01-{number}", f"### BEGIN SOLUTION\n{solved}\n### END SOLUTION"),
+        code(f"check-01-{number}", CHECKED.format(name=name or f"01.{number}", assertion=assertion)),
+    ]
 
 
 # (solution, assertion, the three wrong answers, the fault that must be found)
@@ -298,22 +302,50 @@ PLANTED = [
     ("x = 1", "assert True", ["x = 2"] * 3, "its check passes while it is blank"),
     ("x = 1", "assert x", ["x = 2", "x = 0", "x = ''"], "its check accepts the wrong answer 'answer 0'"),
     ("x = 1", "assert x == 1", ["x = 2"] * 3, "its check does not explain what is wrong with 'answer 0'"),
-    ("x = 1", "assert x + 0 == 1, 'it should be one'", ["x = None"] + ["x = 2"] * 2,
-     "the wrong answer 'answer 0' crashes instead of being caught: TypeError"),
-    ("x = 1", "assert x == 1, 'it should be one'", ["x = y"] + ["x = 2"] * 2,
-     "the cell of 'answer 0' fails by itself: NameError"),
-    ("x = 1", "assert x == 1, 'it should be one'", ["raise NotImplementedError"] + ["x = 2"] * 2,
-     "the cell of 'answer 0' fails by itself: NotImplementedError"),
-    ("x = 1", "assert x == 1, 'it should be one'", ["x = = 2"] + ["x = 2"] * 2,
-     "the cell of 'answer 0' fails by itself: SyntaxError"),
-    ("x = 1", "assert x == 1, 'it should be one'", ["z = 2"] + ["x = 2"] * 2,
-     "the wrong answer 'answer 0' crashes instead of being caught: NameError"),
+    (
+        "x = 1",
+        "assert x + 0 == 1, 'it should be one'",
+        ["x = None"] + ["x = 2"] * 2,
+        "the wrong answer 'answer 0' crashes instead of being caught: TypeError",
+    ),
+    (
+        "x = 1",
+        "assert x == 1, 'it should be one'",
+        ["x = y"] + ["x = 2"] * 2,
+        "the cell of 'answer 0' fails by itself: NameError",
+    ),
+    (
+        "x = 1",
+        "assert x == 1, 'it should be one'",
+        ["raise NotImplementedError"] + ["x = 2"] * 2,
+        "the cell of 'answer 0' fails by itself: NotImplementedError",
+    ),
+    (
+        "x = 1",
+        "assert x == 1, 'it should be one'",
+        ["x = = 2"] + ["x = 2"] * 2,
+        "the cell of 'answer 0' fails by itself: SyntaxError",
+    ),
+    (
+        "x = 1",
+        "assert x == 1, 'it should be one'",
+        ["z = 2"] + ["x = 2"] * 2,
+        "the wrong answer 'answer 0' crashes instead of being caught: NameError",
+    ),
     ("x = 1", "assert x == 2, 'it should be two'", ["x = 3"] * 3, "solved, its check fails: AssertionError: Exercise"),
     ("x = 1", "assert x == 1, 'it should be one'", ["x = 2"] * 2, "has 2 wrong answers; it needs 3 or more"),
-    ("x = 1", "import time; time.sleep(0.6 * (globals().get('x') == 3)); assert x == 1, 'it should be one'",
-     ["x = 3"] + ["x = 2"] * 2, "its check took 1 s on answer 0"),
-    ("x = 1", "import warnings; warnings.warn('old'); assert x == 1, 'it should be one'", ["x = 2"] * 3,
-     "nbgrader gives no points for a check that writes to stderr"),
+    (
+        "x = 1",
+        "import time; time.sleep(0.6 * (globals().get('x') == 3)); assert x == 1, 'it should be one'",
+        ["x = 3"] + ["x = 2"] * 2,
+        "its check took 1 s on answer 0",
+    ),
+    (
+        "x = 1",
+        "import warnings; warnings.warn('old'); assert x == 1, 'it should be one'",
+        ["x = 2"] * 3,
+        "nbgrader gives no points for a check that writes to stderr",
+    ),
 ]
 
 
@@ -330,22 +362,30 @@ def test_the_harness_finds_every_planted_fault(tmp_path, monkeypatch):
 
 
 def test_the_harness_finds_faults_round_the_exercises(tmp_path):
-    cells = [code("setup", "from course_lib.checks import check"),
-             *exercise(1, "x = 1", "assert x == 1, 'it should be one'", name="01.7"),
-             code("ex-01-2", "### BEGIN SOLUTION\nx = 1\n### END SOLUTION"),
-             code("check-01-2", "assert x == 1, 'it should be one'"),
-             code("between", "1 / 0"),
-             *exercise(3, "x = 1", "assert x == 1, 'it should be one'")]
+    cells = [
+        code("setup", "from course_lib.checks import check"),
+        *exercise(1, "x = 1", "assert x == 1, 'it should be one'", name="01.7"),
+        code("ex-01-2", "### BEGIN SOLUTION\nx = 1\n### END SOLUTION"),
+        code("check-01-2", "assert x == 1, 'it should be one'"),
+        code("between", "1 / 0"),
+        *exercise(3, "x = 1", "assert x == 1, 'it should be one'"),
+    ]
     answers = "# %% 01.1 a\nx = 2\n# %% 01.1 b\nx = 3\n# %% 01.1 c\nx = 4\n# %% 01.9 d\nx = 5\n# %% wrong\nx = 6\n"
     faults = tiny_faults(tmp_path, cells, answers + "".join(f"# %% 01.2 {i}\nx = {i}\n" for i in (2, 3, 4)))
-    for expected in ("01.py: there is no exercise 01.9", "01.py: '# %% wrong' is no heading such as",
-                     '01.1: its check does not note that it passes: with check("01.1")',
-                     "01.2: blank, its check shows a bare error instead of advice: NameError",
-                     "01.3 has 0 wrong answers", "cell 6 (between) fails: ZeroDivisionError: division by zero"):
+    for expected in (
+        "01.py: there is no exercise 01.9",
+        "01.py: '# %% wrong' is no heading such as",
+        '01.1: its check does not note that it passes: with check("01.1")',
+        "01.2: blank, its check shows a bare error instead of advice: NameError",
+        "01.3 has 0 wrong answers",
+        "cell 6 (between) fails: ZeroDivisionError: division by zero",
+    ):
         assert any(fault.startswith(expected) for fault in faults), f"expected '{expected}', found {faults}"
 
 
 def test_the_harness_finds_missing_answers_and_a_missing_check(tmp_path):
     cells = [code("ex-01-1", "### BEGIN SOLUTION\nx = 1\n### END SOLUTION")]
     assert tiny_faults(tmp_path, cells, answers=None) == [
-        "01.py is missing: it holds the wrong answers that the checks must catch", "01.1: no check"]
+        "01.py is missing: it holds the wrong answers that the checks must catch",
+        "01.1: no check",
+    ]

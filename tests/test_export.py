@@ -114,11 +114,15 @@ def test_every_exported_line_leads_back_to_its_cell(path):
 @pytest.fixture
 def tiny(tmp_path):
     """A project whose library is in step: its folder."""
-    tiny_course.write(tmp_path / "notebooks" / "01_tiny.ipynb", [
-        *tiny_course.cells(),
-        code("more-docstring", '#| export more\n"""A second module."""'),
-        code("more-import", "#| export more\nfrom course_lib.tiny import double"),
-        code("more-four", "#| export more\nfour = double(2)")])
+    tiny_course.write(
+        tmp_path / "notebooks" / "01_tiny.ipynb",
+        [
+            *tiny_course.cells(),
+            code("more-docstring", '#| export more\n"""A second module."""'),
+            code("more-import", "#| export more\nfrom course_lib.tiny import double"),
+            code("more-four", "#| export more\nfour = double(2)"),
+        ],
+    )
     export.write_modules(export.library_texts(tmp_path / "notebooks"), tmp_path / "course_lib")
     return tmp_path
 
@@ -151,22 +155,35 @@ def test_a_library_in_step_has_no_differences(tiny):
     assert sorted(file.name for file in (tiny / "course_lib").iterdir()) == ["more.py", "tiny.py"]
 
 
-@pytest.mark.parametrize("plant, named", [
-    (lambda lib, nbs: replace(lib / "tiny.py", "return 2 * number", "return number + number"),
-     "tiny.py and 01_tiny.ipynb, cell ex-01-1 differ"),
-    (lambda lib, nbs: replace(nbs / "01_tiny.ipynb", "return number / 2", "return number * 0.5"),
-     "tiny.py and 01_tiny.ipynb, cell ex-01-2 differ"),
-    (lambda lib, nbs: replace(lib / "tiny.py", "return 2 * number", "return 2 * number\n\nthree = 3"),
-     "tiny.py and 01_tiny.ipynb, cell ex-01-1 differ"),
-    (lambda lib, nbs: cut_block(lib / "tiny.py", "ex-01-2"), "tiny.py and 01_tiny.ipynb, cell ex-01-2 differ"),
-    (lambda lib, nbs: replace(nbs / "01_tiny.ipynb", '"id": "ex-01-2"', '"id": "ex-01-4"'),
-     "tiny.py and 01_tiny.ipynb, cell ex-01-4 differ"),
-    (lambda lib, nbs: replace(lib / "more.py", "A second module", "Another"),
-     "more.py and docstring and imports at the top differ"),
-    (lambda lib, nbs: swap_first_blocks(lib / "tiny.py"), "tiny.py holds the cells in another order"),
-    (lambda lib, nbs: (lib / "more.py").unlink(), "more.py is missing: run 'make export'"),
-    (lambda lib, nbs: (lib / "own.py").write_text("x = 1\n"), "own.py is exported by no notebook"),
-])
+@pytest.mark.parametrize(
+    "plant, named",
+    [
+        (
+            lambda lib, nbs: replace(lib / "tiny.py", "return 2 * number", "return number + number"),
+            "tiny.py and 01_tiny.ipynb, cell ex-01-1 differ",
+        ),
+        (
+            lambda lib, nbs: replace(nbs / "01_tiny.ipynb", "return number / 2", "return number * 0.5"),
+            "tiny.py and 01_tiny.ipynb, cell ex-01-2 differ",
+        ),
+        (
+            lambda lib, nbs: replace(lib / "tiny.py", "return 2 * number", "return 2 * number\n\nthree = 3"),
+            "tiny.py and 01_tiny.ipynb, cell ex-01-1 differ",
+        ),
+        (lambda lib, nbs: cut_block(lib / "tiny.py", "ex-01-2"), "tiny.py and 01_tiny.ipynb, cell ex-01-2 differ"),
+        (
+            lambda lib, nbs: replace(nbs / "01_tiny.ipynb", '"id": "ex-01-2"', '"id": "ex-01-4"'),
+            "tiny.py and 01_tiny.ipynb, cell ex-01-4 differ",
+        ),
+        (
+            lambda lib, nbs: replace(lib / "more.py", "A second module", "Another"),
+            "more.py and docstring and imports at the top differ",
+        ),
+        (lambda lib, nbs: swap_first_blocks(lib / "tiny.py"), "tiny.py holds the cells in another order"),
+        (lambda lib, nbs: (lib / "more.py").unlink(), "more.py is missing: run 'make export'"),
+        (lambda lib, nbs: (lib / "own.py").write_text("x = 1\n"), "own.py is exported by no notebook"),
+    ],
+)
 def test_a_planted_difference_is_named_with_its_cell(tiny, plant, named):
     plant(tiny / "course_lib", tiny / "notebooks")
     assert named in faults(tiny)
@@ -174,20 +191,26 @@ def test_a_planted_difference_is_named_with_its_cell(tiny, plant, named):
     assert [line for line in faults(tiny) if "own.py" not in line] == [], "an export mends it"
 
 
-@pytest.mark.parametrize("plant, named", [
-    (lambda cells: cells[3].update(source="def double(number):\n    return 2 * number"), "ex-01-1 needs a region"),
-    (lambda cells: cells[3].update(source=cells[3]["source"].replace(END, "")), "ex-01-1 needs a region"),
-    (lambda cells: cells[3].update(source=f"{END}\n" + cells[3]["source"] + f"\n{BEGIN}"), "ex-01-1 needs a region"),
-    (lambda cells: cells[3].update(source=cells[3]["source"] + f"\n{BEGIN}\nx = 1\n{END}"), None),
-    (lambda cells: cells[3]["metadata"].clear(), "ex-01-1 is no solution cell"),
-    (lambda cells: cells[3].update(id="double"), "double has solution markers"),
-    (lambda cells: cells[4]["metadata"].clear(), "check-01-1 is no locked, graded cell"),
-    (lambda cells: cells[4].update(id="look"), "exercise 01.1 has no check"),
-    (lambda cells: cells.pop(4), "exercise 01.1 has no check"),
-    (lambda cells: cells.pop(3), "check 01.1 has no exercise"),
-    (lambda cells: cells.insert(6, cells.pop(4)), None),
-    (lambda cells: cells.insert(3, cells.pop(4)), "ex-01-1 stands after its check"),
-])
+@pytest.mark.parametrize(
+    "plant, named",
+    [
+        (lambda cells: cells[3].update(source="def double(number):\n    return 2 * number"), "ex-01-1 needs a region"),
+        (lambda cells: cells[3].update(source=cells[3]["source"].replace(END, "")), "ex-01-1 needs a region"),
+        (
+            lambda cells: cells[3].update(source=f"{END}\n" + cells[3]["source"] + f"\n{BEGIN}"),
+            "ex-01-1 needs a region",
+        ),
+        (lambda cells: cells[3].update(source=cells[3]["source"] + f"\n{BEGIN}\nx = 1\n{END}"), None),
+        (lambda cells: cells[3]["metadata"].clear(), "ex-01-1 is no solution cell"),
+        (lambda cells: cells[3].update(id="double"), "double has solution markers"),
+        (lambda cells: cells[4]["metadata"].clear(), "check-01-1 is no locked, graded cell"),
+        (lambda cells: cells[4].update(id="look"), "exercise 01.1 has no check"),
+        (lambda cells: cells.pop(4), "exercise 01.1 has no check"),
+        (lambda cells: cells.pop(3), "check 01.1 has no exercise"),
+        (lambda cells: cells.insert(6, cells.pop(4)), None),
+        (lambda cells: cells.insert(3, cells.pop(4)), "ex-01-1 stands after its check"),
+    ],
+)
 def test_a_planted_fault_of_an_exercise_is_named(plant, named):
     cells = tiny_course.cells()
     assert exercise_faults({"cells": cells}) == []
@@ -197,10 +220,15 @@ def test_a_planted_fault_of_an_exercise_is_named(plant, named):
 
 
 def test_export_drops_directives_and_markers_and_nothing_else(tiny):
-    assert (tiny / "course_lib" / "tiny.py").read_text().endswith(
-        'def double(number):\n    """Twice the number."""\n    return 2 * number\n\n'
-        f"# %% {export.os.path.relpath(tiny, export.LIBRARY)}/notebooks/01_tiny.ipynb #ex-01-2\n"
-        'def half(number):\n    """Half of the number."""\n    return number / 2\n')
+    assert (
+        (tiny / "course_lib" / "tiny.py")
+        .read_text()
+        .endswith(
+            'def double(number):\n    """Twice the number."""\n    return 2 * number\n\n'
+            f"# %% {export.os.path.relpath(tiny, export.LIBRARY)}/notebooks/01_tiny.ipynb #ex-01-2\n"
+            'def half(number):\n    """Half of the number."""\n    return number / 2\n'
+        )
+    )
     more = (tiny / "course_lib" / "more.py").read_text()
     assert more.startswith('"""A second module."""\n') and "from .tiny import double" in more
 
@@ -224,10 +252,13 @@ def test_a_located_line_skips_directives_and_markers(tmp_path):
     assert export.locate(file, 1) is None
 
 
-@pytest.mark.parametrize("source, message", [
-    ("#| export\nx = 1\ndef broken(:\n    pass", "01_tiny.ipynb: cell 12 (late), line 3: syntax error"),
-    ("#| export other\nx = (1,\n", "01_tiny.ipynb: cell 12 (late), line 2: syntax error"),
-])
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("#| export\nx = 1\ndef broken(:\n    pass", "01_tiny.ipynb: cell 12 (late), line 3: syntax error"),
+        ("#| export other\nx = (1,\n", "01_tiny.ipynb: cell 12 (late), line 2: syntax error"),
+    ],
+)
 def test_a_syntax_error_is_named_by_cell_and_line(tiny, source, message):
     tiny_course.write(tiny / "notebooks" / "01_tiny.ipynb", [*tiny_course.cells(), code("late", source)])
     with pytest.raises(export.ExportError) as caught:
@@ -246,10 +277,13 @@ def test_two_notebooks_may_not_export_to_one_module(tiny):
         export.library_texts(tiny / "notebooks")
 
 
-@pytest.mark.parametrize("cells, message", [
-    ([text("title", "# Nothing")], "has no cell marked '#| export'"),
-    ([code("one", "#| export\nx = 1")], "has no '#| default_exp MODULE' line"),
-])
+@pytest.mark.parametrize(
+    "cells, message",
+    [
+        ([text("title", "# Nothing")], "has no cell marked '#| export'"),
+        ([code("one", "#| export\nx = 1")], "has no '#| default_exp MODULE' line"),
+    ],
+)
 def test_a_notebook_that_exports_nothing_is_one_line(tmp_path, cells, message):
     path = tiny_course.write(tmp_path / "01_tiny.ipynb", cells)
     with pytest.raises(export.ExportError) as caught:
@@ -257,9 +291,17 @@ def test_a_notebook_that_exports_nothing_is_one_line(tmp_path, cells, message):
     assert message in str(caught.value) and str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content, message", [
-    (None, "no such file"), (b"", "cut short"), (b'{"cells": [', "cut short"), (b"\xff\xfe", "cut short"),
-    (b"[]", "no list of cells"), (b'{"cells": 3}', "no list of cells")])
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (None, "no such file"),
+        (b"", "cut short"),
+        (b'{"cells": [', "cut short"),
+        (b"\xff\xfe", "cut short"),
+        (b"[]", "no list of cells"),
+        (b'{"cells": 3}', "no list of cells"),
+    ],
+)
 def test_what_is_no_notebook_is_one_line(tmp_path, content, message):
     path = tmp_path / "01_tiny.ipynb"
     if content is not None:
@@ -316,7 +358,9 @@ def test_the_command_checks_mends_and_removes(tmp_path):
 
     found = run("--check")
     assert (found.returncode, found.stdout.splitlines()) == (
-        1, ["stray.py is exported by no notebook", "tiny.py is missing: run 'make export'"])
+        1,
+        ["stray.py is exported by no notebook", "tiny.py is missing: run 'make export'"],
+    )
     assert [file.name for file in (tmp_path / "course_lib").iterdir()] == ["stray.py"], "a check writes nothing"
     assert run().returncode == 0
     assert [file.name for file in (tmp_path / "course_lib").iterdir()] == ["tiny.py"]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.fully_shard import FullyShard, clip_grad_norm_, full_state_dict, fully_shard
+from course_lib.fully_shard import FullyShard, clip_grad_norm_, full_state_dict, fully_shard, load_full_state_dict
 from course_lib.model import ModelConfig, Transformer, init_parameter, loss
 from course_lib.recompute import apply_recompute
 from course_lib.sharded_parameters import Encoding, GatheredBuffer
@@ -724,6 +724,7 @@ def own_groups() -> dict:
         "gradients": gradients,
         "sizes": sizes,
         "own": [p.grad for p in alone.parameters()],
+        "norm": clip_grad_norm_(model.parameters(), 1e9),
     }
 
 
@@ -736,6 +737,9 @@ def test_a_parameter_with_a_group_of_its_own_is_shared_out_there_and_divided_by_
         pair = sum(results[r]["own"][2] for r in (rank % 2, rank % 2 + 2)) / 4
         torch.testing.assert_close(found["gradients"]["1.weight"], pair)
         torch.testing.assert_close(found["gradients"]["0.weight"], sum(each["own"][0] for each in results) / 4)
+        whole = [results[r]["gradients"]["1.weight"] for r in (0, 1)]  # one for each pair of ranks: both count
+        whole += [results[0]["gradients"][name] for name in ("0.weight", "0.bias")]
+        torch.testing.assert_close(found["norm"], torch.cat([g.flatten() for g in whole]).norm())
 
 
 # Mistakes.
@@ -878,3 +882,43 @@ def lives() -> dict[str, bool]:
 def test_wrapper_and_model_go_without_the_garbage_collector(ranks):
     for found in ranks(lives):
         assert all(found.values()), found
+
+
+def looked_at_in_between(tied: bool) -> list[torch.Tensor]:
+    """Gradients, where the model runs without grad between a forward and its backward, and where it does not."""
+    found, (inputs, targets) = [], (part.chunk(4)[dist.get_rank()] for part in batches(0))
+    for look in (False, True):
+        model = fully_shard(make_model(tied))
+        step_loss = loss(model(inputs), targets)
+        if look:
+            with torch.no_grad():
+                model(inputs)
+        step_loss.backward()
+        model.finish()
+        found.append(torch.cat([gradient.flatten() for gradient in whole_gradients(model).values()]))
+    return found
+
+
+def test_a_forward_without_grad_between_forward_and_backward_changes_nothing(ranks):
+    for tied in (True, False):
+        for plain, looked in ranks(looked_at_in_between, tied):
+            assert torch.equal(plain, looked)
+
+
+def loaded() -> tuple[dict, dict, list[str]]:
+    """A state, what a model with other weights has after loading it and failing to load bad ones, and the messages."""
+    first = fully_shard(make_model(tied=True))
+    second = fully_shard(make_model(tied=True, seed=1), compute_dtype=torch.bfloat16)
+    state, said_of = full_state_dict(first), []
+    load_full_state_dict(second, state)
+    for bad in ({}, state | {"more": torch.zeros(1)}, state | {"norm.weight": torch.zeros(2)}):
+        said_of.append(said(lambda: load_full_state_dict(second, bad)))  # noqa: B023
+    return state, full_state_dict(second), said_of
+
+
+def test_a_whole_state_is_loaded_and_a_bad_one_is_one_line(ranks):
+    for state, after, said_of in ranks(loaded):
+        assert list(state) == list(after) and all(torch.equal(state[name], after[name]) for name in state)
+        names = ("blocks.0.attention.k_proj.weight", "more", "norm.weight")
+        for text, name in zip(said_of, names, strict=True):
+            assert text.startswith(f"ValueError: {name}: the module has") and "\n" not in text

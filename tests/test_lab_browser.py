@@ -24,8 +24,10 @@ from selenium.webdriver.support.ui import WebDriverWait
 ROOT = Path(__file__).resolve().parent.parent
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 DRIVER = shutil.which("chromedriver")
-FLAGS = ("--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-         "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1400,1200").split()
+FLAGS = (
+    "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1400,1200"
+).split()
 
 
 def started(folder: Path) -> set[psutil.Process]:
@@ -74,8 +76,13 @@ def lab(folder: Path):
         port = free.getsockname()[1]
     jupyter = {name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
     with open(folder / "server.log", "w") as log:
-        make = subprocess.Popen(["make", "lab", f"LAB_ARGS=--no-browser --port {port}"], cwd=course, stdout=log,
-                                stderr=subprocess.STDOUT, env={**os.environ, **jupyter})
+        make = subprocess.Popen(
+            ["make", "lab", f"LAB_ARGS=--no-browser --port {port}"],
+            cwd=course,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **jupyter},
+        )
         deadline = time.monotonic() + 30
         while not (files := list(Path(jupyter["JUPYTER_RUNTIME_DIR"]).glob("jpserver-*.json"))):
             assert make.poll() is None and time.monotonic() < deadline, (folder / "server.log").read_text()
@@ -130,8 +137,10 @@ def picture(driver) -> str:
         });""")
 
 
-@pytest.mark.skipif(not (BROWSER and DRIVER) and not os.environ.get("CI"),
-                    reason="no chromium and chromedriver: apt install chromium chromium-driver")
+@pytest.mark.skipif(
+    not (BROWSER and DRIVER) and not os.environ.get("CI"),
+    reason="no chromium and chromedriver: apt install chromium chromium-driver",
+)
 def test_a_slider_of_the_calculator_moves_the_picture(tmp_path):
     assert BROWSER and DRIVER, "CI needs chromium and chromedriver: apt install chromium chromium-driver"
     with no_process_stays(tmp_path), lab(tmp_path) as (url, token), browser(tmp_path) as driver:

@@ -135,8 +135,10 @@ def make_course(folder: Path) -> Path:
 
 def snapshot(folder: Path) -> dict:
     """Every path below `folder` with its time of change and content."""
-    return {path: (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
-            for path in [folder, *folder.rglob("*")]}
+    return {
+        path: (path.lstat().st_mtime_ns, path.read_bytes() if path.is_file() else None)
+        for path in [folder, *folder.rglob("*")]
+    }
 
 
 # --- without ranks: the launcher inside this process
@@ -177,10 +179,12 @@ def course(launcher, monkeypatch):
 @pytest.fixture
 def launch(launcher, course, capsys):
     """Run the launcher with these arguments; gives its status and what it wrote to stdout and stderr."""
+
     def run(*arguments):
         with mock.patch.dict(os.environ):
             status = launcher.module.main(list(arguments))
         return status, *capsys.readouterr()
+
     return run
 
 
@@ -357,8 +361,10 @@ def test_the_learners_modules_lie_over_the_reference(launch, course):
     own = course / "workbook" / "course_lib"
     own.mkdir()
     (own / "base.py").write_text("def scale():\n    return 100\n")
-    code = "import sys; from rank_entry import open_library; from pathlib import Path; " \
-           "open_library(Path(sys.argv[1]), sys.argv[2:]); import course_lib.base; print(course_lib.base.scale())"
+    code = (
+        "import sys; from rank_entry import open_library; from pathlib import Path; "
+        "open_library(Path(sys.argv[1]), sys.argv[2:]); import course_lib.base; print(course_lib.base.scale())"
+    )
     for reference, found in (([], "100\n"), (["base"], "1\n")):
         command = [sys.executable, "-c", code, str(own), *reference]
         assert subprocess.run(command, capture_output=True, text=True, cwd=course / "scripts").stdout == found
@@ -377,8 +383,11 @@ def test_slurm(launch, course, tmp_path):
     assert all(f"#SBATCH {option}\n" in script for option in wanted)
     assert (course / "course_lib" / "toy.py").exists(), "what the job runs is exported when it is submitted"
 
-    commands = {"scontrol": 'test "$*" = "show hostnames node[1-2]" && printf "node1\\nnode2\\n"',
-                "srun": f'printf "%s\\n" "$@" > {tmp_path}/started', "sbatch": 'echo "Submitted $@"; bash "$1"'}
+    commands = {
+        "scontrol": 'test "$*" = "show hostnames node[1-2]" && printf "node1\\nnode2\\n"',
+        "srun": f'printf "%s\\n" "$@" > {tmp_path}/started',
+        "sbatch": 'echo "Submitted $@"; bash "$1"',
+    }
     for name, text in commands.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -387,7 +396,10 @@ def test_slurm(launch, course, tmp_path):
         assert launch(TOY, "--slurm", "nodes=2,gpus=4", *more)[0] == 0
     started = (tmp_path / "started").read_text().splitlines()
     assert started[0].startswith("--kill-on-bad-exit") and started[1:4] == [
-        sys.executable, str(course / "scripts" / "launch_nb_torchrun.py"), str(course / TOY)]
+        sys.executable,
+        str(course / "scripts" / "launch_nb_torchrun.py"),
+        str(course / TOY),
+    ]
     status, out, err = launch("--dry-run", *started[3:])  # as on a node
     assert status == 0, err
     torchrun = "--nproc-per-node 4 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node1:23456 --rdzv-id 123456"
@@ -478,7 +490,8 @@ class Launch:
         self.out, self.err = (course / "output" / f"{id(self)}.{name}" for name in ("out", "err"))
         with open(self.out, "w") as out, open(self.err, "w") as err:
             self.process = psutil.Popen(
-                command, cwd=course, env=environment, stdout=out, stderr=err, start_new_session=True)
+                command, cwd=course, env=environment, stdout=out, stderr=err, start_new_session=True
+            )
 
     def end(self) -> tuple[int, str, str]:
         """Wait for the end; status, stdout and stderr."""
@@ -501,7 +514,8 @@ def bare_node(course: Path) -> Path:
     (folder / "sitecustomize.py").write_text(
         "import sys\n"
         "for name in 'nbdev fastcore nbformat nbgrader nbconvert IPython jupyter_core ipyparallel'.split():\n"
-        "    sys.modules[name] = None\n")
+        "    sys.modules[name] = None\n"
+    )
     return folder
 
 
@@ -532,8 +546,9 @@ def test_an_error_is_told_once_with_its_cell_also_on_a_bare_node(running):
     assert err == (
         "launch: no nbdev on this machine: running what is exported\n"
         "launch: rank 1: ValueError: planted on rank 1\n"
-        f"  in {TOY}, cell 5 (faults), line 7: raise ValueError(\"planted on rank 1\")\n"
-        f"  called from {TOY}, cell 6 (main), line 18: fail(rank)\n")
+        f'  in {TOY}, cell 5 (faults), line 7: raise ValueError("planted on rank 1")\n'
+        f"  called from {TOY}, cell 6 (main), line 18: fail(rank)\n"
+    )
     assert list((running / "tmp").iterdir()) == []
 
 
@@ -548,12 +563,12 @@ def test_a_learners_notebook(running):
     before = snapshot(running / "course_lib")
     status, out, err = Launch(running, LEARNERS, "--nproc-per-node", "1").end()
     assert status == 0 and "rank 0 of 1: 1 steps, total 2," in out
-    assert err == ("launch: still blank, taken from the reference: 07.1 (ex-07-1)\n"
-                   "launch: your own modules: toy\n")
+    assert err == ("launch: still blank, taken from the reference: 07.1 (ex-07-1)\nlaunch: your own modules: toy\n")
     text = (running / "workbook" / "course_lib" / "toy.py").read_text()
     assert "# %% ../07_toy.ipynb #main\n" in text and "# %% ../../notebooks/07_toy.ipynb #ex-07-1\n" in text
     assert {path: found for path, found in snapshot(running / "course_lib").items() if path.suffix == ".py"} == {
-        path: found for path, found in before.items() if path.suffix == ".py"}
+        path: found for path, found in before.items() if path.suffix == ".py"
+    }
     assert [file.name for file in (running / "workbook" / "course_lib").glob("*.py")] == ["toy.py"]
 
     (running / LEARNERS).write_text(toy("#| export\ndef double(x):\n    return x / 0\n"))
@@ -567,7 +582,8 @@ def test_the_printed_command_can_be_pasted(running):
     status, printed, _ = Launch(running, TOY, "--nproc-per-node", "1", "--dry-run", "--", "--steps", "4").end()
     environment = os.environ | {"TMPDIR": str(running / "output")}  # torchrun leaves its folders there
     done = subprocess.run(
-        ["bash", "-c", printed], cwd=running / "elsewhere", env=environment, capture_output=True, text=True)
+        ["bash", "-c", printed], cwd=running / "elsewhere", env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0 and "rank 0 of 1: 4 steps" in done.stdout
 
 
@@ -649,5 +665,7 @@ def test_two_nodes(running):
     (there,) = [err for _, out, err in ends if "rank 1 of 2" in out]
     (here,) = [err for _, out, err in ends if "rank 0 of 2" in out]
     assert there.startswith(f"launch: rank 1: ValueError: planted on rank 1\n  in {TOY}, cell 5 (faults), line 7: ")
-    assert here == (f"launch: rank 1 on node {socket.gethostname()} failed first: ValueError: planted on rank 1 "
-                    "(that node tells more)\n")
+    assert here == (
+        f"launch: rank 1 on node {socket.gethostname()} failed first: ValueError: planted on rank 1 "
+        "(that node tells more)\n"
+    )

@@ -110,9 +110,7 @@ def test_zero_of_7b_on_8_gpus(stage, gigabytes):
 @pytest.mark.parametrize("stage, expected", enumerate([(2, 6, 12), (2, 6, 3), (2, 1.5, 3), (0.5, 1.5, 3)]))
 def test_each_zero_stage_divides_its_own_part(stage, expected):
     parts = state_bytes(1000, "bf16, fp32 gradients", stage, dp=4)
-    assert parts == {
-        name: 1000 * size for name, size in zip(("parameters", "gradients", "optimizer states"), expected)
-    }
+    assert parts == {name: 1000 * size for name, size in zip(("parameters", "gradients", "optimizer states"), expected)}
 
 
 @pytest.mark.parametrize(

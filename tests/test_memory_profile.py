@@ -290,7 +290,10 @@ def test_a_resized_parameter_stays_one_and_a_saved_tensor_stays_saved():
     assert min(level[level.index(4000) :]) == 0 and level[-1] == 4000, "what is there at the end lives on"
     lives = [a for a in profile.allocations if a.owner == "parameters"]
     assert [(a.nbytes, a.saved, a.in_backward) for a in lives] == [
-        (4000, True, False), (0, True, False), (4000, True, False)]
+        (4000, True, False),
+        (0, True, False),
+        (4000, True, False),
+    ]
 
 
 def test_memory_that_comes_back_in_backward_is_made_in_backward():

@@ -38,12 +38,21 @@ def make(course: Path, *words: str, **environment: str) -> subprocess.CompletedP
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         closed = f"http://127.0.0.1:{free.getsockname()[1]}/simple"
-    keep = {name: value for name, value in os.environ.items()
-            if not name.startswith(("PIP_", "MAKE", "MFLAGS")) and name not in ("PYTHON", "CPU")}
+    keep = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PIP_", "MAKE", "MFLAGS")) and name not in ("PYTHON", "CPU")
+    }
     pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": closed, "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
     path = f"{course / 'fakes'}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(["make", *words], cwd=course, env={**keep, **pip, "PATH": path, **environment},
-                          capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["make", *words],
+        cwd=course,
+        env={**keep, **pip, "PATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 def advice(run: subprocess.CompletedProcess) -> str:
@@ -57,8 +66,10 @@ def advice(run: subprocess.CompletedProcess) -> str:
 @pytest.mark.parametrize("version", ["3.9", "3.10", "3.14", "2.7"])
 def test_python_too_old_or_too_new(course, version):
     program(course / "fakes/python3", f"echo {version}")
-    assert advice(make(course, "lab")) == (f"setup: python3 is Python {version}, the course needs 3.11, 3.12 or 3.13: "
-                                           "install one and name it: make lab PYTHON=python3.12")
+    assert advice(make(course, "lab")) == (
+        f"setup: python3 is Python {version}, the course needs 3.11, 3.12 or 3.13: "
+        "install one and name it: make lab PYTHON=python3.12"
+    )
     assert not (course / ".venv").exists()
 
 
@@ -68,10 +79,13 @@ def test_python_that_is_not_there(course):
 
 
 def test_debian_without_venv(course):
-    program(course / "fakes/python3", f"""case "$2" in
+    program(
+        course / "fakes/python3",
+        f"""case "$2" in
         venv) mkdir -p .venv/bin; echo '{DEBIAN}'; exit 1;;
         *) echo 3.11;;
-    esac""")
+    esac""",
+    )
     assert "run 'sudo apt install python3-venv'" in advice(make(course, "test"))
     assert not (course / ".venv").exists()
 
@@ -102,4 +116,5 @@ def test_installs_once_and_again_when_the_list_changes(course):
     assert installs("test") == installs("lab") == []
     os.utime(course / "constraints.txt", (4e9, 4e9))
     assert installs("lab", "CPU=1") == [
-        "-m pip install -c constraints.txt -e . --extra-index-url https://download.pytorch.org/whl/cpu"]
+        "-m pip install -c constraints.txt -e . --extra-index-url https://download.pytorch.org/whl/cpu"
+    ]

@@ -277,7 +277,8 @@ def test_an_id_used_twice_loses_neither_cell(course):
     course.update()
     assert len(course.cells()) == len(cells), "every id is used once"
     assert [cell["source"] for cell in course.cells().values()] == [
-        "from course_lib.checks import check" if cell["id"] == "setup" else cell["source"] for cell in cells]
+        "from course_lib.checks import check" if cell["id"] == "setup" else cell["source"] for cell in cells
+    ]
 
 
 def test_an_exercise_pasted_under_a_new_id_is_still_that_exercise(course):
@@ -290,8 +291,19 @@ def test_an_exercise_pasted_under_a_new_id_is_still_that_exercise(course):
     assert line.endswith("cell 4 (ex-01-1)")
 
 
-@pytest.mark.parametrize("damaged", [b"", b'{"cells": [{"cell_type": "code", "sou', b"\xff\xfe\x00", b"[1, 2]", b"{}",
-                                     b'{"cells": [3]}', b'{"cells": [{"source": "x"}]}', b'{"cells": 5}'])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        b'{"cells": [{"cell_type": "code", "sou',
+        b"\xff\xfe\x00",
+        b"[1, 2]",
+        b"{}",
+        b'{"cells": [3]}',
+        b'{"cells": [{"source": "x"}]}',
+        b'{"cells": 5}',
+    ],
+)
 def test_a_damaged_notebook_is_kept_aside_untouched(course, damaged):
     fresh = course.file.read_bytes()
     for number in (1, 2):
@@ -597,8 +609,13 @@ def assert_nothing_lost(base: list[dict], learner: list[dict], course: list[dict
         if name in mine and mine[name]["source"] == new[name]["source"]:
             assert now[name]["outputs"] == mine[name]["outputs"], "outputs of an unchanged cell are lost"
     assert set(new) - set(old) <= set(now), "a new cell of the course is missing"
-    both = {name for name in set(old) & set(new) if old[name]["source"] != new[name]["source"]
-            and (name not in mine or name in changed) and mine.get(name, {}).get("source") != new[name]["source"]}
+    both = {
+        name
+        for name in set(old) & set(new)
+        if old[name]["source"] != new[name]["source"]
+        and (name not in mine or name in changed)
+        and mine.get(name, {}).get("source") != new[name]["source"]
+    }
     assert both == {name for name in left_out if name in new}, "a change was left out and not named, or named and not"
     if not changed and [*mine] == [*old]:
         assert names == [*new], "a learner who moved nothing has another order"

@@ -1059,6 +1059,11 @@ def misuse() -> dict[str, str]:
     zero = ZeroOptimizer(table, torch.optim.SGD)
     found["sparse"] = said(lambda: table(torch.tensor([1])).sum().backward())
     table.weight.grad = None
+    zero = ZeroOptimizer(module := nn.Linear(3, 3), torch.optim.SGD)
+    found["new group"] = said(lambda: zero.add_param_group({"params": [nn.Parameter(torch.zeros(3))]}))
+    module(x).sum().backward()
+    module.double()
+    found["moved"] = said(zero.step)
     return found
 
 
@@ -1069,3 +1074,5 @@ def test_misuse_is_one_clear_line(ranks):
         assert found["no_sync ends with an error"] == "True"
         assert found["sparse"] == "ValueError: weight has a sparse gradient: use a layer with sparse=False"
         assert not any("\n" in text for text in found.values())
+        assert found["new group"].startswith("RuntimeError: no parameter group can be added")
+        assert found["moved"].startswith("RuntimeError: parameters have moved")

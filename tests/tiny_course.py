@@ -45,16 +45,25 @@ def cells() -> list[dict]:
         code("setup", "#| default_exp tiny\nfrom course_lib.checks import check"),
         text("hint-1", "<details><summary>Hint</summary>\n\nAdd it to itself.\n\n</details>"),
         code("ex-01-1", DOUBLE),
-        code("check-01-1", 'with check("01.1"):\n    assert double(3) == 6, "twice 3 is 6"\n'
-                           '    assert double(4) == 8, "twice 4 is 8"'),
+        code(
+            "check-01-1",
+            'with check("01.1"):\n    assert double(3) == 6, "twice 3 is 6"\n    assert double(4) == 8, "twice 4 is 8"',
+        ),
         code("ex-01-2", HALF),
-        code("check-01-2", 'with check("01.2"):\n    ### BEGIN HIDDEN TESTS\n    assert half(9) == 4.5\n'
-                           '    ### END HIDDEN TESTS\n    assert half(3) == 1.5, "half of 3 has a fraction, 1.5"'),
+        code(
+            "check-01-2",
+            'with check("01.2"):\n    ### BEGIN HIDDEN TESTS\n    assert half(9) == 4.5\n'
+            '    ### END HIDDEN TESTS\n    assert half(3) == 1.5, "half of 3 has a fraction, 1.5"',
+        ),
         code("ex-01-3", "# How many twos make ten?\n### BEGIN SOLUTION\nguess = 5\n### END SOLUTION"),
         code("measure", "measured = len(range(0, 10, 2))\nprint(measured, guess)"),
         code("check-01-3", 'with check("01.3"):\n    assert guess == measured, "count the twos: 2, 4, 6, 8, 10"'),
-        text("recap", "| method | saves | costs | formula | use when | limit |\n|---|---|---|---|---|---|\n"
-                      "| doubling | time | nothing | $2n$ | always | memory |", tags=["cheatsheet"]),
+        text(
+            "recap",
+            "| method | saves | costs | formula | use when | limit |\n|---|---|---|---|---|---|\n"
+            "| doubling | time | nothing | $2n$ | always | memory |",
+            tags=["cheatsheet"],
+        ),
     ]
 
 

@@ -1,0 +1,1598 @@
+"""Wrong answers that the checks of notebook 05 must catch. None of them hangs."""
+
+
+# %% 05.1 everything is over 8 in every stage
+gb_of_stage = {0: 112.0, 1: 14.0, 2: 14.0, 3: 14.0}
+best_of_stage_2 = 8
+
+
+# %% 05.1 stage 1 shares out nothing but its 12 bytes, and forgets the other 4
+gb_of_stage = {0: 112.0, 1: 10.5, 2: 26.25, 3: 14.0}
+best_of_stage_2 = 8
+
+
+# %% 05.1 without master weights
+gb_of_stage = {0: 112.0, 1: 35.0, 2: 22.75, 3: 10.5}
+best_of_stage_2 = 8
+
+
+# %% 05.1 stage 2 shares out the gradients alone
+gb_of_stage = {0: 112.0, 1: 38.5, 2: 99.75, 3: 14.0}
+best_of_stage_2 = 8
+
+
+# %% 05.1 in GiB
+gb_of_stage = {0: 112.0, 1: 35.9, 2: 24.4, 3: 13.0}
+best_of_stage_2 = 8
+
+
+# %% 05.1 stages 2 and 3 mixed up
+gb_of_stage = {0: 112.0, 1: 38.5, 2: 14.0, 3: 26.25}
+best_of_stage_2 = 8
+
+
+# %% 05.1 the factor of stage 1
+gb_of_stage = {0: 112.0, 1: 38.5, 2: 26.25, 3: 14.0}
+best_of_stage_2 = 4
+
+
+# %% 05.1 the factor on 8 ranks
+gb_of_stage = {0: 112.0, 1: 38.5, 2: 26.25, 3: 14.0}
+best_of_stage_2 = 4.266666666666667
+
+
+# %% 05.1 no limit to the factor
+gb_of_stage = {0: 112.0, 1: 38.5, 2: 26.25, 3: 14.0}
+best_of_stage_2 = float("inf")
+
+
+# %% 05.1 words
+gb_of_stage = {0: 112.0, 1: "38.5", 2: "26.25", 3: "14"}
+best_of_stage_2 = 8
+
+
+# %% 05.2 counts from the beginning of the buffer
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.shards
+
+
+class FlatLayout(course_lib.shards.FlatLayout):
+    def span(self, i):
+        begin, end = self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel
+        return max(begin, self.starts[i]), max(min(end, self.starts[i] + self.shapes[i].numel()), self.starts[i])
+
+
+# %% 05.2 does not cut off what comes before the tensor
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.shards
+
+
+class FlatLayout(course_lib.shards.FlatLayout):
+    def span(self, i):
+        first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
+        return min(first, numel), min(first + self.shard_numel, numel)
+
+
+# %% 05.2 does not cut off what comes after the tensor
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.shards
+
+
+class FlatLayout(course_lib.shards.FlatLayout):
+    def span(self, i):
+        first = self.rank * self.shard_numel - self.starts[i]
+        return max(first, 0), max(first + self.shard_numel, 0)
+
+
+# %% 05.2 the last element is counted in
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.shards
+
+
+class FlatLayout(course_lib.shards.FlatLayout):
+    def span(self, i):
+        first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
+        return min(max(first, 0), numel), min(max(first + self.shard_numel - 1, 0), numel)
+
+
+# %% 05.2 whole tensors: they belong to the rank where they begin
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.shards
+
+
+class FlatLayout(course_lib.shards.FlatLayout):
+    def span(self, i):
+        is_mine = self.starts[i] // self.shard_numel == self.rank
+        return 0, self.shapes[i].numel() * is_mine
+
+
+# %% 05.2 each tensor is cut in equal pieces by itself
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.shards
+
+
+class FlatLayout(course_lib.shards.FlatLayout):
+    def span(self, i):
+        numel = self.shapes[i].numel()
+        return numel * self.rank // self.world_size, numel * (self.rank + 1) // self.world_size
+
+
+# %% 05.2 a first and a number of elements
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.shards
+
+
+class FlatLayout(course_lib.shards.FlatLayout):
+    def span(self, i):
+        first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
+        first, last = min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
+        return first, last - first
+
+
+# %% 05.2 rank 0 gets the rest, not the padding
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.shards
+
+
+class FlatLayout(course_lib.shards.FlatLayout):
+    def span(self, i):
+        size = self.numel // self.world_size
+        first, numel = self.rank * size - self.starts[i], self.shapes[i].numel()
+        return min(max(first, 0), numel), min(max(first + size, 0), numel)
+
+
+# %% 05.2 None where it owns nothing
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.shards
+
+
+class FlatLayout(course_lib.shards.FlatLayout):
+    def span(self, i):
+        first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
+        first, last = min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
+        return (first, last) if first < last else None
+
+
+# %% 05.3 fake: plain data parallelism, with all states on each rank
+def zero_1_step(layout, values, gradient, update):
+    dist.all_reduce(gradient, group=layout.group)
+    update(values, gradient / layout.world_size)
+
+
+# %% 05.3 fake: all states on each rank, in the traffic of stage 1
+def zero_1_step(layout, values, gradient, update):
+    shard, whole = gradient.new_empty(layout.shard_numel), torch.empty_like(gradient)
+    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    dist.all_gather_single(whole, shard / layout.world_size, group=layout.group)
+    update(values, whole)
+
+
+# %% 05.3 fake: updates all pieces one after the other
+def zero_1_step(layout, values, gradient, update):
+    shard, whole = gradient.new_empty(layout.shard_numel), torch.empty_like(gradient)
+    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    dist.all_gather_single(whole, shard / layout.world_size, group=layout.group)
+    for piece, mean in zip(values.chunk(layout.world_size), whole.chunk(layout.world_size), strict=True):
+        update(piece, mean)
+
+
+# %% 05.3 an all-reduce in place of the reduce-scatter
+def zero_1_step(layout, values, gradient, update):
+    dist.all_reduce(gradient, group=layout.group)
+    update(layout.own(values), layout.own(gradient) / layout.world_size)
+    dist.all_gather_single(values, layout.own(values), group=layout.group)
+
+
+# %% 05.3 a sum instead of a mean
+def zero_1_step(layout, values, gradient, update):
+    shard = gradient.new_empty(layout.shard_numel)
+    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    update(layout.own(values), shard)
+    dist.all_gather_single(values, layout.own(values), group=layout.group)
+
+
+# %% 05.3 divides by the world instead of the group
+def zero_1_step(layout, values, gradient, update):
+    shard = gradient.new_empty(layout.shard_numel)
+    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    update(layout.own(values), shard / dist.get_world_size())
+    dist.all_gather_single(values, layout.own(values), group=layout.group)
+
+
+# %% 05.3 its own gradient instead of the mean
+def zero_1_step(layout, values, gradient, update):
+    shard = gradient.new_empty(layout.shard_numel)
+    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    update(layout.own(values), layout.own(gradient) / layout.world_size)
+    dist.all_gather_single(values, layout.own(values), group=layout.group)
+
+
+# %% 05.3 updates a copy
+def zero_1_step(layout, values, gradient, update):
+    shard, own = gradient.new_empty(layout.shard_numel), layout.own(values).clone()
+    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    update(own, shard / layout.world_size)
+    dist.all_gather_single(values, layout.own(values), group=layout.group)
+
+
+# %% 05.3 gathers before it updates
+def zero_1_step(layout, values, gradient, update):
+    shard = gradient.new_empty(layout.shard_numel)
+    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    dist.all_gather_single(values, layout.own(values), group=layout.group)
+    update(layout.own(values), shard / layout.world_size)
+
+
+# %% 05.3 gathers nothing
+def zero_1_step(layout, values, gradient, update):
+    shard = gradient.new_empty(layout.shard_numel)
+    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    update(layout.own(values), shard / layout.world_size)
+
+
+# %% 05.4 fake: the norm of its own part
+def global_norm(gradients):
+    return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g, _ in gradients]).norm()
+
+
+# %% 05.4 adds up norms
+def global_norm(gradients):
+    norms = {}
+    for gradient, group in gradients:
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        norms[group] = norms.get(group, 0) + square
+    norms = {group: square.sqrt() for group, square in norms.items()}
+    for group, norm in norms.items():
+        if group is not None:
+            dist.all_reduce(norm, group=group)
+    return sum(norms.values())
+
+
+# %% 05.4 adds up the norms of the ranks, and the squares of the groups
+def global_norm(gradients):
+    squares = {}
+    for gradient, group in gradients:
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        squares[group] = squares.get(group, 0) + square
+    for group, square in squares.items():
+        if group is not None:
+            norm = square.sqrt()
+            dist.all_reduce(norm, group=group)
+            squares[group] = norm.square()
+    return sum(squares.values()).sqrt()
+
+
+# %% 05.4 everything over all ranks: what is whole counts on each
+def global_norm(gradients):
+    square = sum(torch.linalg.vector_norm(g, dtype=torch.float32).square() for g, _ in gradients)
+    dist.all_reduce(square)
+    return square.sqrt()
+
+
+# %% 05.4 all-reduces what is whole as well
+def global_norm(gradients):
+    squares = {}
+    for gradient, group in gradients:
+        squares[group] = squares.get(group, 0) + torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+    for group, square in squares.items():
+        dist.all_reduce(square, group=group)
+    return sum(squares.values()).sqrt()
+
+
+# %% 05.4 an all-reduce for each tensor
+def global_norm(gradients):
+    squares = []
+    for gradient, group in gradients:
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        if group is not None:
+            dist.all_reduce(square, group=group)
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt()
+
+
+# %% 05.4 sends a number for each tensor
+def global_norm(gradients):
+    squares = {}
+    for gradient, group in gradients:
+        square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+        squares.setdefault(group, []).append(square)
+    total = 0
+    for group, several in squares.items():
+        several = torch.stack(several)
+        if group is not None:
+            dist.all_reduce(several, group=group)
+        total = total + several.sum()
+    return total.sqrt()
+
+
+# %% 05.4 squares in the dtype of the gradients
+def global_norm(gradients):
+    squares = {}
+    for gradient, group in gradients:
+        squares[group] = squares.get(group, 0) + gradient.square().sum().float()
+    for group, square in squares.items():
+        if group is not None:
+            dist.all_reduce(square, group=group)
+    return sum(squares.values()).sqrt()
+
+
+# %% 05.4 a number of Python
+def global_norm(gradients):
+    squares = {}
+    for gradient, group in gradients:
+        squares[group] = squares.get(group, 0) + torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+    for group, square in squares.items():
+        if group is not None:
+            dist.all_reduce(square, group=group)
+    return sum(squares.values()).sqrt().item()
+
+
+# %% 05.4 reads each norm on the host
+def global_norm(gradients):
+    squares = {}
+    for gradient, group in gradients:
+        squares[group] = squares.get(group, 0) + torch.linalg.vector_norm(gradient, dtype=torch.float32).item() ** 2
+    for group in squares:
+        if group is not None:
+            square = torch.tensor(squares[group])
+            dist.all_reduce(square, group=group)
+            squares[group] = square
+    return torch.tensor(float(sum(squares.values())) ** 0.5)
+
+
+# %% 05.5 looks at the first step only
+def diagnose(pieces, used):
+    pieces, used = np.array(pieces), np.array(used)
+    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+    for word, expected in {"right": right, "own part": pieces, "sum of norms": total}.items():
+        if np.allclose(used[:, 0], expected[..., 0], rtol=1e-3, atol=0):
+            return word
+    return None
+
+
+# %% 05.5 looks at rank 0 only
+def diagnose(pieces, used):
+    pieces, used = np.array(pieces), np.array(used)
+    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+    for word, expected in {"right": right, "own part": pieces[0], "sum of norms": total}.items():
+        if np.allclose(used[0], expected, rtol=1e-3, atol=0):
+            return word
+    return None
+
+
+# %% 05.5 one step that fits is enough
+def diagnose(pieces, used):
+    pieces, used = np.array(pieces), np.array(used)
+    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+    for word, expected in {"right": right, "own part": pieces, "sum of norms": total}.items():
+        if np.isclose(used, expected, rtol=1e-3, atol=0).any():
+            return word
+    return None
+
+
+# %% 05.5 the nearest explanation, however far
+def diagnose(pieces, used):
+    pieces, used = np.array(pieces), np.array(used)
+    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+    explanations = {"right": right, "own part": pieces, "sum of norms": total}
+    return min(explanations, key=lambda word: np.abs(used - explanations[word]).max())
+
+
+# %% 05.5 fake: asks only whether the ranks agree
+def diagnose(pieces, used):
+    pieces, used = np.array(pieces), np.array(used)
+    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+    if not np.allclose(used, used[0], rtol=1e-3, atol=0):
+        return "own part"
+    return "right" if np.allclose(used, right, rtol=1e-3, atol=0) else "sum of norms"
+
+
+# %% 05.5 forgets the root
+def diagnose(pieces, used):
+    pieces, used = np.array(pieces), np.array(used)
+    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+    for word, expected in {"right": right**2, "own part": pieces, "sum of norms": total}.items():
+        if np.allclose(used, expected, rtol=1e-3, atol=0):
+            return word
+    return None
+
+
+# %% 05.5 the right norm is the largest
+def diagnose(pieces, used):
+    pieces, used = np.array(pieces), np.array(used)
+    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+    for word, expected in {"right": pieces.max(axis=0), "own part": pieces, "sum of norms": total}.items():
+        if np.allclose(used, expected, rtol=1e-3, atol=0):
+            return word
+    return None
+
+
+# %% 05.5 the words of two explanations mixed up
+def diagnose(pieces, used):
+    pieces, used = np.array(pieces), np.array(used)
+    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+    for word, expected in {"right": total, "own part": pieces, "sum of norms": right}.items():
+        if np.allclose(used, expected, rtol=1e-3, atol=0):
+            return word
+    return None
+
+
+# %% 05.5 equal means equal to the last digit
+def diagnose(pieces, used):
+    pieces, used = np.array(pieces), np.array(used)
+    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+    for word, expected in {"right": right, "own part": pieces, "sum of norms": total}.items():
+        if (used == expected).all():
+            return word
+    return None
+
+
+# %% 05.5 a tolerance of 5 percent
+def diagnose(pieces, used):
+    pieces, used = np.array(pieces), np.array(used)
+    right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
+    for word, expected in {"right": right, "own part": pieces, "sum of norms": total}.items():
+        if np.allclose(used, expected, rtol=0.05, atol=0):
+            return word
+    return None
+
+
+# %% 05.6 gradients are not freed
+import course_lib.shards
+
+
+class GradientBuffer(course_lib.shards.GradientBuffer):
+    def store(self, parameter):
+        if parameter in self.stored:
+            self.views[parameter].add_(parameter.grad)
+        else:
+            self.views[parameter].copy_(parameter.grad)
+        self.stored.add(parameter)
+
+
+# %% 05.6 the gradient becomes a view of the buffer, and stays
+import course_lib.shards
+
+
+class GradientBuffer(course_lib.shards.GradientBuffer):
+    def store(self, parameter):
+        if parameter in self.stored:
+            self.views[parameter].add_(parameter.grad)
+        else:
+            self.views[parameter].copy_(parameter.grad)
+        self.stored.add(parameter)
+        parameter.grad = self.views[parameter]
+
+
+# %% 05.6 fake: .grad is None, but somebody still has the gradient
+import course_lib.shards
+
+
+class GradientBuffer(course_lib.shards.GradientBuffer):
+    def store(self, parameter):
+        if parameter in self.stored:
+            self.views[parameter].add_(parameter.grad)
+        else:
+            self.views[parameter].copy_(parameter.grad)
+        self.stored.add(parameter)
+        self.kept = [*getattr(self, "kept", []), parameter.grad]
+        parameter.grad = None
+
+
+# %% 05.6 the second gradient replaces the first
+import course_lib.shards
+
+
+class GradientBuffer(course_lib.shards.GradientBuffer):
+    def store(self, parameter):
+        self.views[parameter].copy_(parameter.grad)
+        self.stored.add(parameter)
+        parameter.grad = None
+
+
+# %% 05.6 old numbers in place of missing gradients
+import course_lib.shards
+
+
+class GradientBuffer(course_lib.shards.GradientBuffer):
+    def send(self, shard):
+        whole = self.buffer[: self.layout.padded]
+        whole[self.layout.numel :].zero_()
+        return dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+
+
+# %% 05.6 old numbers in the padding
+import course_lib.shards
+
+
+class GradientBuffer(course_lib.shards.GradientBuffer):
+    def send(self, shard):
+        for parameter, view in self.views.items():
+            if parameter not in self.stored:
+                view.zero_()
+        whole = self.buffer[: self.layout.padded]
+        return dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+
+
+# %% 05.6 zeroes the buffer to its end, beyond its layout
+import course_lib.shards
+
+
+class GradientBuffer(course_lib.shards.GradientBuffer):
+    def send(self, shard):
+        for parameter, view in self.views.items():
+            if parameter not in self.stored:
+                view.zero_()
+        whole = self.buffer[: self.layout.padded]
+        self.buffer[self.layout.numel :].zero_()
+        return dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+
+
+# %% 05.6 waits
+import course_lib.shards
+
+
+class GradientBuffer(course_lib.shards.GradientBuffer):
+    def send(self, shard):
+        for parameter, view in self.views.items():
+            if parameter not in self.stored:
+                view.zero_()
+        whole = self.buffer[: self.layout.padded]
+        whole[self.layout.numel :].zero_()
+        work = dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+        work.wait()
+        return work
+
+
+# %% 05.6 fake: an all-reduce in place of the reduce-scatter
+import course_lib.shards
+
+
+class GradientBuffer(course_lib.shards.GradientBuffer):
+    def send(self, shard):
+        for parameter, view in self.views.items():
+            if parameter not in self.stored:
+                view.zero_()
+        whole, layout = self.buffer[: self.layout.padded], self.layout
+        whole[layout.numel :].zero_()
+        work = dist.all_reduce(whole, group=layout.group, async_op=True)
+
+        class Later:
+            def wait(self):
+                work.wait()
+                shard.copy_(layout.own(whole))
+
+        return Later()
+
+
+# %% 05.6 a mean instead of the sum
+import course_lib.shards
+
+
+class GradientBuffer(course_lib.shards.GradientBuffer):
+    def send(self, shard):
+        for parameter, view in self.views.items():
+            if parameter not in self.stored:
+                view.zero_()
+        whole = self.buffer[: self.layout.padded]
+        whole[self.layout.numel :].zero_()
+        whole.div_(self.layout.world_size)
+        return dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+
+
+# %% 05.7 fake: a new buffer each time
+import torch
+
+import course_lib.optimizer_shards
+
+
+class BufferPool(course_lib.optimizer_shards.BufferPool):
+    def take(self):
+        return self.like.new_empty(self.numel)
+
+
+# %% 05.7 fake: collects the oldest, and makes a new buffer all the same
+import torch
+
+import course_lib.optimizer_shards
+
+
+class BufferPool(course_lib.optimizer_shards.BufferPool):
+    def take(self):
+        while not self.free and self.sending:
+            self.sending.popleft().collect()
+        if self.free:
+            self.free.pop()
+        return self.like.new_empty(self.numel)
+
+
+# %% 05.7 a new buffer instead of waiting
+import torch
+
+import course_lib.optimizer_shards
+
+
+class BufferPool(course_lib.optimizer_shards.BufferPool):
+    def take(self):
+        return self.free.pop() if self.free else self.like.new_empty(self.numel)
+
+
+# %% 05.7 collects the newest
+import torch
+
+import course_lib.optimizer_shards
+
+
+class BufferPool(course_lib.optimizer_shards.BufferPool):
+    def take(self):
+        while not self.free and self.sending:
+            self.sending.pop().collect()
+        return self.free.pop() if self.free else self.like.new_empty(self.numel)
+
+
+# %% 05.7 what has been collected stays in `sending`
+import torch
+
+import course_lib.optimizer_shards
+
+
+class BufferPool(course_lib.optimizer_shards.BufferPool):
+    def take(self):
+        while not self.free and self.sending:
+            self.sending[0].collect()
+        return self.free.pop() if self.free else self.like.new_empty(self.numel)
+
+
+# %% 05.7 if instead of while
+import torch
+
+import course_lib.optimizer_shards
+
+
+class BufferPool(course_lib.optimizer_shards.BufferPool):
+    def take(self):
+        if not self.free and self.sending:
+            self.sending.popleft().collect()
+        return self.free.pop() if self.free else self.like.new_empty(self.numel)
+
+
+# %% 05.7 a free buffer stays free
+import torch
+
+import course_lib.optimizer_shards
+
+
+class BufferPool(course_lib.optimizer_shards.BufferPool):
+    def take(self):
+        while not self.free and self.sending:
+            self.sending.popleft().collect()
+        return self.free[-1] if self.free else self.like.new_empty(self.numel)
+
+
+# %% 05.7 takes for granted that something is being sent
+import torch
+
+import course_lib.optimizer_shards
+
+
+class BufferPool(course_lib.optimizer_shards.BufferPool):
+    def take(self):
+        while not self.free:
+            self.sending.popleft().collect()
+        return self.free.pop()
+
+
+# %% 05.7 a further buffer of another dtype
+import torch
+
+import course_lib.optimizer_shards
+
+
+class BufferPool(course_lib.optimizer_shards.BufferPool):
+    def take(self):
+        while not self.free and self.sending:
+            self.sending.popleft().collect()
+        return self.free.pop() if self.free else torch.empty(self.numel)
+
+
+# %% 05.7 the pool grows by each further buffer
+import torch
+
+import course_lib.optimizer_shards
+
+
+class BufferPool(course_lib.optimizer_shards.BufferPool):
+    def take(self):
+        while not self.free and self.sending:
+            self.sending.popleft().collect()
+        if not self.free:
+            self.count += 1
+            return self.like.new_empty(self.numel)
+        return self.free.pop()
+
+
+# %% 05.8 in the order of backward: the last layers first
+import course_lib.zero
+
+
+class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.step(self.optimizer, bucket.gradient)
+            shard.gather()
+        if self.module is None:
+            self.wait()
+        return result
+
+
+# %% 05.8 all updates, then all gathers
+import course_lib.zero
+
+
+class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+            shard.step(self.optimizer, bucket.gradient)
+        for shard in reversed(self.shards):
+            shard.gather()
+        if self.module is None:
+            self.wait()
+        return result
+
+
+# %% 05.8 gathers before it updates
+import course_lib.zero
+
+
+class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+            shard.gather()
+            shard.step(self.optimizer, bucket.gradient)
+        if self.module is None:
+            self.wait()
+        return result
+
+
+# %% 05.8 waits for each gather
+import course_lib.zero
+
+
+class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+            shard.step(self.optimizer, bucket.gradient)
+            shard.gather()
+            shard.wait()
+        if self.module is None:
+            self.wait()
+        return result
+
+
+# %% 05.8 waits at the end, with a module too
+import course_lib.zero
+
+
+class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+            shard.step(self.optimizer, bucket.gradient)
+            shard.gather()
+        self.wait()
+        return result
+
+
+# %% 05.8 nobody waits where there is no module
+import course_lib.zero
+
+
+class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+            shard.step(self.optimizer, bucket.gradient)
+            shard.gather()
+        return result
+
+
+# %% 05.8 waits for the last bucket only
+import course_lib.zero
+
+
+class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+            shard.step(self.optimizer, bucket.gradient)
+            shard.gather()
+        if self.module is None:
+            shard.wait()
+        return result
+
+
+# %% 05.8 without a module it waits for each gather
+import course_lib.zero
+
+
+class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+            shard.step(self.optimizer, bucket.gradient)
+            shard.gather()
+            if self.module is None:
+                shard.wait()
+        return result
+
+
+# %% 05.8 no gathers
+import course_lib.zero
+
+
+class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+            shard.step(self.optimizer, bucket.gradient)
+        if self.module is None:
+            self.wait()
+        return result
+
+
+# %% 05.8 updates by sums instead of means
+import course_lib.zero
+
+
+class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+            shard.step(self.optimizer, bucket.gradient * self.group.size())
+            shard.gather()
+        if self.module is None:
+            self.wait()
+        return result
+
+
+# %% 05.9 fake: free() resizes nothing
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.sharded_parameters
+
+
+class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+    def free(self):
+        self.wait()
+        self.gathered = False
+
+
+# %% 05.9 fake: free() drops its view, and gather() makes a new buffer
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.sharded_parameters
+
+
+class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+    def gather(self):
+        if not self.gathered:
+            self.gathered = True
+            self.values = torch.empty(self.layout.padded, dtype=self.values.dtype)
+            if self.encoding is None:
+                own = self.layout.own(self.values)
+                own.copy_(self.shard)
+                self.work = dist.all_gather_single(self.values, own, group=self.layout.group, async_op=True)
+            else:
+                payload = self.encoding.encode(self.shard)
+                self.payloads = payload.new_empty(self.layout.world_size * len(payload))
+                self.work = dist.all_gather_single(self.payloads, payload, group=self.layout.group, async_op=True)
+
+    def free(self):
+        self.wait()
+        self.values = self.values.new_empty(0)
+        self.gathered = False
+
+
+# %% 05.9 fake: keeps a copy of all values
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.sharded_parameters
+
+
+class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+    def gather(self):
+        super().gather()
+        self.whole = torch.empty_like(self.values)
+
+
+# %% 05.9 free() does not wait
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.sharded_parameters
+
+
+class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+    def free(self):
+        self.values.untyped_storage().resize_(0)
+        self.gathered = False
+
+
+# %% 05.9 free() waits when the memory is gone already
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.sharded_parameters
+
+
+class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+    def free(self):
+        self.values.untyped_storage().resize_(0)
+        if self.encoding is None:
+            self.wait()
+        self.work = self.payloads = None
+        self.gathered = False
+
+
+# %% 05.9 free() forgets the work instead of waiting
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.sharded_parameters
+
+
+class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+    def free(self):
+        self.work = self.payloads = None
+        self.values.untyped_storage().resize_(0)
+        self.gathered = False
+
+
+# %% 05.9 free() leaves it gathered
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.sharded_parameters
+
+
+class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+    def free(self):
+        self.wait()
+        self.values.untyped_storage().resize_(0)
+
+
+# %% 05.9 gather() waits
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.sharded_parameters
+
+
+class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+    def gather(self):
+        if not self.gathered:
+            self.gathered = True
+            self.values.untyped_storage().resize_(self.nbytes)
+            if self.encoding is None:
+                own = self.layout.own(self.values)
+                own.copy_(self.shard)
+                self.work = dist.all_gather_single(self.values, own, group=self.layout.group, async_op=True)
+            else:
+                payload = self.encoding.encode(self.shard)
+                self.payloads = payload.new_empty(self.layout.world_size * len(payload))
+                self.work = dist.all_gather_single(self.payloads, payload, group=self.layout.group, async_op=True)
+            self.wait()
+
+
+# %% 05.9 gather() gathers each time
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.sharded_parameters
+
+
+class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+    def gather(self):
+        if True:
+            self.gathered = True
+            self.values.untyped_storage().resize_(self.nbytes)
+            if self.encoding is None:
+                own = self.layout.own(self.values)
+                own.copy_(self.shard)
+                self.work = dist.all_gather_single(self.values, own, group=self.layout.group, async_op=True)
+            else:
+                payload = self.encoding.encode(self.shard)
+                self.payloads = payload.new_empty(self.layout.world_size * len(payload))
+                self.work = dist.all_gather_single(self.payloads, payload, group=self.layout.group, async_op=True)
+
+
+# %% 05.9 the encoding is passed over
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.sharded_parameters
+
+
+class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+    def gather(self):
+        if not self.gathered:
+            self.gathered = True
+            self.values.untyped_storage().resize_(self.nbytes)
+            own = self.layout.own(self.values)
+            own.copy_(self.shard)
+            self.work = dist.all_gather_single(self.values, own, group=self.layout.group, async_op=True)
+
+
+# %% 05.10 the last unit is gathered twice as well
+gathers = 16
+times_data_parallel = 1.5
+
+
+# %% 05.10 forward only
+gathers = 8
+times_data_parallel = 1.5
+
+
+# %% 05.10 blocks only
+gathers = 11
+times_data_parallel = 1.5
+
+
+# %% 05.10 the first and the last are kept
+gathers = 14
+times_data_parallel = 1.5
+
+
+# %% 05.10 as many bytes as data parallelism
+gathers = 15
+times_data_parallel = 1.0
+
+
+# %% 05.10 elements instead of a multiple
+gathers = 15
+times_data_parallel = 3.0
+
+
+# %% 05.10 no gather before backward
+gathers = 15
+times_data_parallel = 0.75
+
+
+# %% 05.10 a word
+gathers = 15
+times_data_parallel = "half as much again"
+
+
+# %% 05.11 no prefetch
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.fully_shard
+from course_lib.data_parallel import broadcast_from_first, check_same_model
+
+
+class FullyShard(course_lib.fully_shard.FullyShard):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        self.send(self.open)
+        self.open = [unit]
+        unit.wait()
+
+
+# %% 05.11 prefetches after it has waited
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.fully_shard
+from course_lib.data_parallel import broadcast_from_first, check_same_model
+
+
+class FullyShard(course_lib.fully_shard.FullyShard):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        self.send(self.open)
+        self.open = [unit]
+        unit.wait()
+        place = self.ran.index(unit) if unit in self.ran else 0
+        if place > 0:
+            self.ran[place - 1].gather()
+
+
+# %% 05.11 prefetches in the order of forward
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.fully_shard
+from course_lib.data_parallel import broadcast_from_first, check_same_model
+
+
+class FullyShard(course_lib.fully_shard.FullyShard):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        self.send(self.open)
+        self.open = [unit]
+        place = self.ran.index(unit) if unit in self.ran else 0
+        if place + 1 < len(self.ran):
+            self.ran[place + 1].gather()
+        unit.wait()
+
+
+# %% 05.11 gathers everything at once
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.fully_shard
+from course_lib.data_parallel import broadcast_from_first, check_same_model
+
+
+class FullyShard(course_lib.fully_shard.FullyShard):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        self.send(self.open)
+        self.open = [unit]
+        for other in reversed(self.ran):
+            other.gather()
+        unit.wait()
+
+
+# %% 05.11 the hook works each time it fires
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.fully_shard
+from course_lib.data_parallel import broadcast_from_first, check_same_model
+
+
+class FullyShard(course_lib.fully_shard.FullyShard):
+    def before_backward(self, unit):
+        unit.gather()
+        self.send(self.open)
+        self.open = [unit]
+        place = self.ran.index(unit) if unit in self.ran else 0
+        if place > 0:
+            self.ran[place - 1].gather()
+        unit.wait()
+
+
+# %% 05.11 never sends before the end
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.fully_shard
+from course_lib.data_parallel import broadcast_from_first, check_same_model
+
+
+class FullyShard(course_lib.fully_shard.FullyShard):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        self.open.append(unit)
+        place = self.ran.index(unit) if unit in self.ran else 0
+        if place > 0:
+            self.ran[place - 1].gather()
+        unit.wait()
+
+
+# %% 05.11 sends the unit whose backward begins
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.fully_shard
+from course_lib.data_parallel import broadcast_from_first, check_same_model
+
+
+class FullyShard(course_lib.fully_shard.FullyShard):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        self.send([unit])
+        self.open = [unit]
+        place = self.ran.index(unit) if unit in self.ran else 0
+        if place > 0:
+            self.ran[place - 1].gather()
+        unit.wait()
+
+
+# %% 05.11 prefetches before it sends
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.fully_shard
+from course_lib.data_parallel import broadcast_from_first, check_same_model
+
+
+class FullyShard(course_lib.fully_shard.FullyShard):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        place = self.ran.index(unit) if unit in self.ran else 0
+        if place > 0:
+            self.ran[place - 1].gather()
+        self.send(self.open)
+        self.open = [unit]
+        unit.wait()
+
+
+# %% 05.11 before the first unit comes the last
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.fully_shard
+from course_lib.data_parallel import broadcast_from_first, check_same_model
+
+
+class FullyShard(course_lib.fully_shard.FullyShard):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        self.send(self.open)
+        self.open = [unit]
+        place = self.ran.index(unit) if unit in self.ran else 0
+        self.ran[place - 1].gather()
+        unit.wait()
+
+
+# %% 05.11 takes for granted that the unit has run
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import course_lib.fully_shard
+from course_lib.data_parallel import broadcast_from_first, check_same_model
+
+
+class FullyShard(course_lib.fully_shard.FullyShard):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        self.send(self.open)
+        self.open = [unit]
+        place = self.ran.index(unit)
+        if place > 0:
+            self.ran[place - 1].gather()
+        unit.wait()
+
+
+# %% 05.12 first fit
+import course_lib.defragmentation
+from course_lib.defragmentation import ALIGNMENT
+
+
+class Arena(course_lib.defragmentation.Arena):
+    def take(self, nbytes: int) -> int:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        fitting = [(start, end) for start, end in self.holes if end - start >= size]
+        if not fitting:
+            raise self.no_hole(size)
+        start, end = fitting[0]
+        where = self.holes.index((start, end))
+        self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
+        self.taken[start] = size
+        return start
+
+
+# %% 05.12 of equal holes the last
+import course_lib.defragmentation
+from course_lib.defragmentation import ALIGNMENT
+
+
+class Arena(course_lib.defragmentation.Arena):
+    def take(self, nbytes: int) -> int:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        fitting = [(start, end) for start, end in self.holes if end - start >= size]
+        if not fitting:
+            raise self.no_hole(size)
+        start, end = min(reversed(fitting), key=lambda hole: hole[1] - hole[0])
+        where = self.holes.index((start, end))
+        self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
+        self.taken[start] = size
+        return start
+
+
+# %% 05.12 sizes are rounded down
+import course_lib.defragmentation
+from course_lib.defragmentation import ALIGNMENT
+
+
+class Arena(course_lib.defragmentation.Arena):
+    def take(self, nbytes: int) -> int:
+        size = max(nbytes // ALIGNMENT, 1) * ALIGNMENT
+        fitting = [(start, end) for start, end in self.holes if end - start >= size]
+        if not fitting:
+            raise self.no_hole(size)
+        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
+        where = self.holes.index((start, end))
+        self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
+        self.taken[start] = size
+        return start
+
+
+# %% 05.12 a hole must be larger than the block
+import course_lib.defragmentation
+from course_lib.defragmentation import ALIGNMENT
+
+
+class Arena(course_lib.defragmentation.Arena):
+    def take(self, nbytes: int) -> int:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        fitting = [(start, end) for start, end in self.holes if end - start > size]
+        if not fitting:
+            raise self.no_hole(size)
+        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
+        where = self.holes.index((start, end))
+        self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
+        self.taken[start] = size
+        return start
+
+
+# %% 05.12 no split: the whole hole is handed out
+import course_lib.defragmentation
+from course_lib.defragmentation import ALIGNMENT
+
+
+class Arena(course_lib.defragmentation.Arena):
+    def take(self, nbytes: int) -> int:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        fitting = [(start, end) for start, end in self.holes if end - start >= size]
+        if not fitting:
+            raise self.no_hole(size)
+        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
+        where = self.holes.index((start, end))
+        self.holes[where : where + 1] = []
+        self.taken[start] = end - start
+        return start
+
+
+# %% 05.12 no coalescing
+import bisect
+
+import course_lib.defragmentation
+
+
+class Arena(course_lib.defragmentation.Arena):
+    def give_back(self, address: int) -> None:
+        start, end = address, address + self.taken.pop(address)
+        bisect.insort(self.holes, (start, end))
+
+
+# %% 05.12 coalesces with one neighbour, not with both
+import bisect
+
+import course_lib.defragmentation
+
+
+class Arena(course_lib.defragmentation.Arena):
+    def give_back(self, address: int) -> None:
+        start, end = address, address + self.taken.pop(address)
+        for hole in self.holes:
+            if hole[1] == start or hole[0] == end:
+                self.holes.remove(hole)
+                start, end = min(start, hole[0]), max(end, hole[1])
+                break
+        bisect.insort(self.holes, (start, end))
+
+
+# %% 05.12 fake: asks only whether enough is free in sum
+import course_lib.defragmentation
+from course_lib.defragmentation import ALIGNMENT
+
+
+class Arena(course_lib.defragmentation.Arena):
+    def take(self, nbytes: int) -> int:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if sum(end - start for start, end in self.holes) < size:
+            raise self.no_hole(size)
+        fitting = [(start, end) for start, end in self.holes if end - start >= size] or self.holes
+        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
+        where = self.holes.index((start, end))
+        self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
+        self.taken[start] = size
+        return start
+
+
+# %% 05.12 unknown addresses are passed over
+import bisect
+
+import course_lib.defragmentation
+
+
+class Arena(course_lib.defragmentation.Arena):
+    def give_back(self, address: int) -> None:
+        start, end = address, address + self.taken.pop(address, 0)
+        if start == end:
+            return
+        for hole in [hole for hole in self.holes if hole[1] == start or hole[0] == end]:
+            self.holes.remove(hole)
+            start, end = min(start, hole[0]), max(end, hole[1])
+        bisect.insort(self.holes, (start, end))
+
+
+# %% 05.13 none is lost
+percent_lost = 0
+
+
+# %% 05.13 three percent, as on the 8B
+percent_lost = 3
+
+
+# %% 05.13 a third
+percent_lost = 33
+
+
+# %% 05.13 a factor, not percent
+percent_lost = 1.14
+
+
+# %% 05.13 a fraction
+percent_lost = 0.136
+
+
+# %% 05.13 no number
+percent_lost = '14%'
+
+
+# %% 05.14 elements instead of bytes, as in the playbook
+def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
+    return 1 / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 05.14 all of the bytes, not (N-1)/N
+def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
+    return param_bytes / (2 * tokens) * peak / bandwidth
+
+
+# %% 05.14 once to each of the others
+def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
+    return param_bytes / (2 * tokens) * (dp - 1) * peak / bandwidth
+
+
+# %% 05.14 an all-reduce instead of an all-gather
+def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
+    return 2 * param_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 05.14 the forward over the gather
+def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
+    ratio = param_bytes / (2 * tokens) * max(dp - 1, 1) / dp * peak / bandwidth
+    return 1 / ratio
+
+
+# %% 05.14 the operations of backward
+def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
+    return param_bytes / (4 * tokens) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 05.14 forgets the tokens
+def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
+    return param_bytes / 2 * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 05.14 bandwidth over peak
+def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
+    return param_bytes / (2 * tokens) * (dp - 1) / dp * bandwidth / peak
+
+
+# %% 05.14 two bytes, whatever the dtype
+def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
+    return 2 / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
+
+
+# %% 05.14 prints the ratio
+def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
+    print(param_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth)
