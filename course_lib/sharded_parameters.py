@@ -190,7 +190,12 @@ class Unit:
 
 
 def find_blocks(module: nn.Module) -> list[list[nn.Module]]:
-    """Units of a module, each a list of modules: every member of a ModuleList, and what stands between such lists."""
+    """Units of a module, each a list of modules: every member of a ModuleList, and what stands between such lists.
+
+    Of an nn.Sequential: every member. Other modules without a ModuleList are one unit.
+    """
+    if isinstance(module, nn.Sequential):
+        return [[child] for child in module.children()]
     units, between = [], []
     for child in module.children():
         if not any(isinstance(inner, nn.ModuleList) for inner in child.modules()):

@@ -24,7 +24,8 @@ from torch import nn
 class FlatLayout:
     """Where `tensors` lie in a flat buffer, and which part of it this rank of `group` owns.
 
-    numel: elements of all tensors; shard_numel: of each rank's piece; padded: of the whole buffer.
+    numel: elements of all tensors; shard_numel: of each rank's piece; padded: of the whole buffer. strides: a tensor
+    keeps its order of elements in memory, which may not be row by row (channels_last).
     """
 
     def __init__(self, tensors: list[torch.Tensor], group: dist.ProcessGroup):

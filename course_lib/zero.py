@@ -163,7 +163,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def finish(self) -> None:
         """After a step's last backward, on all ranks: wait until each has its pieces of the mean gradient.
 
-        clip_grad_norm_() and step() call it. A rank without a batch takes part with zeros.
+        clip_grad_norm_() and step() call it. A rank without a batch takes part with zeros. Raises RuntimeError inside
+        no_sync().
         """
         if not self.synchronizes:
             raise RuntimeError("finish() inside no_sync(): the last backward of a step and what follows stand outside")
