@@ -52,11 +52,8 @@ def peak_mib(run) -> float:
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
         run()
-    blocks, level, top = (
-        {},
-        0,
-        0,
-    )  # address: size. Other threads (gloo's) free blocks unseen, until one is handed out again
+    # blocks: size by address. Other threads (gloo's) free blocks unseen; they are gone when one is handed out again.
+    blocks, level, top = {}, 0, 0
     for _, address, size in sorted(memory_events(log.profiler.kineto_results.experimental_event_tree())):
         if size < 0:
             level -= blocks.pop(address, -size)

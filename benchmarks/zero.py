@@ -6,11 +6,11 @@ Stages 1 and 2 against ZeroRedundancyOptimizer over DistributedDataParallel, sta
 block, once with its default, which frees parameters after forward, and once where it keeps them until backward. Two
 and four ranks on this machine's CPU, or a rank for each GPU. The rivals have their best options, and all have the
 bucket size of BUCKET_MB at which they were fastest. They run in alternation, each after a barrier, and so do two of
-the rival: the spread of that ratio is the noise. A step ends when all its values are there: ZeroOptimizer's all-
-gathers, which would go on beside the next forward, are waited for, as the barrier between steps would hide them.
-Times are rank 0's, medians of PAIRS pairs. All start from the same weights, and their losses are compared. Peaks are
-above what is there between steps ("step"), or before the model ("first": making it, its optimizer, and two steps). On
-a GPU also: bytes by category of llama3.2-1B at world size 1 against the formulas.
+the rival: the spread of that ratio is the noise. A run is STEPS steps, and ends when all values are there, so that
+the last step's all-gathers count. Times are rank 0's, of a run, medians of PAIRS pairs. All start from the same
+weights, and their losses are compared. Peaks are above what is there between steps ("step"), or before the model
+("first": making it, its optimizer, and two steps). On a GPU also: bytes by category of llama3.2-1B at world size 1
+against the formulas.
 """
 
 import statistics
@@ -32,8 +32,9 @@ from course_lib.ranks import Ranks
 from course_lib.zero import ZeroOptimizer
 
 BUCKET_MB = (1, 5, 25)
-TRIES = 9  # steps for each choice
-PAIRS = 41  # steps differ by more than the rivals do
+STEPS = 2
+TRIES = 3  # runs for each choice
+PAIRS = 15
 ADAMW = {"lr": 1e-3, "fused": True}
 BY = {"ours_1": "zero_redundancy", "ours_2": "zero_redundancy", "ours_3": "fsdp2"}
 
@@ -102,21 +103,22 @@ def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
     inputs, targets = torch.randint(PRESETS[preset].vocab, (2, batch, seq), generator=generator).to(device)
 
     def step(wrap, choice: tuple):
-        """A training step, until the device has finished it; `losses` of all of them."""
+        """STEPS training steps, until the device has finished them; `losses` of all of them."""
         with device:
             model = Transformer(PRESETS[preset]).to(torch.bfloat16 if on_gpu else torch.float32)
         module, optimizer, finish = wrap(model, *choice)
 
-        def run() -> None:
-            step_loss = loss(module(inputs), targets)
-            step_loss.backward()
-            if finish:
-                finish()
-            optimizer.step()
-            optimizer.zero_grad()
+        def run(steps: int = STEPS) -> None:
+            for _ in range(steps):
+                step_loss = loss(module(inputs), targets)
+                step_loss.backward()
+                if finish:
+                    finish()
+                optimizer.step()
+                optimizer.zero_grad()
+                run.losses.append(step_loss.detach())
             if isinstance(optimizer, ZeroOptimizer):
                 optimizer.wait()
-            run.losses.append(step_loss.detach())
             if on_gpu:
                 torch.accelerator.synchronize()
 
@@ -140,13 +142,12 @@ def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
 
         def first(wrap=wrap, choice=choice, name=name) -> None:
             runs[name] = step(wrap, choice)
-            for _ in range(2):
-                runs[name]()
+            runs[name](2)
 
         found[name] = {"choice": choice, "first_peak_mib": measure.peak_mib(first)}
         runs[name]()
         found[name] |= {
-            "step_peak_mib": measure.peak_mib(runs[name]),
+            "step_peak_mib": measure.peak_mib(lambda name=name: runs[name](1)),
             "losses": torch.stack(runs[name].losses).tolist(),
         }
     for name, rival in [*BY.items(), ("ours_3", "fsdp2, parameters kept")]:
@@ -212,7 +213,7 @@ def main(pairs: int = PAIRS) -> None:
     gpus = torch.cuda.device_count()
     figures = {"preset": "SmolLM-135M" if gpus else "small", "batch": 8 if gpus else 4, "seq": 1024 if gpus else 128}
     sizes = tuple(figures.values())
-    figures["pairs"] = pairs
+    figures |= {"steps a run": STEPS, "pairs": pairs}
     for n in [gpus] if gpus else [2, 4]:
         with Ranks(n, timeout_s=1800) as ranks:
             figures[f"{n} ranks, {ranks.backend}"] = ranks(compare, *sizes, pairs)[0]
