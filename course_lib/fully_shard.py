@@ -186,7 +186,7 @@ def check_units(module: nn.Module, units: list[list[nn.Module]], init) -> None:
         if tensor.is_meta and init is None:
             raise ValueError(f"{name} is on the meta device: say by `init` what it holds")
 
-
+# %% ../notebooks/05_zero.ipynb #fully-shard-function
 def fully_shard(
     module: nn.Module,
     group: dist.ProcessGroup | None = None,
@@ -277,7 +277,7 @@ def load_full_state_dict(model: FullyShard, state_dict: dict[str, torch.Tensor])
         if name in state_dict:
             buffer.copy_(state_dict[name])
 
-
+# %% ../notebooks/05_zero.ipynb #sharded-clip
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """As torch.nn.utils.clip_grad_norm_, for sharded parameters: by the norm of all ranks' pieces, which it returns."""

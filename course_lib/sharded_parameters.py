@@ -188,7 +188,7 @@ class Unit:
         for part in self.parts:
             part.collect()
 
-
+# %% ../notebooks/05_zero.ipynb #find-blocks
 def find_blocks(module: nn.Module) -> list[list[nn.Module]]:
     """Units of a module, each a list of modules: every member of a ModuleList, and what stands between such lists.
 

@@ -257,7 +257,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--offload goes with stages 1 and 2")
     return chosen
 
-# %% ../notebooks/05_zero.ipynb #main
+# %% ../notebooks/05_zero.ipynb #sharded-accumulate
 def sharded_accumulate(model: nn.Module, sharding, micro_batches: list) -> torch.Tensor:
     """As data_parallel.parallel_accumulate; sharding: the ZeroOptimizer of the model, or the model by fully_shard."""
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
@@ -271,7 +271,7 @@ def sharded_accumulate(model: nn.Module, sharding, micro_batches: list) -> torch
     dist.all_reduce(total, group=sharding.group)
     return total
 
-
+# %% ../notebooks/05_zero.ipynb #main
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say. Rank 0 prints one line a step (its own tokens/s) and writes where --out says.
 

@@ -27,7 +27,7 @@ def check_states(param_groups: list[dict], state_dict: dict) -> None:
                     f"{name} of parameter {i} has shape {list(value.shape)}, the parameter {list(parameter.shape)}"
                 )
 
-
+# %% ../notebooks/05_zero.ipynb #whole-state
 @torch.no_grad()
 def whole_state(zero) -> dict:
     """See ZeroOptimizer.state_dict."""
