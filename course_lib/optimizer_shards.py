@@ -96,12 +96,13 @@ class GradientShard:
         self.gradient.mul_(self.mean)
         if self.carried is not None:
             self.gradient.add_(self.carried)
-        buffer, self.work, self.carried, self.reduced = self.whole.buffer, None, None, True
-        self.whole.attach(None if self.pool else buffer)
+        self.work, self.carried, self.reduced = None, None, True
+        self.whole.stored.clear()
         if self.pool:
             if self in self.pool.sending:
                 self.pool.sending.remove(self)
-            self.pool.give_back(buffer)
+            self.pool.give_back(self.whole.buffer)
+            self.whole.attach(None)
 
     def finish(self) -> None:
         """The round ends."""
