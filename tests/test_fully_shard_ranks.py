@@ -922,3 +922,46 @@ def test_a_whole_state_is_loaded_and_a_bad_one_is_one_line(ranks):
         names = ("blocks.0.attention.k_proj.weight", "more", "norm.weight")
         for text, name in zip(said_of, names, strict=True):
             assert text.startswith(f"ValueError: {name}: the module has") and "\n" not in text
+
+
+class Routed(nn.Module):
+    """A layer that keeps an auxiliary loss on itself, as a router does."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.expert = nn.Linear(6, 3), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = self.router(x).softmax(-1)
+        self.auxiliary = gates.mean(0).square().sum()
+        return x + torch.tanh(self.expert(x)) * gates.amax(-1, keepdim=True)
+
+
+def with_auxiliary_losses() -> tuple[dict, dict]:
+    """Gradients by name of a model whose layers keep an auxiliary loss: sharded, and the mean of the ranks' own."""
+    torch.manual_seed(0)
+    net = nn.Module()
+    net.blocks = nn.ModuleList(Routed() for _ in range(3))
+    net.forward = lambda x: [x := block(x) for block in net.blocks][-1]
+    x = torch.rand(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+
+    def backward(run) -> None:
+        out = run(x)
+        (out.square().mean() + sum(block.auxiliary for block in net.blocks)).backward()
+
+    backward(net)
+    expected = {}
+    for name, parameter in net.named_parameters():
+        dist.all_reduce(parameter.grad)
+        expected[name], parameter.grad = parameter.grad / dist.get_world_size(), None
+    model = fully_shard(net)
+    backward(model)
+    model.finish()
+    return whole_gradients(model), expected
+
+
+def test_an_auxiliary_loss_that_a_unit_keeps_on_itself_has_its_gradient(ranks):
+    for found, expected in ranks(with_auxiliary_losses):
+        assert found.keys() == expected.keys()
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name])
