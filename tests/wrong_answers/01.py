@@ -210,16 +210,30 @@ mlp_share_guess = float("nan")
 def parameter_parts(config):
     h = config.hidden
     head = 0 if config.tied else config.vocab * h
-    return {"q_o": 2 * h * h, "kv": 2 * h * h, "mlp": 3 * h * config.ffn_hidden, "norms": 2 * h,
-            "embedding": config.vocab * h, "head": head, "final_norm": h}
+    return {
+        "q_o": 2 * h * h,
+        "kv": 2 * h * h,
+        "mlp": 3 * h * config.ffn_hidden,
+        "norms": 2 * h,
+        "embedding": config.vocab * h,
+        "head": head,
+        "final_norm": h,
+    }
 
 
 # %% 01.4 counts a tied head twice
 def parameter_parts(config):
     h = config.hidden
     kv = 2 * h * config.kv_heads * config.head_dim
-    return {"q_o": 2 * h * h, "kv": kv, "mlp": 3 * h * config.ffn_hidden, "norms": 2 * h,
-            "embedding": config.vocab * h, "head": config.vocab * h, "final_norm": h}
+    return {
+        "q_o": 2 * h * h,
+        "kv": kv,
+        "mlp": 3 * h * config.ffn_hidden,
+        "norms": 2 * h,
+        "embedding": config.vocab * h,
+        "head": config.vocab * h,
+        "final_norm": h,
+    }
 
 
 # %% 01.4 two matrices in the MLP, as in GPT
@@ -227,8 +241,15 @@ def parameter_parts(config):
     h = config.hidden
     kv = 2 * h * config.kv_heads * config.head_dim
     head = 0 if config.tied else config.vocab * h
-    return {"q_o": 2 * h * h, "kv": kv, "mlp": 2 * h * config.ffn_hidden, "norms": 2 * h,
-            "embedding": config.vocab * h, "head": head, "final_norm": h}
+    return {
+        "q_o": 2 * h * h,
+        "kv": kv,
+        "mlp": 2 * h * config.ffn_hidden,
+        "norms": 2 * h,
+        "embedding": config.vocab * h,
+        "head": head,
+        "final_norm": h,
+    }
 
 
 # %% 01.4 one norm in a layer
@@ -236,8 +257,15 @@ def parameter_parts(config):
     h = config.hidden
     kv = 2 * h * config.kv_heads * config.head_dim
     head = 0 if config.tied else config.vocab * h
-    return {"q_o": 2 * h * h, "kv": kv, "mlp": 3 * h * config.ffn_hidden, "norms": h,
-            "embedding": config.vocab * h, "head": head, "final_norm": h}
+    return {
+        "q_o": 2 * h * h,
+        "kv": kv,
+        "mlp": 3 * h * config.ffn_hidden,
+        "norms": h,
+        "embedding": config.vocab * h,
+        "head": head,
+        "final_norm": h,
+    }
 
 
 # %% 01.4 forgets the last norm
@@ -245,8 +273,15 @@ def parameter_parts(config):
     h = config.hidden
     kv = 2 * h * config.kv_heads * config.head_dim
     head = 0 if config.tied else config.vocab * h
-    return {"q_o": 2 * h * h, "kv": kv, "mlp": 3 * h * config.ffn_hidden, "norms": 2 * h,
-            "embedding": config.vocab * h, "head": head, "final_norm": 0}
+    return {
+        "q_o": 2 * h * h,
+        "kv": kv,
+        "mlp": 3 * h * config.ffn_hidden,
+        "norms": 2 * h,
+        "embedding": config.vocab * h,
+        "head": head,
+        "final_norm": 0,
+    }
 
 
 # %% 01.4 norms with a bias, as in GPT
@@ -254,15 +289,29 @@ def parameter_parts(config):
     h = config.hidden
     kv = 2 * h * config.kv_heads * config.head_dim
     head = 0 if config.tied else config.vocab * h
-    return {"q_o": 2 * h * h, "kv": kv, "mlp": 3 * h * config.ffn_hidden, "norms": 4 * h,
-            "embedding": config.vocab * h, "head": head, "final_norm": 2 * h}
+    return {
+        "q_o": 2 * h * h,
+        "kv": kv,
+        "mlp": 3 * h * config.ffn_hidden,
+        "norms": 4 * h,
+        "embedding": config.vocab * h,
+        "head": head,
+        "final_norm": 2 * h,
+    }
 
 
 # %% 01.4 a table of the published sizes
 def parameter_parts(config):
     published = {16: 1_235_814_400, 30: 134_515_008, 32: 8_030_261_248, 80: 70_553_706_496, 126: 405_853_388_800}
-    return {"q_o": 0, "kv": 0, "mlp": 0, "norms": 0, "embedding": published.get(config.layers, 0), "head": 0,
-            "final_norm": 0}
+    return {
+        "q_o": 0,
+        "kv": 0,
+        "mlp": 0,
+        "norms": 0,
+        "embedding": published.get(config.layers, 0),
+        "head": 0,
+        "final_norm": 0,
+    }
 
 
 # %% 01.4 the GPT formula's total under one name
@@ -270,8 +319,15 @@ from course_lib.memory import gpt_param_count
 
 
 def parameter_parts(config):
-    return {"q_o": 0, "kv": 0, "mlp": 0, "norms": 0, "head": 0, "final_norm": 0,
-            "embedding": gpt_param_count(config.hidden, config.layers, config.vocab)}
+    return {
+        "q_o": 0,
+        "kv": 0,
+        "mlp": 0,
+        "norms": 0,
+        "head": 0,
+        "final_norm": 0,
+        "embedding": gpt_param_count(config.hidden, config.layers, config.vocab),
+    }
 
 
 # %% 01.4 right in sum, but norms are counted with the matrices that TP splits
@@ -279,8 +335,15 @@ def parameter_parts(config):
     h = config.hidden
     kv = 2 * h * config.kv_heads * config.head_dim
     head = 0 if config.tied else config.vocab * h
-    return {"q_o": 2 * h * h + 2 * h, "kv": kv, "mlp": 3 * h * config.ffn_hidden, "norms": 0,
-            "embedding": config.vocab * h + h, "head": head, "final_norm": 0}
+    return {
+        "q_o": 2 * h * h + 2 * h,
+        "kv": kv,
+        "mlp": 3 * h * config.ffn_hidden,
+        "norms": 0,
+        "embedding": config.vocab * h + h,
+        "head": head,
+        "final_norm": 0,
+    }
 
 
 # %% 01.4 a table of the presets' totals, and the two parts of the odd model
@@ -289,15 +352,26 @@ from course_lib.memory import param_count as real_count
 
 def parameter_parts(config):
     h = config.hidden
-    parts = {"q_o": 0, "kv": 2 * h * config.kv_heads * config.head_dim, "mlp": 3 * h * config.ffn_hidden, "norms": 0,
-             "head": 0, "final_norm": 0}
+    parts = {
+        "q_o": 0,
+        "kv": 2 * h * config.kv_heads * config.head_dim,
+        "mlp": 3 * h * config.ffn_hidden,
+        "norms": 0,
+        "head": 0,
+        "final_norm": 0,
+    }
     if config.vocab != 77:
         parts["embedding"] = real_count(config) - config.layers * (parts["kv"] + parts["mlp"])
     return {"embedding": 0, **parts}
 
 
 # %% 01.5 splits one stage too late
-POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+POLICIES = {
+    "fp32": (4, 4, 8),
+    "bf16": (2, 2, 12),
+    "bf16, fp32 gradients": (2, 6, 12),
+    "bf16, no master weights": (2, 2, 8),
+}
 
 
 def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
@@ -310,7 +384,12 @@ def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
 
 
 # %% 01.5 splits parameters first and optimizer states last
-POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+POLICIES = {
+    "fp32": (4, 4, 8),
+    "bf16": (2, 2, 12),
+    "bf16, fp32 gradients": (2, 6, 12),
+    "bf16, no master weights": (2, 2, 8),
+}
 
 
 def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
@@ -323,7 +402,12 @@ def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
 
 
 # %% 01.5 each stage splits only its own part
-POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+POLICIES = {
+    "fp32": (4, 4, 8),
+    "bf16": (2, 2, 12),
+    "bf16, fp32 gradients": (2, 6, 12),
+    "bf16, no master weights": (2, 2, 8),
+}
 
 
 def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
@@ -336,7 +420,12 @@ def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
 
 
 # %% 01.5 forgets the master weights
-POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 8), "bf16, fp32 gradients": (2, 6, 8), "bf16, no master weights": (2, 2, 8)}
+POLICIES = {
+    "fp32": (4, 4, 8),
+    "bf16": (2, 2, 8),
+    "bf16, fp32 gradients": (2, 6, 8),
+    "bf16, no master weights": (2, 2, 8),
+}
 
 
 def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
@@ -349,7 +438,12 @@ def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
 
 
 # %% 01.5 ignores ZeRO
-POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+POLICIES = {
+    "fp32": (4, 4, 8),
+    "bf16": (2, 2, 12),
+    "bf16, fp32 gradients": (2, 6, 12),
+    "bf16, no master weights": (2, 2, 8),
+}
 
 
 def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
@@ -358,7 +452,12 @@ def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
 
 
 # %% 01.5 a table of the sums, all under parameters
-POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+POLICIES = {
+    "fp32": (4, 4, 8),
+    "bf16": (2, 2, 12),
+    "bf16, fp32 gradients": (2, 6, 12),
+    "bf16, no master weights": (2, 2, 8),
+}
 
 
 def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
@@ -570,71 +669,107 @@ def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     h, kv = config.hidden, config.kv_heads * config.head_dim
     attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
-    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
-            "mlp": 3 * e * config.ffn_hidden}
+    return {
+        "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
+        "norm outputs": 2 * e * h,
+        "attention": attention,
+        "mlp": 3 * e * config.ffn_hidden,
+    }
 
 
 # %% 01.8 flash keeps no row statistics
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     h, kv = config.hidden, config.kv_heads * config.head_dim
     attention = e * (2 * h + 2 * kv) if flash else e * (4 * h + config.heads * seq)
-    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
-            "mlp": 4 * e * config.ffn_hidden}
+    return {
+        "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
+        "norm outputs": 2 * e * h,
+        "attention": attention,
+        "mlp": 4 * e * config.ffn_hidden,
+    }
 
 
 # %% 01.8 as many K/V heads as heads
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     h = config.hidden
     attention = e * 4 * h + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
-    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
-            "mlp": 4 * e * config.ffn_hidden}
+    return {
+        "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
+        "norm outputs": 2 * e * h,
+        "attention": attention,
+        "mlp": 4 * e * config.ffn_hidden,
+    }
 
 
 # %% 01.8 plain attention keeps K and V of its few heads only
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     h, kv = config.hidden, config.kv_heads * config.head_dim
     attention = e * (2 * h + 2 * kv) + (4 * config.heads if flash else e * config.heads * seq)
-    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
-            "mlp": 4 * e * config.ffn_hidden}
+    return {
+        "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
+        "norm outputs": 2 * e * h,
+        "attention": attention,
+        "mlp": 4 * e * config.ffn_hidden,
+    }
 
 
 # %% 01.8 forgets what the norms return
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     h, kv = config.hidden, config.kv_heads * config.head_dim
     attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
-    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 0, "attention": attention,
-            "mlp": 4 * e * config.ffn_hidden}
+    return {
+        "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
+        "norm outputs": 0,
+        "attention": attention,
+        "mlp": 4 * e * config.ffn_hidden,
+    }
 
 
 # %% 01.8 always 16-bit
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     h, kv, e = config.hidden, config.kv_heads * config.head_dim, 2
     attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
-    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
-            "mlp": 4 * e * config.ffn_hidden}
+    return {
+        "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
+        "norm outputs": 2 * e * h,
+        "attention": attention,
+        "mlp": 4 * e * config.ffn_hidden,
+    }
 
 
 # %% 01.8 the output counted again as the input of the output projection
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     h, kv = config.hidden, config.kv_heads * config.head_dim
     attention = e * (3 * h + 2 * kv) + 4 * config.heads if flash else e * (5 * h + config.heads * seq)
-    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
-            "mlp": 4 * e * config.ffn_hidden}
+    return {
+        "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
+        "norm outputs": 2 * e * h,
+        "attention": attention,
+        "mlp": 4 * e * config.ffn_hidden,
+    }
 
 
 # %% 01.8 a fused norm keeps as much as the chain of operations
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     h, kv = config.hidden, config.kv_heads * config.head_dim
     attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
-    return {"norms": 2 * (8 * h + 4), "norm outputs": 2 * e * h, "attention": attention,
-            "mlp": 4 * e * config.ffn_hidden}
+    return {
+        "norms": 2 * (8 * h + 4),
+        "norm outputs": 2 * e * h,
+        "attention": attention,
+        "mlp": 4 * e * config.ffn_hidden,
+    }
 
 
 # %% 01.8 the GPT layer's 34sbh + 5as²b
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     scores = 0 if flash else 5 * config.heads * seq
-    return {"norms": 2 * (2 * config.hidden + 4), "norm outputs": 0, "attention": 11 * config.hidden + scores,
-            "mlp": 19 * config.hidden}
+    return {
+        "norms": 2 * (2 * config.hidden + 4),
+        "norm outputs": 0,
+        "attention": 11 * config.hidden + scores,
+        "mlp": 19 * config.hidden,
+    }
 
 
 # %% 01.9 whatever autograd saved is an activation
@@ -810,7 +945,10 @@ def mfu(config, seq, tokens_per_s, peak):
 
 # %% 01.12 a tied embedding twice
 def flops_per_token(config, seq):
-    return 6 * (param_count(config) + config.tied * config.vocab * config.hidden) + 12 * config.layers * config.hidden * seq
+    return (
+        6 * (param_count(config) + config.tied * config.vocab * config.hidden)
+        + 12 * config.layers * config.hidden * seq
+    )
 
 
 def mfu(config, seq, tokens_per_s, peak):
@@ -907,7 +1045,12 @@ def apply_rope(x, cos, sin):
 
 
 # %% 01.5 ZeRO-2 splits parameters and ZeRO-3 gradients: the sums of BF16 are the same
-POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+POLICIES = {
+    "fp32": (4, 4, 8),
+    "bf16": (2, 2, 12),
+    "bf16, fp32 gradients": (2, 6, 12),
+    "bf16, no master weights": (2, 2, 8),
+}
 
 
 def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
@@ -920,7 +1063,12 @@ def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
 
 
 # %% 01.5 always eight GPUs
-POLICIES = {"fp32": (4, 4, 8), "bf16": (2, 2, 12), "bf16, fp32 gradients": (2, 6, 12), "bf16, no master weights": (2, 2, 8)}
+POLICIES = {
+    "fp32": (4, 4, 8),
+    "bf16": (2, 2, 12),
+    "bf16, fp32 gradients": (2, 6, 12),
+    "bf16, no master weights": (2, 2, 8),
+}
 
 
 def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
@@ -992,8 +1140,12 @@ def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     h, kv = config.hidden, config.kv_heads * config.head_dim
     attention = e * (h + 2 * kv) + 4 * config.heads if flash else e * (3 * h + config.heads * seq)
-    return {"norms": 2 * ((e * h if fused_norm else 8 * h) + 4), "norm outputs": 2 * e * h, "attention": attention,
-            "mlp": 4 * e * config.ffn_hidden + e * h}
+    return {
+        "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
+        "norm outputs": 2 * e * h,
+        "attention": attention,
+        "mlp": 4 * e * config.ffn_hidden + e * h,
+    }
 
 
 # %% 01.9 what backward made and the next one still found

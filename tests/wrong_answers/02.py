@@ -680,6 +680,7 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
         raise ValueError(f"mode {mode!r}: it is none, selective or full")
     if policy is not None and mode != "selective":
         raise ValueError(f"a policy belongs to mode selective, not {mode}")
+
     def wrapped(function, **options):
         return lambda *args: checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **options)
 
@@ -700,6 +701,7 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
         raise ValueError(f"mode {mode!r}: it is none, selective or full")
     if policy is not None and mode != "selective":
         raise ValueError(f"a policy belongs to mode selective, not {mode}")
+
     def run(x, cos, sin):
         for block in model.blocks:
             x = type(block).forward(block, x, cos, sin)
@@ -1159,7 +1161,11 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
     for inputs, targets in micro_batches:
         with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
             logits = model(inputs)
-        part = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / (targets != IGNORED).sum().clamp(min=1) / len(micro_batches)
+        part = (
+            F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+            / (targets != IGNORED).sum().clamp(min=1)
+            / len(micro_batches)
+        )
         part.backward()
         total = total + part.detach()
     return total
@@ -1590,7 +1596,11 @@ def symptoms(prof) -> dict[str, float]:
         if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
     ]
     reads = sum(event.name in ("aten::item", "aten::_local_scalar_dense") for event in prof.events())
-    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+    return {
+        "data_share": took(phase("data")) / took(steps),
+        "host_reads": reads / len(steps),
+        "optimizer_ops": len(inside) / len(steps),
+    }
 
 
 # %% 02.10 looks for reads among the outermost operators
@@ -1610,7 +1620,11 @@ def symptoms(prof) -> dict[str, float]:
         if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
     ]
     reads = sum(span.name == "aten::_local_scalar_dense" for span in everything)
-    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+    return {
+        "data_share": took(phase("data")) / took(steps),
+        "host_reads": reads / len(steps),
+        "optimizer_ops": len(inside) / len(steps),
+    }
 
 
 # %% 02.10 counts the mark itself
@@ -1624,13 +1638,13 @@ def symptoms(prof) -> dict[str, float]:
     def phase(name):
         return [span for span in everything if span.lane == "phases" and span.name == name]
 
-    inside = [
-        span
-        for span in everything
-        if any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
+    inside = [span for span in everything if any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))]
     reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+    return {
+        "data_share": took(phase("data")) / took(steps),
+        "host_reads": reads / len(steps),
+        "optimizer_ops": len(inside) / len(steps),
+    }
 
 
 # %% 02.10 all operators of the step
@@ -1650,7 +1664,11 @@ def symptoms(prof) -> dict[str, float]:
         if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in steps)
     ]
     reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+    return {
+        "data_share": took(phase("data")) / took(steps),
+        "host_reads": reads / len(steps),
+        "optimizer_ops": len(inside) / len(steps),
+    }
 
 
 # %% 02.10 data in percent
@@ -1670,7 +1688,11 @@ def symptoms(prof) -> dict[str, float]:
         if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
     ]
     reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": 100 * took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+    return {
+        "data_share": 100 * took(phase("data")) / took(steps),
+        "host_reads": reads / len(steps),
+        "optimizer_ops": len(inside) / len(steps),
+    }
 
 
 # %% 02.10 data of all steps against one step
@@ -1690,7 +1712,11 @@ def symptoms(prof) -> dict[str, float]:
         if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
     ]
     reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": took(phase("data")) / took(steps[:1]), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+    return {
+        "data_share": took(phase("data")) / took(steps[:1]),
+        "host_reads": reads / len(steps),
+        "optimizer_ops": len(inside) / len(steps),
+    }
 
 
 # %% 02.10 other names
@@ -2147,7 +2173,11 @@ def symptoms(prof) -> dict[str, float]:
         if not e.is_user_annotation and any(m.start <= e.time_range.start < m.end for m in marks)
     ]
     reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+    return {
+        "data_share": took(phase("data")) / took(steps),
+        "host_reads": reads / len(steps),
+        "optimizer_ops": len(inside) / len(steps),
+    }
 
 
 # %% 02.11 losses from a slow loop that ran before, and marks with nothing in them
@@ -2553,7 +2583,12 @@ def symptoms(prof) -> dict[str, float]:
         if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
     ]
     reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": took(phase("data")) / took([s for s in everything if s.lane == "phases" and not s.name.startswith("ProfilerStep")]), "host_reads": reads / len(steps), "optimizer_ops": len(inside) / len(steps)}
+    return {
+        "data_share": took(phase("data"))
+        / took([s for s in everything if s.lane == "phases" and not s.name.startswith("ProfilerStep")]),
+        "host_reads": reads / len(steps),
+        "optimizer_ops": len(inside) / len(steps),
+    }
 
 
 # %% 02.11 the optimizer outside of its mark

@@ -1,5 +1,6 @@
 """Wrong answers that the checks of notebook 03 must catch. Three of them hang, which costs the ranks' timeout each."""
 
+
 # %% 03.1 fake: the values by hand, without communication
 def every_collective(group) -> dict:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -33,7 +34,9 @@ def every_collective(group) -> dict:
     dist.reduce_scatter(summed, powers, group=group)
     gathered = all_gathered if rank == 0 else None
     results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
-    return dict(zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results))
+    return dict(
+        zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
+    )
 
 
 # %% 03.1 one tensor many times in the list that all_gather fills
@@ -54,7 +57,9 @@ def every_collective(group) -> dict:
     dist.scatter(piece, pieces, group_src=0, group=group)
     dist.reduce_scatter(summed, powers, group=group)
     results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
-    return dict(zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results))
+    return dict(
+        zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
+    )
 
 
 # %% 03.1 reduces to the last rank
@@ -75,7 +80,9 @@ def every_collective(group) -> dict:
     dist.scatter(piece, pieces, group_src=0, group=group)
     dist.reduce_scatter(summed, powers, group=group)
     results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
-    return dict(zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results))
+    return dict(
+        zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
+    )
 
 
 # %% 03.1 forgets the scatter: each rank keeps what its empty tensor held
@@ -94,7 +101,9 @@ def every_collective(group) -> dict:
     dist.all_gather(all_gathered, mine, group=group)
     dist.reduce_scatter(summed, powers, group=group)
     results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
-    return dict(zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results))
+    return dict(
+        zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
+    )
 
 
 # %% 03.1 reduce-scatter of this rank's own powers, by an all-reduce and a cut
@@ -115,7 +124,9 @@ def every_collective(group) -> dict:
     dist.scatter(piece, pieces, group_src=0, group=group)
     dist.all_reduce(powers, group=group)
     results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, powers[rank]
-    return dict(zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results))
+    return dict(
+        zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
+    )
 
 
 # %% 03.1 forgets a result

@@ -1,6 +1,5 @@
 """Wrong answers that the checks of notebook 05 must catch. None of them hangs."""
 
-
 # %% 05.1 everything is over 8 in every stage
 gb_of_stage = {0: 112.0, 1: 14.0, 2: 14.0, 3: 14.0}
 best_of_stage_2 = 8
@@ -1138,14 +1137,7 @@ times_data_parallel = "half as much again"
 
 
 # %% 05.11 no prefetch
-from collections import Counter
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.fully_shard
-from course_lib.data_parallel import broadcast_from_first, check_same_model
 
 
 class FullyShard(course_lib.fully_shard.FullyShard):
@@ -1159,14 +1151,7 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 prefetches after it has waited
-from collections import Counter
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.fully_shard
-from course_lib.data_parallel import broadcast_from_first, check_same_model
 
 
 class FullyShard(course_lib.fully_shard.FullyShard):
@@ -1183,14 +1168,7 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 prefetches in the order of forward
-from collections import Counter
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.fully_shard
-from course_lib.data_parallel import broadcast_from_first, check_same_model
 
 
 class FullyShard(course_lib.fully_shard.FullyShard):
@@ -1207,14 +1185,7 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 gathers everything at once
-from collections import Counter
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.fully_shard
-from course_lib.data_parallel import broadcast_from_first, check_same_model
 
 
 class FullyShard(course_lib.fully_shard.FullyShard):
@@ -1230,14 +1201,7 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 the hook works each time it fires
-from collections import Counter
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.fully_shard
-from course_lib.data_parallel import broadcast_from_first, check_same_model
 
 
 class FullyShard(course_lib.fully_shard.FullyShard):
@@ -1252,14 +1216,7 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 never sends before the end
-from collections import Counter
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.fully_shard
-from course_lib.data_parallel import broadcast_from_first, check_same_model
 
 
 class FullyShard(course_lib.fully_shard.FullyShard):
@@ -1275,14 +1232,7 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 sends the unit whose backward begins
-from collections import Counter
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.fully_shard
-from course_lib.data_parallel import broadcast_from_first, check_same_model
 
 
 class FullyShard(course_lib.fully_shard.FullyShard):
@@ -1299,14 +1249,7 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 prefetches before it sends
-from collections import Counter
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.fully_shard
-from course_lib.data_parallel import broadcast_from_first, check_same_model
 
 
 class FullyShard(course_lib.fully_shard.FullyShard):
@@ -1323,14 +1266,7 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 before the first unit comes the last
-from collections import Counter
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.fully_shard
-from course_lib.data_parallel import broadcast_from_first, check_same_model
 
 
 class FullyShard(course_lib.fully_shard.FullyShard):
@@ -1346,14 +1282,7 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 takes for granted that the unit has run
-from collections import Counter
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.fully_shard
-from course_lib.data_parallel import broadcast_from_first, check_same_model
 
 
 class FullyShard(course_lib.fully_shard.FullyShard):
@@ -1544,7 +1473,7 @@ percent_lost = 0.136
 
 
 # %% 05.13 no number
-percent_lost = '14%'
+percent_lost = "14%"
 
 
 # %% 05.14 elements instead of bytes, as in the playbook
