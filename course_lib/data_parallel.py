@@ -134,20 +134,23 @@ class DataParallel(nn.Module):
         self.reducer.finish()
 
 # %% ../notebooks/04_data_parallel.ipynb #ex-04-8
-from .recompute import IGNORED, accumulate
+from .recompute import IGNORED, accumulate, summed_loss
 
 
-def parallel_accumulate(dp: DataParallel, micro_batches, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def parallel_accumulate(
+    dp: DataParallel, micro_batches, dtype: torch.dtype = torch.float32, loss_of=summed_loss
+) -> torch.Tensor:
     """Forward and backward of this rank's micro-batches, then finish(): the gradient of the mean loss over all target
-    tokens of all ranks; one micro-batch or more, as of `accumulate`. Returns that loss, the same on all ranks.
+    tokens of all ranks; one micro-batch or more; dtype, loss_of: as of `accumulate`. Returns that loss, the same on all
+    ranks.
     """
     micro_batches = list(micro_batches)
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
     dist.all_reduce(tokens, group=dp.group)
     tokens = tokens.clamp(min=1) / dp.group.size()
     with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
     dp.finish()
     dist.all_reduce(total, group=dp.group)
     return total

@@ -14,11 +14,11 @@ unit) elements. (Rajbhandari et al. 2020, ZeRO, §5.3, §7.2.2; The Ultra-Scale 
 
 # %% auto #0
 __all__ = ['in_backward', 'UnitRunner', 'FullyShard', 'places_of', 'check_units', 'fully_shard', 'full_state_dict',
-           'load_full_state_dict', 'clip_grad_norm_', 'gather_ratio']
+           'load_full_state_dict', 'gather_ratio']
 
 # %% ../notebooks/05_zero.ipynb #fully-shard-imports
 from .sharded_parameters import Encoding, ShardedParameters, Unit, find_blocks
-from .shards import global_norm, norm_group
+from .shards import norm_group
 
 # %% ../notebooks/05_zero.ipynb #unit-runner
 import weakref
@@ -282,17 +282,6 @@ def load_full_state_dict(model: FullyShard, state_dict: dict[str, torch.Tensor])
     for name, buffer in model.module.named_buffers():
         if name in state_dict:
             buffer.copy_(state_dict[name])
-
-# %% ../notebooks/05_zero.ipynb #sharded-clip
-@torch.no_grad()
-def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
-    """As torch.nn.utils.clip_grad_norm_, for sharded parameters: by the norm of all ranks' pieces, which it returns."""
-    parameters = list(parameters)
-    gradients = [p.new_zeros(0) if p.grad is None else p.grad for p in parameters]  # a rank may own nothing
-    norm = global_norm([(gradient, p.norm_group) for gradient, p in zip(gradients, parameters, strict=True)])
-    for gradient in gradients:
-        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
-    return norm
 
 # %% ../notebooks/05_zero.ipynb #ex-05-14
 def gather_ratio(tokens: int, dp: int, bandwidth: float, peak: float, param_bytes: float = 2) -> float:

@@ -12,7 +12,7 @@ activations of one micro-batch. batch = micro_batch x accumulation steps.
 
 # %% auto #0
 __all__ = ['aten', 'FUSED_ATTENTION', 'IGNORED', 'Recomputed', 'keep_fused_attention', 'apply_recompute', 'kept_bytes',
-           'keep_products', 'accumulate', 'fp32_gradients', 'options', 'accumulated_step', 'main']
+           'keep_products', 'summed_loss', 'accumulate', 'fp32_gradients', 'options', 'accumulated_step', 'main']
 
 # %% ../notebooks/02_recompute.ipynb #recomputed
 import argparse
@@ -101,12 +101,20 @@ def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
 IGNORED = -100  # a target that is not trained on; F.cross_entropy leaves it out
 
 
-def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies in float32, a scalar. logits: [b, s, v]; targets: [b, s]."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+def accumulate(
+    model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None, loss_of=summed_loss
+) -> torch.Tensor:
     """Add to .grad the gradient of the mean loss over all target tokens of `micro_batches`, one after the other.
 
     micro_batches: a list of (inputs, targets), each [b, s]. dtype: of the matrix products (autocast). tokens: what the
-    sum of the losses is divided by, where that is not their own number of targets. Returns the mean loss, a scalar on
-    the device. Raises ValueError where there is no micro-batch and no `tokens`.
+    sum of the losses is divided by, where that is not their own number of targets. loss_of(what the model returns,
+    targets): the sum of the losses. Returns the mean loss, a scalar on the device. Raises ValueError where there is no
+    micro-batch and no `tokens`.
     """
     micro_batches = list(micro_batches)
     if tokens is None and not micro_batches:
@@ -117,8 +125,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
     for inputs, targets in micro_batches:
         with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
             logits = model(inputs)
-        summed = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-        part = summed / tokens
+        part = loss_of(logits, targets) / tokens
         part.backward()
         total = total + part.detach()
     return total

@@ -107,9 +107,11 @@ def train(
     dtype: torch.dtype = torch.float32,
     on_step: Callable[[dict], None] = lambda record: None,
     step: Callable = train_step,
+    ranks_per_batch: int = 1,
 ) -> list[dict]:
     """Train for `steps` steps, each by `step`. Returns, and passes to `on_step`, a record of each: step, loss, step_s,
-    tokens_per_s, mfu, peak_memory. model: a `Transformer`, or a wrapper that has it as `.module`.
+    tokens_per_s, mfu, peak_memory. model: a `Transformer`, or a wrapper that has it as `.module`; ranks_per_batch: how
+    many devices share the work on a batch; tokens_per_s and mfu are one device's.
     """
     device, peak, records = next(model.parameters()).device, peak_flops(), []
     config = getattr(model, "module", model).config
@@ -121,7 +123,7 @@ def train(
             model, optimizer, inputs, targets, dtype
         ).item()  # .item() waits for the device: the time is the whole step's
         step_s = time.perf_counter() - start
-        speed = inputs.numel() / step_s
+        speed = inputs.numel() / step_s / ranks_per_batch
         used = mfu(config, inputs.shape[1], speed, peak) if peak else None
         records.append(
             {
@@ -207,11 +209,12 @@ def run(
     make_optimizer: Callable[[nn.Module, float], torch.optim.Optimizer] = adamw,
     rank: int = 0,
     world_size: int = 1,
+    ranks_per_batch: int = 1,
 ) -> list[dict]:
     """Train as the options say; rank 0 prints one line a step and writes the records where --out says.
 
     step: as `train_step`. build(config, seed): the model, or a wrapper that has it as `.module`. make_optimizer(model,
-    lr): its optimizer. Returns the records of `train`.
+    lr): its optimizer. ranks_per_batch: how many consecutive ranks have the same batch. Returns the records of `train`.
     """
     from tqdm import tqdm
 
@@ -225,7 +228,8 @@ def run(
     with device:
         model = build(config, chosen.seed)
     optimizer = make_optimizer(model, chosen.lr)
-    batches = TokenBatches(tokens, chosen.batch, chosen.seq, rank, world_size, chosen.seed)
+    share, shares = rank // ranks_per_batch, world_size // ranks_per_batch
+    batches = TokenBatches(tokens, chosen.batch, chosen.seq, share, shares, chosen.seed)
     dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float32
     if rank == 0:
         print(f"{chosen.preset}: {param_count(config):,} parameters on {device}, {len(tokens):,} tokens of text")
@@ -237,7 +241,7 @@ def run(
                 bar.write(describe(record))
                 bar.update()
 
-        records = train(model, optimizer, batches, chosen.steps, dtype, on_step, step)
+        records = train(model, optimizer, batches, chosen.steps, dtype, on_step, step, ranks_per_batch)
     if chosen.out and rank == 0:
         chosen.out.write_text(
             json.dumps({"options": {k: str(v) for k, v in vars(chosen).items()}, "records": records}, indent=1)

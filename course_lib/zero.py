@@ -18,7 +18,7 @@ __all__ = ['WHOLE', 'parameter_groups', 'check_choices', 'watch', 'release', 'Gr
 
 # %% ../notebooks/05_zero.ipynb #zero-imports
 from .optimizer_shards import GradientShard, OptimizerShard, ShardReducer, reserve, split_into_buckets
-from .shards import global_norm, norm_group
+from .shards import clip_grad_norm_, global_norm, norm_group
 from .zero_state import check_states, load_state, whole_state
 
 # %% ../notebooks/05_zero.ipynb #parameter-groups
@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     Returns the records. Needs the default process group. With bf16, parameters are BF16 with master weights (stages 1
     and 2), or gathered in BF16 (stage 3).
     """
-    from course_lib.fully_shard import clip_grad_norm_, fully_shard
+    from course_lib.fully_shard import fully_shard
 
     chosen = options(argv)
     dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float32

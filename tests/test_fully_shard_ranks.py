@@ -14,10 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.fully_shard import FullyShard, clip_grad_norm_, full_state_dict, fully_shard, load_full_state_dict
+from course_lib.fully_shard import FullyShard, full_state_dict, fully_shard, load_full_state_dict
 from course_lib.model import ModelConfig, Transformer, init_parameter, loss
 from course_lib.recompute import apply_recompute
 from course_lib.sharded_parameters import Encoding, GatheredBuffer
+from course_lib.shards import clip_grad_norm_
 from course_lib.traffic import count_traffic
 
 STEPS, SEQUENCES, SEQ, MAX_NORM = 3, 12, 7, 0.5  # 12 sequences: as many for each of 2, 3 or 4 ranks
