@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['MOST_CALLERS', 'Report', 'RankError', 'Interrupted', 'RanksHung', 'BadCall', 'failed', 'is_course_code', 'place',
-           'exported_from', 'where', 'pickled_call', 'culprit', 'used_by']
+           'exported_from', 'where', 'pickled', 'pickled_call', 'culprit', 'used_by']
 
 # %% ../notebooks/03_collectives.ipynb #report-imports
 import contextlib
+import importlib
 import inspect
+import io
 import linecache
 import os
 import re
@@ -100,14 +102,27 @@ def where(stack: list) -> str:
     return "".join([text, *callers])
 
 # %% ../notebooks/03_collectives.ipynb #ranks-pickle
-def pickled_call(function: Callable, args: tuple, kwargs: dict) -> bytes:
-    """The call as bytes. Raises BadCall, which names the object that can't be pickled."""
+def pickled(value) -> bytes:
+    """As cloudpickle.dumps; modules of a type of their own (torch.distributed.config is one) go by name too."""
     import cloudpickle
 
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, each):
+            if isinstance(each, types.ModuleType) and type(each) is not types.ModuleType:
+                return importlib.import_module, (each.__name__,)
+            return super().reducer_override(each)
+
+    with io.BytesIO() as file:
+        Pickler(file).dump(value)
+        return file.getvalue()
+
+
+def pickled_call(function: Callable, args: tuple, kwargs: dict) -> bytes:
+    """The call as bytes. Raises BadCall, which names the object that can't be pickled."""
     if not callable(function):
         raise BadCall(f"ranks(function, ...) runs a function, and {function!r} is none")
     try:
-        return cloudpickle.dumps((function, args, kwargs))
+        return pickled((function, args, kwargs))
     except Exception as error:
         named = {f"argument {i}": arg for i, arg in enumerate(args, 1)} | kwargs
         found = next((path for name, value in named.items() if (path := culprit(name, value))), None)
@@ -117,10 +132,8 @@ def pickled_call(function: Callable, args: tuple, kwargs: dict) -> bytes:
 
 def culprit(name: str, value, seen: tuple = ()) -> str | None:
     """Which object keeps `value` from being pickled, and how it is reached; None where nothing does."""
-    import cloudpickle
-
     try:
-        cloudpickle.dumps(value)
+        pickled(value)
         return None
     except Exception:
         used = {}

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -362,6 +363,15 @@ def test_an_error_of_any_make_is_caught_by_its_type(name, ranks):
 
 def descend(depth: int) -> None:
     descend(depth + 1)
+
+
+def test_a_function_may_name_an_attribute_as_a_torch_config_module_is_named(ranks):
+    """cloudpickle takes torch.distributed.config along for `.config`, and can't pickle it."""
+
+    def name(model):
+        return f"{model.config} of {dist.get_world_size()}"
+
+    assert ranks(name, types.SimpleNamespace(config="tiny")) == ["tiny of 4"] * 4
 
 
 def test_an_endless_recursion_is_told_in_a_page(ranks):
