@@ -64,7 +64,7 @@ def shard_parameter(parameter: nn.Parameter, shard: TensorShard) -> nn.Parameter
 
 # %% ../notebooks/06_tensor_parallel.ipynb #materialize
 def shard_init(model: nn.Module, init: Callable[[str, torch.Tensor], None]) -> Callable[[str, torch.Tensor], None]:
-    """The `init(name, tensor)` of a split model, from that of the unsplit one: it makes one whole tensor, and cuts it."""
+    """The `init(name, tensor)` of a split model, from the unsplit one's: it makes one whole tensor, and cuts it."""
     named = model.named_parameters(remove_duplicate=False)
     shards = {name: parameter.tensor_shard for name, parameter in named if hasattr(parameter, "tensor_shard")}
 
