@@ -18,7 +18,7 @@ __all__ = ['in_backward', 'UnitRunner', 'FullyShard', 'places_of', 'check_units'
 
 # %% ../notebooks/05_zero.ipynb #fully-shard-imports
 from .sharded_parameters import Encoding, ShardedParameters, Unit, find_blocks
-from .shards import norm_group
+from .shards import norm_group, outer_groups
 
 # %% ../notebooks/05_zero.ipynb #unit-runner
 import weakref
@@ -240,12 +240,12 @@ def fully_shard(
     for modules, parameters in zip([*units, [module]], [*own, [p for p in places if counts[p] != 1]], strict=True):
         alike: dict[tuple, list[nn.Parameter]] = {}
         for p in parameters:
-            kind = (p.dtype, p.device, p.requires_grad, getattr(p, "reduce_group", group))
+            kind = (p.dtype, p.device, p.requires_grad, outer_groups(p), getattr(p, "reduce_group", group))
             alike.setdefault(kind, []).append(p)
         options = 1 / group.size(), compute_dtype, reduce_dtype, encode, make
         parts = [ShardedParameters(e, [places[p] for p in e], kind[-1], *options) for kind, e in alike.items()]
-        for part in parts:
-            part.join(norm_group(group, part.layout.group))
+        for kind, part in zip(alike, parts, strict=True):
+            part.join(norm_group(group, part.layout.group), *kind[3])
         made.append(Unit(modules, parts))
     return FullyShard(module, group, [unit for unit in made[:-1] if unit.parts], made[-1], compute_dtype)
 

@@ -11,7 +11,7 @@ and rounds add up in the pieces. Stage 1 has a whole buffer for every bucket. St
 __all__ = ['COUNTERS', 'BufferPool', 'GradientShard', 'ShardReducer', 'OptimizerShard', 'split_into_buckets', 'reserve']
 
 # %% ../notebooks/05_zero.ipynb #optimizer-shards-imports
-from .shards import FlatLayout, GradientBuffer
+from .shards import FlatLayout, GradientBuffer, outer_groups
 
 # %% ../notebooks/05_zero.ipynb #ex-05-7
 import copy
@@ -208,11 +208,12 @@ class OptimizerShard:
 def split_into_buckets(module: nn.Module, groups: list[dict], bucket_mb: float) -> list[tuple[int, list[nn.Parameter]]]:
     """(number of the parameter group, parameters) of each bucket, in the order in which backward completes them."""
     place = {parameter: i for i, parameter in enumerate(module.parameters())}
-    buckets = [
-        (number, parameters)
-        for number, group in enumerate(groups)
-        for parameters in make_buckets(sorted(group["params"], key=place.get), bucket_mb * 1e6)
-    ]
+    buckets = []
+    for number, group in enumerate(groups):
+        kinds: dict[tuple, list[nn.Parameter]] = {}  # a bucket's norm is taken as a whole
+        for parameter in sorted(group["params"], key=place.get):
+            kinds.setdefault(outer_groups(parameter), []).append(parameter)
+        buckets += [(number, each) for alike in kinds.values() for each in make_buckets(alike, bucket_mb * 1e6)]
     return sorted(buckets, key=lambda bucket: -place[bucket[1][-1]])
 
 
@@ -223,7 +224,7 @@ def reserve(gradients: list[GradientShard], numbers: list[int], stage: int) -> N
     """
     pools = {}
     for bucket, number in sorted(zip(gradients, numbers, strict=True), key=lambda pair: -pair[0].layout.padded):
-        kind = bucket.like.dtype, bucket.like.device, bucket.group, number
+        kind = bucket.like.dtype, bucket.like.device, bucket.group, outer_groups(bucket.parameters[0]), number
         if stage == 2 and kind not in pools:
             pools[kind] = BufferPool(bucket.layout.padded, bucket.like)
         bucket.reserve(pools.get(kind))

@@ -101,10 +101,10 @@ class ShardedParameters:
         self.reduce_dtype, self.sent = reduce_dtype or dtype, []
         self.register(self.sharded)
 
-    def join(self, group) -> None:
-        """The pieces belong to the gradient whose norm is summed over `group`."""
+    def join(self, *groups) -> None:
+        """The pieces belong to the gradient whose norm is summed over these groups, one after the other."""
         for piece in self.sharded:
-            piece.norm_group = group
+            piece.norm_groups = groups
 
     def register(self, parameters: list[nn.Parameter]) -> None:
         """Have the modules use these."""

@@ -1,6 +1,6 @@
 """Which part of a whole parameter a rank has, and how parts are made from wholes and wholes from parts.
 
-A parameter that is split carries `tensor_shard`, and `norm_group`: the group over which squares are added up for the
+A parameter that is split carries `tensor_shard`, and `norm_groups`: the groups over which squares are added up for the
 norm of the whole (shards.clip_grad_norm_). A model on the meta device is split there, and then filled: one whole
 parameter at a time is made, and a rank's part of it is kept.
 """
@@ -59,7 +59,7 @@ def shard_parameter(parameter: nn.Parameter, shard: TensorShard) -> nn.Parameter
     """A new parameter with this rank's part of `parameter`, on the same device, which may be meta."""
     part = shard.cut(parameter.detach()).clone(memory_format=torch.contiguous_format)
     part = nn.Parameter(part, parameter.requires_grad)
-    part.tensor_shard, part.norm_group = shard, shard.group
+    part.tensor_shard, part.norm_groups = shard, (shard.group,)
     return part
 
 # %% ../notebooks/06_tensor_parallel.ipynb #materialize

@@ -18,7 +18,7 @@ __all__ = ['WHOLE', 'parameter_groups', 'check_choices', 'watch', 'release', 'Gr
 
 # %% ../notebooks/05_zero.ipynb #zero-imports
 from .optimizer_shards import GradientShard, OptimizerShard, ShardReducer, reserve, split_into_buckets
-from .shards import clip_grad_norm_, global_norm, norm_group
+from .shards import clip_grad_norm_, nested_norm, norm_group, outer_groups
 from .zero_state import check_states, load_state, whole_state
 
 # %% ../notebooks/05_zero.ipynb #parameter-groups
@@ -124,7 +124,10 @@ class GradientRounds:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the mean gradient so that the norm of all of it is at most `max_norm`; returns the norm it had."""
         self.finish()
-        norm = global_norm([(each.gradient, norm_group(self.group, each.group)) for each in self.gradients])
+        own = [norm_group(self.group, bucket.group) for bucket in self.gradients]
+        outer = [outer_groups(bucket.parameters[0]) for bucket in self.gradients]
+        parts = [(b.gradient, (first, *others)) for b, first, others in zip(self.gradients, own, outer, strict=True)]
+        norm = nested_norm(parts)
         for bucket in self.gradients:
             bucket.gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
