@@ -18,6 +18,7 @@ __all__ = ['WHOLE', 'parameter_groups', 'check_choices', 'watch', 'release', 'Gr
 
 # %% ../notebooks/05_zero.ipynb #zero-imports
 from .optimizer_shards import GradientShard, OptimizerShard, ShardReducer, reserve, split_into_buckets
+from .sharded_parameters import find_blocks
 from .shards import clip_grad_norm_, nested_norm, norm_group, outer_groups
 from .zero_state import check_states, load_state, whole_state
 
@@ -70,8 +71,12 @@ def watch(zero: "ZeroOptimizer") -> None:
         hook = lambda p: weak().reducer.add(p, weak().synchronizes)  # noqa: E731
         handles.append(parameter.register_post_accumulate_grad_hook(hook))
     shard_of = {parameter: shard for shard in zero.shards for parameter in shard.parameters}
-    for module in zero.module.modules() if zero.module is not None else ():
-        for shard in {shard_of[p] for p in module.parameters(recurse=False) if p in shard_of}:
+    places = []  # a block may use its layers' parameters without calling the layers: wait for all of them
+    if zero.module is not None:
+        places += [(block, block.parameters()) for unit in find_blocks(zero.module) for block in unit]
+        places += [(module, module.parameters(recurse=False)) for module in zero.module.modules()]
+    for module, parameters in places:
+        for shard in {shard_of[p] for p in parameters if p in shard_of}:
             handles.append(module.register_forward_pre_hook(lambda *_, shard=shard: shard.wait()))
     if zero.module is not None:
         handles.append(zero.module.register_state_dict_pre_hook(lambda *_: weak().wait()))

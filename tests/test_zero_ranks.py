@@ -411,6 +411,29 @@ def test_stage_2_has_two_whole_gradients_at_a_time_and_stage_1_all(ranks):
         assert 17 <= found[1] < 17.2 and 13 <= found[2] < 13.2, found
 
 
+def weights_on_their_way() -> list[str]:
+    """On a rank: which weights of an attention are on their way when its forward begins, after a step."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.MultiheadAttention(16, 2, bias=False)])})
+    zero, attention = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, bucket_mb=1e-6), model["blocks"][0]
+    found, x = [], torch.ones(3, 1, 16)
+
+    def note(*_):
+        waiting = {parameter for shard in zero.shards if shard.work for parameter in shard.parameters}
+        found.extend(name for name, parameter in attention.named_parameters() if parameter in waiting)
+
+    attention.register_forward_pre_hook(note)
+    attention(x, x, x)[0].sum().backward()
+    zero.step()
+    found.clear()
+    attention(x, x, x)
+    return found
+
+
+def test_a_block_waits_for_weights_that_it_uses_without_calling_their_layer(ranks):
+    """nn.MultiheadAttention multiplies with out_proj.weight and never calls out_proj."""
+    assert ranks(weights_on_their_way) == [[]] * 4
+
+
 def order_of_issue(stage: int) -> dict[str, list]:
     """On a rank: how many reduce-scatters have started when backward leaves each of 6 layers; which values are on
     their way after step(), and when forward reaches each layer.
