@@ -55,7 +55,7 @@ class ColumnProducts(torch.autograd.Function):
 
 # %% ../notebooks/06_tensor_parallel.ipynb #in-autocast
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The tensors in autocast's dtype, where it is on, as matrix products take them: a function of ours must ask."""
+    """The tensors in autocast's dtype, where it is on: what PyTorch's own matrix products would take."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors

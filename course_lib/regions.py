@@ -37,7 +37,6 @@ class CopyToGroup(torch.autograd.Function):
         return total, None
 
 
-
 class SumOverGroup(torch.autograd.Function):
     """f*: the sum over the group in forward; nothing in backward."""
 
@@ -52,15 +51,14 @@ class SumOverGroup(torch.autograd.Function):
         return gradient, None
 
 
-
 def copy_to_group(x: torch.Tensor, group) -> torch.Tensor:
     """x, whole on all ranks, on its way into split work: its gradient is summed over the group."""
-    return CopyToGroup.apply(x, group)
+    return x if group.size() == 1 else CopyToGroup.apply(x, group)
 
 
 def sum_over_group(x: torch.Tensor, group) -> torch.Tensor:
-    """The sum of the ranks' x, as a new tensor; each rank's x gets the gradient of the sum."""
-    return SumOverGroup.apply(x, group)
+    """The sum of the ranks' x, as a new tensor (x itself in a group of one); each rank's x gets the sum's gradient."""
+    return x if group.size() == 1 else SumOverGroup.apply(x, group)
 
 # %% ../notebooks/06_tensor_parallel.ipynb #gather-from-group
 class GatherFromGroup(torch.autograd.Function):

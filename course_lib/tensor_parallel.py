@@ -119,10 +119,11 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 # %% ../notebooks/06_tensor_parallel.ipynb #main
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Train as the options say. Rank 0 prints one line a step (its own tokens/s) and writes where --out says.
+    """Train as the options say. Rank 0 prints one line a step and writes where --out says; tokens/s are those of its
+    batch, divided by the ranks that share it.
 
-    Returns the records. Needs the default process group. Raises ValueError where --tp fits neither the ranks nor the
-    model.
+    Returns the records. Needs the default process group. Raises ValueError where the ranks or the model can't be split
+    over --tp.
     """
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -48,7 +48,7 @@ class TensorShard(NamedTuple):
         padded[: self.size] = own
         whole = own.new_empty(per_rank * self.group.size(), *own.shape[1:])
         dist.all_gather_single(whole, padded, group=self.group)
-        return whole[: self.whole].movedim(0, self.dim)
+        return whole[: self.whole].movedim(0, self.dim).contiguous()
 
     def whole_shape(self, part: torch.Tensor) -> list[int]:
         """The shape of the whole tensor."""

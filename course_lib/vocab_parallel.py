@@ -49,8 +49,9 @@ def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor,
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; a target that no rank has is taken
-    for a logit of the maximum's size.
+    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once.
+
+    IGNORED targets pass through, as if their logit were the maximum: whoever calls masks their losses.
     """
 
     @staticmethod
@@ -58,7 +59,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.shard, ctx.dtype = shard, logits.dtype
         largest = logits.amax(1).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
-        exps = logits.float() - largest[:, None]  # [n, v/N], the one large tensor
+        exps = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
         rows, elsewhere = local_rows(targets, shard)
         of_target = exps.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
         exps.exp_()
