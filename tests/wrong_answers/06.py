@@ -926,6 +926,17 @@ def project_together(x, layers):
     )
 
 
+# %% 06.6 float32 in autocast
+def project_together(x, layers):
+    def shared(layer, parameter):
+        return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
+
+    outs = ColumnProducts.apply(x, layers[0].group, *(shared(layer, layer.weight) for layer in layers))
+    return tuple(
+        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+    )
+
+
 # %% 06.7 rows for tokens of other ranks are not zeroed
 import torch
 import torch.distributed as dist
