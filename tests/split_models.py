@@ -1,0 +1,216 @@
+"""Models that are split over ranks, and what one process makes of the same: for the tests of tensor parallelism."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course_lib.data_parallel import out_of_step
+from course_lib.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.parallel_linear import replicas_of
+from course_lib.partitioned_checkpoints import apply_partitioned_recompute
+from course_lib.recompute import IGNORED, apply_recompute, keep_products
+from course_lib.shards import clip_grad_norm_
+from course_lib.tensor_parallel import apply_tensor_parallel
+from course_lib.tensor_shards import materialize, whole_state_dict
+from course_lib.vocab_parallel import vocab_parallel_cross_entropy
+
+STEPS, BATCH, SEQ, MAX_NORM = 3, 4, 7, 0.5
+OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9, weight_decay=0.1),
+}
+
+
+def config(kv_heads: int, tied: bool = False) -> ModelConfig:
+    """12 heads go on 2, 3 and 4 ranks; 97 tokens on none of them."""
+    return ModelConfig(layers=2, hidden=48, heads=12, kv_heads=kv_heads, ffn_hidden=60, vocab=97, tied=tied)
+
+
+def group_of(n: int) -> dist.ProcessGroup:
+    """On one of 4 ranks: its group of n neighbours; the last of 3 and 1 is alone."""
+    lists = {2: [[0, 1], [2, 3]], 3: [[0, 1, 2], [3]], 4: [[0, 1, 2, 3]]}[n]
+    return dist.new_subgroups_by_enumeration(lists)[0]
+
+
+def init(name: str, tensor: torch.Tensor, of: ModelConfig) -> None:
+    """Larger weights than at the start of a training: there, attention's gradients are little but rounding errors."""
+    init_parameter(name, tensor, of)
+    with torch.no_grad():
+        tensor.mul_(4 if tensor.dim() > 1 else 1)
+
+
+def whole_model(of: ModelConfig) -> Transformer:
+    model = Transformer(of)
+    for name, parameter in model.named_parameters():
+        init(name, parameter, of)
+    return model
+
+
+def split_model(of: ModelConfig, group: dist.ProcessGroup, meta: bool = False, **options) -> Transformer:
+    """The same model with its matrices split; every rank of the default group makes one at the same time."""
+    if group.size() == 1 and dist.get_world_size() - 1 > of.kv_heads:
+        replicas_of(group, 1)  # the other three have copies, and make groups for them with all ranks
+    if not meta:
+        return apply_tensor_parallel(whole_model(of), group, **options)
+    with torch.device("meta"):
+        model = Transformer(of)
+    apply_tensor_parallel(model, group, **options)
+    return materialize(model, lambda name, tensor: init(name, tensor, of))
+
+
+def batches(step: int, batch: int = BATCH, seq: int = SEQ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a step, [b, s] each; some targets do not count."""
+    inputs, targets = torch.randint(97, (2, batch, seq), generator=torch.Generator().manual_seed(step)).unbind()
+    targets[0, : step + 2] = IGNORED
+    return inputs.clone(), targets.clone()  # each in memory of its own
+
+
+RECOMPUTE = {
+    "none": lambda model, group: apply_recompute(model, "none"),
+    "selective": lambda model, group: apply_recompute(model, "selective"),
+    "products": lambda model, group: apply_recompute(model, "selective", keep_products),
+    "full": lambda model, group: apply_recompute(model, "full"),
+    "partitioned": apply_partitioned_recompute,
+}
+
+
+def split_loss(model: Transformer, inputs: torch.Tensor, targets: torch.Tensor, group) -> torch.Tensor:
+    """Of a model that returns its rank's logits, or all of them."""
+    logits = model(inputs)
+    if logits.shape[-1] == model.config.vocab and group.size() > 1:
+        return loss(logits, targets)
+    return vocab_parallel_cross_entropy(logits, targets, group, model.config.vocab)
+
+
+def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """By name; those of split parameters are put together. Parameters without one are left out. Collective."""
+    named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
+    return {n: p.tensor_shard.gather(p.grad) if hasattr(p, "tensor_shard") else p.grad.clone() for n, p in named}
+
+
+@functools.cache
+def one_process(of: ModelConfig, optimizer: str = "SGD", clip: bool = True) -> dict[str, torch.Tensor]:
+    """Loss, gradients and norm of each step, and the weights after the last, by name."""
+    model, found = whole_model(of), {}
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(STEPS):
+        stepper.zero_grad()
+        step_loss = loss(model(batches(step)[0]), batches(step)[1])
+        step_loss.backward()
+        found[f"loss {step}"] = step_loss.detach()
+        found |= {f"gradient {step} {name}": p.grad.clone() for name, p in model.named_parameters()}
+        found[f"norm {step}"] = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM if clip else float("inf"))
+        stepper.step()
+    return found | {f"weight {name}": tensor for name, tensor in model.state_dict().items()}
+
+
+def on_ranks(
+    of: ModelConfig, group, optimizer: str = "SGD", recompute: str = "none", **options
+) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The same of a split model; and the parameters that ranks should have alike and have not, in any bit."""
+    model, found = RECOMPUTE[recompute](split_model(of, group, **options), group), {}
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(STEPS):
+        stepper.zero_grad()
+        step_loss = split_loss(model, *batches(step), group)
+        step_loss.backward()
+        found[f"loss {step}"] = step_loss.detach()
+        found |= {f"gradient {step} {name}": whole for name, whole in whole_gradients(model).items()}
+        found[f"norm {step}"] = clip_grad_norm_(model.parameters(), MAX_NORM)
+        stepper.step()
+        with torch.no_grad():  # an evaluation between steps
+            model(batches(step)[0])
+    found |= {f"weight {name}": tensor for name, tensor in whole_state_dict(model).items()}
+    return found, drifted(model, group)
+
+
+def drifted(model: Transformer, group) -> list[str]:
+    """Names of parameters that differ in any bit on ranks that should have the same: whole ones, and copies."""
+    alike = {group: {n: p for n, p in model.named_parameters() if not hasattr(p, "tensor_shard")}}
+    for number, block in enumerate(model.blocks):
+        for name in ("k_proj", "v_proj"):
+            layer = getattr(block.attention, name)
+            if layer.replicas:
+                alike.setdefault(layer.replicas.copies, {})[f"blocks.{number}.{name}"] = layer.weight
+    wrong = []
+    for members, parameters in alike.items():
+        module, names = nn.ParameterList(parameters.values()), list(parameters)
+        wrong += [names[int(place)] for place in out_of_step(module, members)]
+    return wrong
+
+
+def differing(found: dict, expected: dict, relative: float = 1e-5) -> list[str]:
+    """What is not the same within `relative` of the largest element of each tensor."""
+    wrong = [f"{name} is there once only" for name in found.keys() ^ expected.keys()]
+    for name in found.keys() & expected.keys():
+        ours, theirs = found[name].detach(), expected[name].detach()
+        if ours.shape != theirs.shape:
+            wrong.append(f"{name}: {list(ours.shape)}, not {list(theirs.shape)}")
+            continue
+        error = ((ours - theirs).abs().max() / theirs.abs().max()).item()
+        wrong += [f"{name}: {error:.1e}"] * (not error <= relative)
+    return wrong
+
+
+class Noted:
+    """A work whose wait() is noted."""
+
+    def __init__(self, work, events: list):
+        self.work, self.events = work, events
+
+    def wait(self, *args):
+        self.events.append(("wait", 0))
+        return self.work.wait(*args)
+
+
+class Diary(TorchDispatchMode):
+    """What a rank does inside, in order: `events`, each ("product", multiplications), ("start" or "sum", numbers) of an
+    all-reduce that is waited for later or at once, or ("wait", 0).
+    """
+
+    PRODUCTS = {"mm": 0, "mm.out": 0, "addmm": 1, "addmm_": 1}  # the place of a product's first factor
+
+    def __init__(self):
+        super().__init__()
+        self.events = []
+
+    @classmethod
+    def _should_skip_dynamo(cls):  # otherwise the first operator imports torch._dynamo: seconds on each rank
+        return False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function._schema.name.removeprefix("aten::")
+        if name in self.PRODUCTS:
+            self.events.append(("product", out.numel() * args[self.PRODUCTS[name]].shape[-1]))
+        return out
+
+    def all_reduce(self, tensor, *args, async_op=False, **kwargs):
+        self.events.append(("start" if async_op else "sum", tensor.numel()))
+        work = self.plain(tensor, *args, async_op=async_op, **kwargs)
+        return Noted(work, self.events) if async_op else work
+
+    def __enter__(self):
+        self.plain, dist.all_reduce = dist.all_reduce, self.all_reduce
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        dist.all_reduce = self.plain
+        return super().__exit__(*error)
+
+
+def stored(tensors) -> int:
+    """Bytes of the storages of tensors, each counted once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def said(function) -> str:
+    """The type and message of what a call raises."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
