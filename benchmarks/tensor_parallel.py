@@ -1,0 +1,157 @@
+"""Tensor parallelism of course_lib against PyTorch's DTensor: step time and peak memory, on several ranks.
+
+    python benchmarks/tensor_parallel.py [PAIRS]        # writes benchmarks/results/tensor_parallel_<device>.json
+
+A step is zero_grad, forward, the loss of split logits, backward. The rival is parallelize_module with its best options:
+the inputs of attention and MLP prepared once for all products, the logits left split, loss_parallel. Ours runs in
+KINDS: row layers in 1, 2 and 4 chunks, and "apart", f and then plain linear layers, so that nothing is hidden in
+backward. Two and four ranks on this machine's CPU, or a rank for each GPU. All have the same weights and tokens, and
+their losses are compared. Each kind runs in alternation with DTensor, each after a barrier, and so does DTensor with
+itself: the spread of that ratio is the noise. Times are rank 0's, medians of PAIRS pairs; those of a forward too.
+"""
+
+import contextlib
+import functools
+import sys
+import warnings
+
+import measure
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from course_lib.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.ranks import Ranks
+from course_lib.regions import copy_to_group
+from course_lib.tensor_parallel import apply_tensor_parallel
+from course_lib.vocab_parallel import vocab_parallel_cross_entropy
+
+PAIRS = 15
+PEAKS = 7
+KINDS = {"1 chunk": 1, "2 chunks": 2, "4 chunks": 4, "apart": 1}
+
+
+def project_apart(x: torch.Tensor, layers: list) -> tuple[torch.Tensor, ...]:
+    """As parallel_linear.project_together for layers without copies or biases, by f and PyTorch's linear layers."""
+    x = copy_to_group(x, layers[0].group)
+    return tuple(F.linear(x, layer.weight) for layer in layers)
+
+
+def ours(model: Transformer, kind: str) -> Transformer:
+    apply_tensor_parallel(model, chunks=KINDS[kind])
+    if kind == "apart":
+        for part in (part for block in model.blocks for part in (block.attention, block.mlp)):
+            part.project = functools.partial(project_apart, **part.project.keywords)
+    return model
+
+
+def dtensor(model: Transformer) -> Transformer:
+    config, whole = model.config, Replicate()
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=whole),
+        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for number in range(config.layers):
+        block = f"blocks.{number}"
+        for part, inputs in (("attention", (whole, None, None)), ("mlp", (whole,))):
+            plan[f"{block}.{part}"] = PrepareModuleInput(input_layouts=inputs, desired_input_layouts=inputs)
+        for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[f"{block}.{name}"] = ColwiseParallel()
+        for name in ("attention.o_proj", "mlp.down_proj"):
+            plan[f"{block}.{name}"] = RowwiseParallel()
+    if config.tied:  # split one by one, tied again afterwards
+        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    parallelize_module(model, init_device_mesh(model.norm.weight.device.type, (dist.get_world_size(),)), plan)
+    if config.tied:
+        model.head.weight = model.embedding.weight
+    return model
+
+
+def peak(step) -> float:
+    """The least of PEAKS: a block that a thread of gloo's has freed unseen counts until its address is used again."""
+    return min(measure.peak_mib(step) for _ in range(PEAKS))
+
+
+def compare(config: ModelConfig, batch: int, seq: int, pairs: int) -> dict[str, dict]:
+    """On a rank: all figures; batch: sequences, the same on all ranks."""
+    measure.PAIRS = pairs
+    warnings.filterwarnings("ignore")
+    on_gpu = dist.get_backend() != "gloo"
+    device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randint(config.vocab, (2, batch, seq), generator=generator).to(device)
+
+    def runs(kind: str):
+        """A forward, and a training step without the optimizer, until the device has finished them; `losses`."""
+        with device:
+            model = Transformer(config).to(torch.bfloat16 if on_gpu else torch.float32)
+        model, is_ours = (ours(model, kind), True) if kind in KINDS else (dtensor(model), False)
+
+        def forward() -> torch.Tensor:
+            if is_ours:
+                return vocab_parallel_cross_entropy(model(inputs), targets, vocab=config.vocab)
+            return loss(model(inputs), targets)
+
+        def finished(run):
+            def timed() -> None:
+                with contextlib.nullcontext() if is_ours else loss_parallel():
+                    run()
+                if on_gpu:
+                    torch.accelerator.synchronize()
+
+            return timed
+
+        def step() -> None:
+            model.zero_grad()
+            step_loss = forward()
+            step_loss.backward()
+            found = step_loss.detach()
+            losses.append(found if is_ours else found.full_tensor())
+
+        losses = []
+        return finished(forward), finished(step), losses
+
+    rival, again = runs("dtensor"), runs("dtensor")
+
+    def against(kind: tuple) -> dict:
+        """The times of both, a forward's and a step's, and how far their losses are apart."""
+        found = {"step": measure.paired(kind[1], rival[1], dist.barrier)}
+        found["forward"] = measure.paired(kind[0], rival[0], dist.barrier)
+        found["losses_differ_by"] = abs(kind[2][-1].item() / rival[2][-1].item() - 1)
+        return found
+
+    figures = {}
+    for name in KINDS:
+        kind = runs(name)
+        figures[f"{name} against dtensor"] = against(kind)
+        figures[name] = {"step_peak_mib": peak(kind[1])}
+    figures["dtensor against itself"] = against(again)
+    figures["dtensor"] = {"step_peak_mib": peak(rival[1])}
+    return figures
+
+
+def main(pairs: int = PAIRS) -> None:
+    """Measure on this machine, print the figures and write them down."""
+    gpus = torch.cuda.device_count()
+    # As many K/V heads as query heads on GPUs: DTensor has no copies, and up to 32 ranks can share them.
+    figures = {"preset": "bench-1B" if gpus else "small", "batch": 4, "seq": 2048 if gpus else 128}
+    sizes = PRESETS[figures["preset"]], figures["batch"], figures["seq"]
+    figures["pairs"] = pairs
+    for n in [gpus] if gpus else [2, 4]:
+        with Ranks(n, timeout_s=1800) as ranks:
+            figures[f"{n} ranks, {ranks.backend}"] = ranks(compare, *sizes, pairs)[0]
+    measure.write("tensor_parallel", figures)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
