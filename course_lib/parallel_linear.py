@@ -32,7 +32,7 @@ class ColumnProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight."""
+        """x: [..., in], of two dimensions or more; weights: [out, in]; returns one [..., out] for each weight."""
         ctx.group = group
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, weight) for weight in weights)
@@ -79,9 +79,9 @@ class RowParallelLinear(nn.Module):
         if self.chunks > 1:
             x, weight = as_autocast(x, self.weight)
             out = RowProduct.apply(x, self.group, weight, self.chunks)
-            return out if self.bias is None else out + self.bias
+            return out if self.bias is None else out + self.bias.to(out.dtype)
         out = sum_over_group(F.linear(x, self.weight), self.group)
-        return out if self.bias is None else out + self.bias
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
 # %% ../notebooks/06_tensor_parallel.ipynb #replicas
 from typing import NamedTuple
@@ -144,9 +144,8 @@ def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tup
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
     outs = ColumnProducts.apply(x, layers[0].group, *weights)
-    return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
-    )
+    biases = [None if layer.bias is None else shared(layer, layer.bias) for layer in layers]
+    return tuple(out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True))
 
 # %% ../notebooks/06_tensor_parallel.ipynb #ex-06-12
 class RowProduct(torch.autograd.Function):

@@ -84,9 +84,9 @@ import zlib
 
 
 def generators() -> list[torch.Generator]:
-    """The generators that this process draws from by default: the CPU's, and the current GPU's."""
+    """The generators that this process draws from by default: the CPU's, and the current GPU's where it is in use."""
     own = [torch.default_generator]
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         own.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return own
 

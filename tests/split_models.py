@@ -92,7 +92,7 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @functools.cache
-def one_process(of: ModelConfig, optimizer: str = "SGD", clip: bool = True) -> dict[str, torch.Tensor]:
+def one_process(of: ModelConfig, optimizer: str = "SGD") -> dict[str, torch.Tensor]:
     """Loss, gradients and norm of each step, and the weights after the last, by name."""
     model, found = whole_model(of), {}
     stepper = OPTIMIZERS[optimizer](model.parameters())
@@ -102,7 +102,7 @@ def one_process(of: ModelConfig, optimizer: str = "SGD", clip: bool = True) -> d
         step_loss.backward()
         found[f"loss {step}"] = step_loss.detach()
         found |= {f"gradient {step} {name}": p.grad.clone() for name, p in model.named_parameters()}
-        found[f"norm {step}"] = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM if clip else float("inf"))
+        found[f"norm {step}"] = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         stepper.step()
     return found | {f"weight {name}": tensor for name, tensor in model.state_dict().items()}
 

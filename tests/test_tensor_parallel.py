@@ -97,7 +97,7 @@ def test_a_split_parameter_has_memory_of_its_own_and_says_what_it_is_part_of():
         part = shard_parameter(whole, TensorShard.of(whole.shape[dim], group, dim))
         assert part.tolist() == values and part.is_contiguous() and not part.requires_grad
         assert part.untyped_storage().nbytes() == 4 * part.numel()
-        assert part.norm_group is part.tensor_shard.group is group and part.tensor_shard.dim == dim
+        assert part.norm_groups == (group,) and part.tensor_shard.group is group and part.tensor_shard.dim == dim
     meta = shard_parameter(nn.Parameter(torch.empty(3, 4, device="meta")), TensorShard.of(3, group))
     assert meta.is_meta and meta.shape == (1, 4) and meta.requires_grad
 
