@@ -56,25 +56,25 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        ctx.shard, ctx.dtype = shard, logits.dtype
+        ctx.dtype = logits.dtype
         largest = logits.amax(1).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
-        exps = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
+        grad = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
         rows, elsewhere = local_rows(targets, shard)
-        of_target = exps.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
-        exps.exp_()
-        sums = torch.stack([exps.sum(1), of_target])
+        of_target = grad.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
+        grad.exp_()
+        sums = torch.stack([grad.sum(1), of_target])
         dist.all_reduce(sums, group=shard.group)
-        ctx.save_for_backward(exps, sums[0], targets)
-        return sums[0].log() - sums[1]
+        total, of_target = sums
+        if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
+            grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.float() - 1)[:, None])
+            ctx.save_for_backward(grad)
+        return total.log() - of_target
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        exps, total, targets = ctx.saved_tensors
-        rows, elsewhere = local_rows(targets, ctx.shard)
-        grad = exps.mul_((gradient / total)[:, None])  # in place: a second backward raises an error
-        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
-        return grad.to(ctx.dtype), None, None
+        (grad,) = ctx.saved_tensors
+        return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
 
 # %% ../notebooks/06_tensor_parallel.ipynb #vocab-loss
 from .recompute import IGNORED
