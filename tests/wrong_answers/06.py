@@ -1152,6 +1152,14 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
         ctx.save_for_backward(shard.cut(whole.softmax(1)).clone(), torch.ones_like(losses), targets)
         return losses
 
+    @staticmethod
+    def backward(ctx, gradient):
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
+
 
 # %% 06.8 each rank subtracts its own maximum
 import course_lib.vocab_parallel
@@ -1172,6 +1180,14 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
         ctx.save_for_backward(exps, sums[0], targets)
         return sums[0].log() - sums[1]
 
+    @staticmethod
+    def backward(ctx, gradient):
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
+
 
 # %% 06.8 no maximum: exp overflows
 import course_lib.vocab_parallel
@@ -1191,6 +1207,14 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
         dist.all_reduce(sums, group=shard.group)
         ctx.save_for_backward(exps, sums[0], targets)
         return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 
 # %% 06.8 an all-reduce too many: sum and target's logit apart
@@ -1213,6 +1237,14 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
         dist.all_reduce(of_target, group=shard.group)
         ctx.save_for_backward(exps, total, targets)
         return total.log() - of_target
+
+    @staticmethod
+    def backward(ctx, gradient):
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 
 # %% 06.8 an all-reduce too many: the total is summed again in backward
@@ -1268,6 +1300,14 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
         ctx.save_for_backward(exps, sums[0], targets)
         return sums[0].log() - sums[1]
 
+    @staticmethod
+    def backward(ctx, gradient):
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
+
 
 # %% 06.8 the logits are changed in place
 import course_lib.vocab_parallel
@@ -1289,6 +1329,14 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
         dist.all_reduce(sums, group=shard.group)
         ctx.save_for_backward(exps.float(), sums[0], targets)
         return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 
 # %% 06.8 keeps two: exp(z - m) and the mask of the targets in float32
@@ -1337,6 +1385,14 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
         dist.all_reduce(sums, group=shard.group)
         ctx.save_for_backward(exps, sums[0], targets)
         return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 
 # %% 06.8 backward makes a second float32 tensor
@@ -1419,6 +1475,14 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
         dist.all_reduce(sums, group=shard.group)
         ctx.save_for_backward(exps, sums[0].masked_fill(targets < 0, 0.0), targets)
         return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 
 # %% 06.9 gathered logits: the head gathers its output
