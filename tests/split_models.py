@@ -205,12 +205,3 @@ class Diary(TorchDispatchMode):
 def stored(tensors) -> int:
     """Bytes of the storages of tensors, each counted once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def said(function) -> str:
-    """The type and message of what a call raises."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"

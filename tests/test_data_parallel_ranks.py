@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from calls import peak_bytes, said
 from course_lib import single_gpu
 from course_lib.buckets import MODES
 from course_lib.data_parallel import DataParallel, main, out_of_step, parallel_accumulate
@@ -241,18 +242,6 @@ def storage_problems() -> list[str]:
 
 def test_gradients_are_views_of_the_buckets_at_any_time(ranks):
     assert ranks(storage_problems) == [[]] * 4
-
-
-def peak_bytes(run) -> int:
-    """Bytes at the peak above what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
-        run()
-    level = highest = 0
-    for event in sorted(log.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            highest = max(highest, level)
-    return highest
 
 
 def peaks() -> dict[str, int]:
@@ -532,15 +521,6 @@ def test_checkpoints_of_both_variants_and_autocast(ranks):
 
 
 # Mistakes.
-
-
-def said(function) -> str:
-    """The type and message of what a call raises."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def wrong_models() -> dict[str, str]:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from calls import peak_bytes, said
 from course_lib.fully_shard import FullyShard, full_state_dict, fully_shard, load_full_state_dict
 from course_lib.model import ModelConfig, Transformer, init_parameter, loss
 from course_lib.recompute import apply_recompute
@@ -466,18 +467,6 @@ def test_a_step_reads_no_value_on_the_host(ranks):
 # Construction.
 
 
-def peak_bytes(run) -> int:
-    """Bytes at the peak above what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
-        run()
-    level = highest = 0
-    for event in sorted(log.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            highest = max(highest, level)
-    return highest
-
-
 class Layers(nn.Module):
     """Layers of 360 kB each, and a buffer."""
 
@@ -744,15 +733,6 @@ def test_a_parameter_with_a_group_of_its_own_is_shared_out_there_and_divided_by_
 
 
 # Mistakes.
-
-
-def said(function) -> str:
-    """The type and message of what a call raises."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def wrong_arguments() -> dict[str, str]:

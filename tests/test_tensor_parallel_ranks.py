@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from calls import peak_bytes, said
 from course_lib import single_gpu
 from course_lib.data_parallel import DataParallel
 from course_lib.fully_shard import full_state_dict, fully_shard
@@ -38,7 +39,6 @@ from split_models import (
     init,
     on_ranks,
     one_process,
-    said,
     split_loss,
     split_model,
     stored,
@@ -125,18 +125,6 @@ def test_bfloat16_is_as_exact_as_in_one_process(ranks):
 
 
 # Construction.
-
-
-def peak_bytes(run) -> int:
-    """Bytes at the peak above what was there before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
-        run()
-    level = highest = 0
-    for event in sorted(log.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            highest = max(highest, level)
-    return highest
 
 
 def built(kv_heads: int, tied: bool) -> dict[str, object]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from calls import said
 from course_lib.memory_profile import MemoryProfile
 from course_lib.model import ModelConfig, Transformer, loss
 from course_lib.optimizer_shards import OptimizerShard
@@ -784,15 +785,6 @@ def bad_states() -> dict:
     states = {"none": {}, "shorter": shorter, "shape": wrong_shape, "later": later_shape, "model": model.state_dict()}
     found = {name: said(lambda state=state: zero.load_state_dict(state)) for name, state in states.items()}
     return found | {"changed": different(zero.state_dict(), good)}
-
-
-def said(function) -> str:
-    """The type and message of what a call raises."""
-    try:
-        function()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def test_a_bad_state_is_one_line_and_changes_nothing(ranks):

@@ -1,0 +1,24 @@
+"""What tests on several ranks ask of a call: its peak memory, and what it raises."""
+
+import torch
+
+
+def peak_bytes(run) -> int:
+    """Bytes at the peak above what was there before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
+        run()
+    level = highest = 0
+    for event in sorted(log.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            level += event.nbytes()
+            highest = max(highest, level)
+    return highest
+
+
+def said(function) -> str:
+    """The type and message of what a call raises."""
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
