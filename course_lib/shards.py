@@ -105,7 +105,9 @@ def norm_group(group: dist.ProcessGroup, over: dist.ProcessGroup) -> dist.Proces
 
 
 def nested_norm(gradients: list[tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]]) -> torch.Tensor:
-    """As global_norm, of parts that may be split more than once: each with its groups, that of the last split first."""
+    """As global_norm, of parts that may be split more than once (by tensor parallelism, then by ZeRO): each with its
+    groups, that of the last split first.
+    """
     kinds = {}
     for gradient, groups in gradients:
         kinds.setdefault(groups[1:], []).append((gradient, groups[0] if groups else None))
