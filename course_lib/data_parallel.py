@@ -33,7 +33,8 @@ from torch import nn
 
 def check_same_model(module: nn.Module, group, arguments: dict) -> None:
     """Raise the same ValueError on all ranks of the group where one's arguments, parameters or buffers differ from the
-    first one's: in name, shape, dtype, device, in being frozen, or in the size of their reduce_group.
+    first one's: in name, shape, dtype, device, in being frozen, in the size of their reduce_group, or in the part
+    that they are of a split tensor (notebook 06).
     """
     own = [f"arguments {arguments}"]
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -41,6 +42,8 @@ def check_same_model(module: nn.Module, group, arguments: dict) -> None:
         words += ["to be trained"] if tensor.requires_grad else []
         reduce_group = getattr(tensor, "reduce_group", None)
         words += [f"reduced over {reduce_group.size()} ranks"] if reduce_group else []
+        shard = getattr(tensor, "tensor_shard", None)  # other parts of one tensor have the same shape
+        words += [f"from index {shard.start} of {shard.whole}"] if shard else []
         own.append(" ".join(words))
     ranks, of_all = dist.get_process_group_ranks(group), [None] * dist.get_world_size(group)
     dist.all_gather_object(of_all, own, group)

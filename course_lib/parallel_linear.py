@@ -59,7 +59,8 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
-    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 # %% ../notebooks/06_tensor_parallel.ipynb #ex-06-5
 class RowParallelLinear(nn.Module):
@@ -97,8 +98,11 @@ class Replicas(NamedTuple):
 def replicas_of(group: dist.ProcessGroup, copies: int) -> Replicas:
     """The groups in which `copies` neighbours of `group` have the same part.
 
-    Collective over the default group: all its ranks call it, with groups of theirs.
+    Collective over the default group: all its ranks call it, with groups of theirs. Raises ValueError where `copies`
+    does not divide the group.
     """
+    if group.size() % copies:
+        raise ValueError(f"{copies} copies do not divide {group.size()} ranks")
     of_all = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, (dist.get_process_group_ranks(group), copies))
     same, shards = [], []
@@ -113,7 +117,7 @@ class ColumnParallelLinear(nn.Module):
     [..., out/N].
 
     replicas: parts are fewer than ranks, and these are the groups that share them. gather_output: return all of the
-    output on every rank.
+    output on every rank. Raises ValueError for both at once.
     """
 
     def __init__(
@@ -123,6 +127,8 @@ class ColumnParallelLinear(nn.Module):
         replicas: Replicas | None = None,
         gather_output: bool = False,
     ):
+        if replicas and gather_output:
+            raise ValueError("gather_output with replicas: each copy would add the whole gradient once more")
         super().__init__()
         self.group, self.replicas, self.gather_output = group or dist.group.WORLD, replicas, gather_output
         self.shard = TensorShard.of(linear.out_features, replicas.shards if replicas else self.group)

@@ -6,7 +6,8 @@
     norm      f  head (columns: own tokens of the vocabulary)   loss from three numbers a token
 
 A rank keeps 1/N of the weights, gradients, optimizer states, and of the activations between f and f*; norms and what
-lies between the layers it keeps whole: s b h (10 + 24/N) bytes a layer of a GPT (Korthikanti et al. 2022, §4.2). It
+lies between the layers it keeps whole: s b h (10 + 24/N) bytes a layer of a GPT, without scores of attention
+(Korthikanti et al. 2022, §4.2). It
 sends 2 all-reduces of [b, s, h] a layer in forward, which nothing hides, and 2 in backward. (Shoeybi et al. 2019.)
 """
 
@@ -45,9 +46,11 @@ def apply_tensor_parallel(
 ) -> nn.Module:
     """Split the matrices of a `Transformer` over the ranks of `group`, in place; returns the model.
 
-    All ranks give it the same tokens. It returns this rank's logits [b, s, v/N], for vocab_parallel_cross_entropy, or
-    all of them with gather_logits. chunks: see RowParallelLinear. The model may be on the meta device (then
-    `tensor_shards.materialize` it). Collective over the default group where there are more ranks than K/V heads.
+    All ranks give it the same tokens, and come with the same random state where there is dropout. It returns this
+    rank's logits [b, s, v/N], for vocab_parallel_cross_entropy, or all of them with gather_logits. chunks: see
+    RowParallelLinear. The model may be on the meta device (then `tensor_shards.materialize` it). Weights of q, k, v,
+    gate and up are used without calling their layers: hooks on these do not run, and a layer that is replaced later is
+    not noticed. Collective over the default group where there are more ranks than K/V heads.
 
     Raises ValueError, and changes nothing, where the group's size does not fit the model or the model is split already.
     """

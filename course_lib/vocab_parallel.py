@@ -26,7 +26,10 @@ from torch import nn
 
 
 class VocabParallelEmbedding(nn.Module):
-    """`embedding` with its rows split over `group`: tokens [...] to all of the hidden states [..., h]."""
+    """`embedding` with its rows split over `group`: tokens [...] to all of the hidden states [..., h].
+
+    Of `embedding` it takes the weight alone, no padding_idx or max_norm. A token outside of the vocabulary gives zeros.
+    """
 
     def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup | None = None):
         super().__init__()
@@ -67,7 +70,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         dist.all_reduce(sums, group=shard.group)
         total, of_target = sums
         if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
-            grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.float() - 1)[:, None])
+            grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.to(grad.dtype) - 1)[:, None])
             ctx.save_for_backward(grad)
         return total.log() - of_target
 
@@ -89,11 +92,18 @@ def vocab_parallel_cross_entropy(
 ) -> torch.Tensor:
     """F.cross_entropy of logits that are split over `group`, in float32: a scalar, the same on all ranks.
 
-    logits: [..., v/N], this rank's; targets: [...], numbers of the whole vocabulary, or IGNORED; vocab: its size, None:
-    all ranks have as many logits. reduction: "mean" over the targets that are not ignored, or "sum". Collective.
+    logits: [..., v/N], this rank's; targets: [...], numbers of the whole vocabulary, or IGNORED; vocab: its size, None
+    only where the ranks divide it. reduction: "mean" over the targets that are not ignored, or "sum". Collective.
+
+    Raises ValueError for another reduction, and where the logits are not this rank's part of `vocab`. A target outside
+    of the vocabulary is not noticed: it counts as nobody's.
     """
     group = group or dist.group.WORLD
     shard = TensorShard.of(vocab or logits.shape[-1] * group.size(), group, -1)
+    if logits.shape[-1] != shard.size:
+        raise ValueError(f"{logits.shape[-1]} logits, where this rank's part of {shard.whole} tokens is {shard.size}")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction {reduction!r}: it is mean or sum")
     targets = targets.flatten()
     trained = targets != IGNORED
     losses = VocabParallelCrossEntropy.apply(logits.flatten(0, -2), targets, shard)

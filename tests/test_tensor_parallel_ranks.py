@@ -692,6 +692,31 @@ def on_gpus() -> list[str]:
     return differing(found, expected, 1e-4)
 
 
+def misused() -> dict[str, str]:
+    """On one of 4 ranks: what is said of misuse that would give plausible numbers."""
+    group, targets = dist.group.WORLD, torch.arange(6)
+    logits, of = torch.zeros(6, TensorShard.of(97, group).size, dtype=torch.float64), config(12)
+    replicas, even = replicas_of(group, 2), dataclasses.replace(of, vocab=96)
+    split = apply_tensor_parallel(whole_model(even), group)
+    return {
+        "gathered copies": said(lambda: ColumnParallelLinear(nn.Linear(4, 8), group, replicas, gather_output=True)),
+        "3 copies": said(lambda: replicas_of(group, 3)),
+        "whole logits": said(lambda: vocab_parallel_cross_entropy(torch.zeros(6, 97), targets, group, 97)),
+        "reduction": said(lambda: vocab_parallel_cross_entropy(logits, targets, group, 97, "none")),
+        "float64": said(lambda: vocab_parallel_cross_entropy(logits.requires_grad_(), targets, group, 97).backward()),
+        "default group": said(lambda: DataParallel(split)),
+    }
+
+
+def test_misuse_that_would_give_plausible_numbers_is_one_line(ranks):
+    for found in ranks(misused):
+        assert found["gathered copies"].startswith("ValueError: gather_output with replicas")
+        assert found["3 copies"] == "ValueError: 3 copies do not divide 4 ranks"
+        assert found["whole logits"].startswith("ValueError: 97 logits, where this rank's part of 97 tokens is 2")
+        assert found["reduction"] == "ValueError: reduction 'none': it is mean or sum" and found["float64"] == "nothing"
+        assert "from index 24 of 96, where rank 0 has embedding.weight" in found["default group"]
+
+
 @cuda_only
 def test_on_gpus_it_is_one_process_too():
     """NCCL sums in another order, and CUDA's products too: within 1e-4."""
