@@ -184,7 +184,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     return parse(training_parser("single_gpu", "Train a model on one device."), argv)
 
-# %% ../notebooks/01_single_gpu.ipynb #main
+# %% ../notebooks/01_single_gpu.ipynb #adamw
 def describe(record: dict) -> str:
     """One line of a step's record."""
     share = f" | MFU {record['mfu']:.1%}" if record["mfu"] else ""
@@ -201,7 +201,7 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """The optimizer of every training program of this course."""
     return torch.optim.AdamW(model.parameters(), lr=lr, **ADAMW)
 
-
+# %% ../notebooks/01_single_gpu.ipynb #main
 def run(
     chosen: argparse.Namespace,
     step: Callable = train_step,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from calls import peak_bytes
 from course_lib.bandwidth import sweep, time_collective
 from course_lib.collectives import CHUNK, ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
 from course_lib.traffic import count_traffic
@@ -152,14 +153,7 @@ def extra_memory(function, numel: int) -> int | None:
     function(tensor)
     if dist.get_rank() > 0:
         return function(tensor)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
-        function(tensor)
-    level = highest = 0
-    for event in sorted(log.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            highest = max(highest, level)
-    return highest
+    return peak_bytes(lambda: function(tensor))
 
 
 def memory_of_each() -> list[int | None]:
