@@ -73,6 +73,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, linear: nn.Linear, group: dist.ProcessGroup | None = None, chunks: int = 1):
         super().__init__()
         self.group, self.chunks = group or dist.group.WORLD, chunks
+        self.leave = sum_over_group  # f*; notebook 07 puts another one in its place
         self.weight = shard_parameter(linear.weight, TensorShard.of(linear.in_features, self.group, dim=1))
         self.bias = linear.bias  # whole: all ranks add the same one
 
@@ -81,7 +82,7 @@ class RowParallelLinear(nn.Module):
             x, weight = as_autocast(x, self.weight)
             out = RowProduct.apply(x, self.group, weight, self.chunks)
             return out if self.bias is None else out + self.bias.to(out.dtype)
-        out = sum_over_group(F.linear(x, self.weight), self.group)
+        out = self.leave(F.linear(x, self.weight), self.group)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 # %% ../notebooks/06_tensor_parallel.ipynb #replicas
@@ -131,6 +132,7 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError("gather_output with replicas: each copy would add the whole gradient once more")
         super().__init__()
         self.group, self.replicas, self.gather_output = group or dist.group.WORLD, replicas, gather_output
+        self.products = ColumnProducts  # how it multiplies; notebook 07 puts another way in its place
         self.shard = TensorShard.of(linear.out_features, replicas.shards if replicas else self.group)
         self.weight = shard_parameter(linear.weight, self.shard)
         self.bias = None if linear.bias is None else shard_parameter(linear.bias, self.shard)
@@ -149,7 +151,7 @@ def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tup
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = ColumnProducts.apply(x, layers[0].group, *weights)
+    outs = layers[0].products.apply(x, layers[0].group, *weights)
     biases = [None if layer.bias is None else shared(layer, layer.bias) for layer in layers]
     return tuple(out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True))
 

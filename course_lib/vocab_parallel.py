@@ -33,7 +33,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup | None = None):
         super().__init__()
-        self.group = group or dist.group.WORLD
+        self.group, self.leave = group or dist.group.WORLD, sum_over_group
         self.shard = TensorShard.of(embedding.num_embeddings, self.group)
         self.weight = shard_parameter(embedding.weight, self.shard)  # [v/N, h]
 
@@ -41,7 +41,7 @@ class VocabParallelEmbedding(nn.Module):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return sum_over_group(found.masked_fill(elsewhere[..., None], 0.0), self.group)
+        return self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group)
 
 # %% ../notebooks/06_tensor_parallel.ipynb #ex-06-8
 def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor, torch.Tensor]:
