@@ -88,8 +88,9 @@ def exchange_ratio(
 ) -> float:
     """Time in which the ring passes keys and values on over the time of the attention beside it; up to 1 it is hidden.
 
-    tokens: a rank's of one sequence, s/n (the batch cancels); bandwidth: bytes a second to the next rank; peak: floating-point operations a second. For
-    forward, zig-zag where causal. (Liu et al. 2023, §3, with grouped heads and a causal mask.)
+    tokens: a rank's of one sequence, s/n (the batch cancels); bandwidth: bytes a second to the next rank; peak:
+    floating-point operations a second. For forward, zig-zag where causal. (Liu et al. 2023, §3, with grouped heads and
+    a causal mask.)
     """
     ratio = element_bytes * kv_heads / (heads * tokens) * peak / bandwidth
     return ratio if causal else ratio / 2
