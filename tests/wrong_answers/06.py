@@ -710,7 +710,7 @@ import course_lib.parallel_linear
 
 class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
     def forward(self, x):
-        return sum_over_group(F.linear(x, self.weight, self.bias), self.group)
+        return self.leave(F.linear(x, self.weight, self.bias), self.group)
 
 
 # %% 06.5 the bias is forgotten
@@ -719,7 +719,7 @@ import course_lib.parallel_linear
 
 class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
     def forward(self, x):
-        return sum_over_group(F.linear(x, self.weight), self.group)
+        return self.leave(F.linear(x, self.weight), self.group)
 
 
 # %% 06.5 no sum
@@ -737,7 +737,7 @@ import course_lib.parallel_linear
 
 class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
     def forward(self, x):
-        out = sum_over_group(F.linear(copy_to_group(x, self.group), self.weight), self.group)
+        out = self.leave(F.linear(copy_to_group(x, self.group), self.weight), self.group)
         return out if self.bias is None else out + self.bias
 
 
@@ -747,7 +747,7 @@ import course_lib.parallel_linear
 
 class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
     def forward(self, x):
-        out = sum_over_group(F.linear(x, self.weight), self.group)
+        out = self.leave(F.linear(x, self.weight), self.group)
         mean = out.detach() / self.group.size()
         dist.all_reduce(mean, group=self.group)
         out = out + (mean - out.detach())
@@ -774,7 +774,7 @@ import course_lib.parallel_linear
 
 class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
     def forward(self, x):
-        out = sum_over_group(F.linear(x, self.weight), dist.group.WORLD)
+        out = self.leave(F.linear(x, self.weight), dist.group.WORLD)
         return out if self.bias is None else out + self.bias
 
 
@@ -788,7 +788,7 @@ class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
         self.weight = nn.Parameter(self.weight.tensor_shard.cut(linear.weight.detach()))
 
     def forward(self, x):
-        out = sum_over_group(F.linear(x, self.weight), self.group)
+        out = self.leave(F.linear(x, self.weight), self.group)
         return out if self.bias is None else out + self.bias
 
 
@@ -802,6 +802,16 @@ class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
         self.whole = [linear]
 
     def forward(self, x):
+        out = self.leave(F.linear(x, self.weight), self.group)
+        return out if self.bias is None else out + self.bias
+
+
+# %% 06.5 calls f* by its name
+import course_lib.parallel_linear
+
+
+class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+    def forward(self, x):
         out = sum_over_group(F.linear(x, self.weight), self.group)
         return out if self.bias is None else out + self.bias
 
@@ -812,7 +822,7 @@ def project_together(x, layers):
         return parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = ColumnProducts.apply(x, layers[0].group, *weights)
+    outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
     )
@@ -824,7 +834,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.group) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = ColumnProducts.apply(x, layers[0].group, *weights)
+    outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
     )
@@ -836,7 +846,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.replicas.shards) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = ColumnProducts.apply(x, layers[0].group, *weights)
+    outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
     )
@@ -853,7 +863,7 @@ def project_together(x, layers):
         )
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = ColumnProducts.apply(x, layers[0].group, *weights)
+    outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
     )
@@ -862,7 +872,7 @@ def project_together(x, layers):
 # %% 06.6 the biases of copies are not kept in sync
 def project_together(x, layers):
     weights = [copy_to_group(each.weight, each.replicas.copies) if each.replicas else each.weight for each in layers]
-    outs = ColumnProducts.apply(x, layers[0].group, *weights)
+    outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(out if each.bias is None else out + each.bias for each, out in zip(layers, outs, strict=True))
 
 
@@ -872,7 +882,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    return ColumnProducts.apply(x, layers[0].group, *weights)
+    return layers[0].products.apply(x, layers[0].group, *weights)
 
 
 # %% 06.6 an all-reduce for each layer
@@ -881,7 +891,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = [ColumnProducts.apply(x, layers[0].group, weight)[0] for weight in weights]
+    outs = [layers[0].products.apply(x, layers[0].group, weight)[0] for weight in weights]
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
     )
@@ -895,7 +905,7 @@ def project_together(x, layers):
     x = copy_to_group(x / layers[0].group.size(), layers[0].group) * layers[0].group.size()
     x = x / layers[0].group.size() + (x - x / layers[0].group.size()).detach()
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = ColumnProducts.apply(x, layers[0].group, *weights)
+    outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
     )
@@ -920,7 +930,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.replicas.copies if layer.replicas else layer.group)
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = ColumnProducts.apply(x, layers[0].group, *weights)
+    outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
     )
@@ -931,7 +941,19 @@ def project_together(x, layers):
     def shared(layer, parameter):
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
-    outs = ColumnProducts.apply(x, layers[0].group, *(shared(layer, layer.weight) for layer in layers))
+    outs = layers[0].products.apply(x, layers[0].group, *(shared(layer, layer.weight) for layer in layers))
+    return tuple(
+        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+    )
+
+
+# %% 06.6 calls ColumnProducts by its name
+def project_together(x, layers):
+    def shared(layer, parameter):
+        return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
+
+    x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
+    outs = ColumnProducts.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
     )
@@ -950,7 +972,7 @@ class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
     def forward(self, tokens):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
-        return sum_over_group(F.embedding(rows.masked_fill(elsewhere, 0), self.weight), self.group)
+        return self.leave(F.embedding(rows.masked_fill(elsewhere, 0), self.weight), self.group)
 
 
 # %% 06.7 looks up modulo its rows
@@ -964,7 +986,7 @@ import course_lib.vocab_parallel
 
 class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
     def forward(self, tokens):
-        return sum_over_group(F.embedding(tokens % self.shard.size, self.weight), self.group) / self.group.size()
+        return self.leave(F.embedding(tokens % self.shard.size, self.weight), self.group) / self.group.size()
 
 
 # %% 06.7 tokens beyond its own get its last row
@@ -980,7 +1002,7 @@ class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
     def forward(self, tokens):
         rows = tokens - self.shard.start
         found = F.embedding(rows.clamp(0, self.shard.size - 1), self.weight)
-        return sum_over_group(found.masked_fill((rows < 0)[..., None], 0.0), self.group)
+        return self.leave(found.masked_fill((rows < 0)[..., None], 0.0), self.group)
 
 
 # %% 06.7 no sum
@@ -1014,7 +1036,7 @@ class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return sum_over_group(found.masked_fill(elsewhere[..., None], 0.0), self.group) / self.group.size()
+        return self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group) / self.group.size()
 
 
 # %% 06.7 the sum over all ranks instead of the group
@@ -1031,7 +1053,7 @@ class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return sum_over_group(found.masked_fill(elsewhere[..., None], 0.0), dist.group.WORLD)
+        return self.leave(found.masked_fill(elsewhere[..., None], 0.0), dist.group.WORLD)
 
 
 # %% 06.7 an all-reduce too many: a sum in backward as well
@@ -1048,7 +1070,7 @@ class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        found = sum_over_group(found.masked_fill(elsewhere[..., None], 0.0), self.group)
+        found = self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group)
         return copy_to_group(found, self.group)
 
 
@@ -1089,7 +1111,7 @@ class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return sum_over_group(found.masked_fill(elsewhere[..., None], 0.0), self.group)
+        return self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group)
 
 
 # %% 06.7 fake: the whole table stays on each rank, out of sight, and the all-reduce is for show
@@ -1113,6 +1135,23 @@ class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
         whole = F.embedding(tokens, self.whole[0])
         dist.all_reduce(torch.empty_like(whole), group=self.group)
         return whole + own - own.detach()
+
+
+# %% 06.7 calls f* by its name
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import course_lib.vocab_parallel
+
+
+class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+    def forward(self, tokens):
+        rows = tokens - self.shard.start
+        elsewhere = (rows < 0) | (rows >= self.shard.size)
+        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return sum_over_group(found.masked_fill(elsewhere[..., None], 0.0), self.group)
 
 
 # %% 06.8 fake: gathered logits
