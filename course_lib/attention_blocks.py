@@ -19,8 +19,8 @@ causal: the i-th query sees the first i + 1 keys.
 
 # %% auto #0
 __all__ = ['PLAIN_BLOCK', 'FUSED_BLOCK', 'merge', 'by_group', 'scores', 'plain_forward', 'plain_backward', 'AttentionBlock',
-           'operator', 'has_kernel', 'fused_forward', 'fused_backward', 'Piece', 'visible', 'in_tokens', 'attend',
-           'attend_backward', 'nothing_seen', 'BlockAttention']
+           'operator', 'has_kernel', 'whole_rows', 'fused_forward', 'fused_backward', 'Piece', 'visible', 'in_tokens',
+           'attend', 'attend_backward', 'nothing_seen', 'BlockAttention']
 
 # %% ../notebooks/07_sequence_context.ipynb #ex-07-6
 import torch
@@ -45,10 +45,9 @@ def by_group(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
     """q · k / sqrt(d) in float32 or more, -inf where a query does not see a key: [b, kv, a/kv, s, s']."""
+    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
     z = torch.einsum("bqkgd,bskd->bkgqs", by_group(q, k), k) / math.sqrt(q.shape[-1])
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    hidden = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(1)
-    return z.masked_fill(hidden, float("-inf")) if causal else z
+    return z + torch.full_like(z[0, 0, 0], float("-inf")).triu(1) if causal else z
 
 
 def plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,9 +68,9 @@ def plain_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Ten
     p = (scores(q, k, causal) - of_rows(lse)[..., None]).exp()
     grad = by_group(gradient, k)
     grad_v = torch.einsum("bkgqs,bqkgd->bskd", p.to(grad.dtype), grad)
-    grad_p = torch.einsum("bqkgd,bskd->bkgqs", grad, v)
-    grad_z = p * (grad_p - of_rows((gradient * out).sum(-1))[..., None]) / math.sqrt(q.shape[-1])
-    grad_z = grad_z.to(q.dtype)
+    grad_p = torch.einsum("bqkgd,bskd->bkgqs", grad.to(p.dtype), v.to(p.dtype))
+    row_sums = of_rows((gradient.to(p.dtype) * out).sum(-1))  # D
+    grad_z = (p * (grad_p - row_sums[..., None]) / math.sqrt(q.shape[-1])).to(q.dtype)
     grad_q = torch.einsum("bkgqs,bskd->bqkgd", grad_z, k).flatten(2, 3)
     grad_k = torch.einsum("bkgqs,bqkgd->bskd", grad_z, by_group(q, k))
     return grad_q, grad_k, grad_v
@@ -99,8 +98,15 @@ def operator(name: str) -> Callable:
 
 
 def has_kernel(q: torch.Tensor) -> bool:
-    """Whether PyTorch's FlashAttention takes it: on a CPU any, on a GPU 16 bits."""
-    return q.device.type == "cpu" or q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
+    """Whether PyTorch's FlashAttention takes it: on a CPU any, on a GPU 16 bits and heads of 8, 16, ... 256."""
+    if q.device.type == "cuda":
+        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.device.type == "cpu"
+
+
+def whole_rows(x: torch.Tensor) -> torch.Tensor:
+    """x, the numbers of a head side by side: the kernels take that for granted, and the CPU's does not check."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def fused_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +114,7 @@ def fused_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: boo
     if not has_kernel(q):
         return plain_forward(q, k, v, causal)
     kernel = operator("_scaled_dot_product_flash_attention" + "_for_cpu" * (q.device.type == "cpu"))
-    out, lse, *_ = kernel(*(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal)
+    out, lse, *_ = kernel(*(whole_rows(x).transpose(1, 2) for x in (q, k, v)), 0.0, causal)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -116,12 +122,12 @@ def fused_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Ten
     """As plain_backward, by PyTorch's FlashAttention where it has one."""
     if not has_kernel(q):
         return plain_backward(gradient, q, k, v, out, lse, causal)
-    tensors = [x.transpose(1, 2) for x in (gradient, q, k, v, out, lse)]
+    tensors = [whole_rows(x).transpose(1, 2) for x in (gradient, q, k, v, out)] + [lse.transpose(1, 2).contiguous()]
     if q.device.type == "cpu":
         gradients = operator("_scaled_dot_product_flash_attention_for_cpu_backward")(*tensors, 0.0, causal)
     else:
-        tensors[-1] = tensors[-1].contiguous()
-        no_lengths, no_seed = (None, None, q.shape[1], k.shape[1]), [torch.empty(0, dtype=torch.uint64)] * 2
+        no_lengths = None, None, q.shape[1], k.shape[1]
+        no_seed = [torch.empty(0, dtype=torch.uint64, device=q.device)] * 2
         kernel = operator("_scaled_dot_product_flash_attention_backward")
         gradients = kernel(*tensors, *no_lengths, 0.0, causal, *no_seed)
     return tuple(x.transpose(1, 2) for x in gradients)
@@ -142,12 +148,13 @@ class Piece(NamedTuple):
 
 
 def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -> list[Piece]:
-    """What the queries of chunks `own` see of the keys of chunks `other`, in places of chunks. Both ascend."""
+    """What the queries of chunks `own` see of the keys of chunks `other`, in places of chunks.
+
+    Both ascend; they are the same, or have none in common.
+    """
     if not causal or own == other:
         return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
-    places = [(i, other.index(mine)) for i, mine in enumerate(own) if mine in other]
-    pieces = [Piece(slice(i, i + 1), slice(j, j + 1), True) for i, j in places]
-    below = [sum(chunk < mine for chunk in other) for mine in own]
+    pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
     for count, rows in itertools.groupby(range(len(own)), below.__getitem__):
         rows = list(rows)
         if count:
@@ -155,6 +162,9 @@ def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -
     return pieces
 
 # %% ../notebooks/07_sequence_context.ipynb #attend
+from torch.autograd.function import once_differentiable
+
+
 def in_tokens(pieces: list[Piece], chunk: int) -> list[Piece]:
     """Pieces in places of tokens, of pieces in places of chunks of so many tokens."""
     return [
@@ -190,11 +200,13 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock, *settings):
         ctx.block, ctx.settings = block, settings
-        out, lse = block.forward(q, k, v, *settings)
+        with torch.autocast(q.device.type, enabled=False):  # backward is without it, too
+            out, lse = block.forward(q, k, v, *settings)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         gradients = ctx.block.backward(gradient, *ctx.saved_tensors, *ctx.settings)
         return *gradients, None, *(None for _ in ctx.settings)

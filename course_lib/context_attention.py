@@ -92,7 +92,8 @@ def ring_backward(
                 work.wait()
             if passing is not None:
                 grad_kv += passing
-            passing, on_their_way = start_exchange(grad_kv, group)
+            sent = grad_kv  # it is being read until the next step's wait, and must not go before
+            passing, on_their_way = start_exchange(sent, group)
         for work in works:
             work.wait()
         kv = arriving
@@ -130,7 +131,7 @@ def ring_attention(
     """Attention [b, s/n, a, d] of this rank's queries to the keys of the whole sequence, which go round.
 
     q: [b, s/n, a, d]; k, v: [b, s/n, kv, d]: this rank's tokens in `order`. A rank holds three parts of k and v at
-    most, and keeps q, k, v, out and lse for backward. Collective, in backward too.
+    most, in backward four float32 parts of their gradients too; it keeps q, k, v, out and lse. Collective, both times.
 
     Raises ValueError for another order, and for an odd number of tokens under zigzag.
     """

@@ -36,9 +36,10 @@ def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.Proc
     Raises ValueError for hidden states without positions.
     """
     need_positions(model, args, kwargs)
-    if len(args) > 1 or kwargs.get("positions") is not None:
-        return args, kwargs
-    return args, kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
+    x, positions = (*args, kwargs.get("positions"))[:2]
+    if positions is None:
+        positions = own_positions(x.shape[1], group, order, x.device)
+    return (x, positions), {}
 
 
 def apply_context_parallel(
@@ -52,8 +53,9 @@ def apply_context_parallel(
 
     Inputs and targets: shard_sequence(whole, group, order). method: one of METHODS; attention: what computes a block.
     Average the gradients over all ranks of `group`, as of a data-parallel group: wrap the model in DataParallel or ZeRO
-    over the data-parallel and context-parallel ranks together. After apply_tensor_parallel, where there is any; before
-    apply_recompute, whose mode "selective" would only run the exchange again: no scores are kept here.
+    over the data-parallel and context-parallel ranks together (else they drift; out_of_step finds it). After
+    apply_tensor_parallel, where there is any; before apply_recompute, whose mode "selective" would only run the exchange
+    again: no scores are kept here.
 
     Raises ValueError, and changes nothing, for an unknown method or order, for heads that the ranks can't share
     (ulysses), and for a model that is context parallel already.
@@ -62,7 +64,8 @@ def apply_context_parallel(
     if method not in METHODS or order not in ORDERS:
         raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
     for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
+        core = getattr(block.attention.core, "function", block.attention.core)  # of a Recomputed one
+        if getattr(core, "func", None) in METHODS.values():
             raise ValueError("the model is context parallel already")
         if method == "ulysses":
             head_dim = model.config.head_dim

@@ -12,6 +12,9 @@ nothing after it is kept; with row layers in chunks it is made all the same). A 
 # %% auto #0
 __all__ = ['PartitionedCheckpoint', 'apply_partitioned_recompute']
 
+# %% ../notebooks/06_tensor_parallel.ipynb #partitioned-checkpoints-imports
+from .regions import sum_over_group
+
 # %% ../notebooks/06_tensor_parallel.ipynb #ex-06-14
 import torch
 import torch.distributed as dist
@@ -50,8 +53,11 @@ class PartitionedCheckpoint(Recomputed):
 def apply_partitioned_recompute(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
     """Recompute each of `model.blocks` from an input that is shared out over `group`, whose ranks all have the same.
 
-    Replaces an earlier mode of recompute.apply_recompute, which undoes it. Returns the model.
+    Replaces an earlier mode of recompute.apply_recompute, which undoes it. Returns the model. Raises ValueError for a
+    model that is sequence parallel (notebook 07): there each rank has other hidden states, a part of all, already.
     """
+    if any(getattr(module, "leave", sum_over_group) is not sum_over_group for module in model.modules()):
+        raise ValueError("the model is sequence parallel: what its ranks have between the layers is in parts already")
     apply_recompute(model, "none")
     for block in model.blocks:
         block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)

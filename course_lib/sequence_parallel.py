@@ -115,6 +115,7 @@ class GatheredProducts(torch.autograd.Function):
 
 # %% ../notebooks/07_sequence_context.ipynb #sequence-parallel-more-imports
 from .parallel_linear import ColumnParallelLinear, RowParallelLinear
+from .partitioned_checkpoints import PartitionedCheckpoint
 from .regions import copy_to_group
 from .vocab_parallel import VocabParallelEmbedding
 
@@ -124,8 +125,8 @@ def need_positions(model: nn.Module, args: tuple, kwargs: dict) -> None:
 
     Raises ValueError where a `Transformer` is given hidden states and no positions.
     """
-    given = [*args[1:], kwargs.get("positions")]
-    if args[0].is_floating_point() and given[0] is None:
+    x, positions = (*args, kwargs.get("positions"))[:2]
+    if x.is_floating_point() and positions is None:
         raise ValueError("hidden states of a part of the sequence: give the positions of all tokens of the sequence")
 
 # %% ../notebooks/07_sequence_context.ipynb #ex-07-4
@@ -151,7 +152,8 @@ def apply_sequence_parallel(
     with random numbers of its own.
 
     Raises ValueError, and changes nothing, for a model that is not split over the group, whose row layers work in
-    chunks, or that is sequence parallel already; and in forward where the ranks do not divide the sequence.
+    chunks or have biases, that has partitioned checkpoints, or is sequence parallel already; and in forward where the
+    ranks do not divide the sequence.
     """
     group = group or dist.group.WORLD
     rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
@@ -161,6 +163,10 @@ def apply_sequence_parallel(
         raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
     if rows[0].leave is reduce_scatter_sequence:
         raise ValueError("the model is sequence parallel already")
+    if any(row.bias is not None for row in rows):
+        raise ValueError("a row layer's bias would get the gradient of each rank's own tokens only")
+    if any(isinstance(block.forward, PartitionedCheckpoint) for block in model.blocks):
+        raise ValueError("partitioned checkpoints want the same hidden states on all ranks: use mode full, afterwards")
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 
 
-def by_rank(whole: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[b, s, ...] as its parts, rank by rank: [n, b, s/n, ...], a view. Raises ValueError where `ranks` does not divide
-    the sequence.
+def by_rank(whole: torch.Tensor, parts: int) -> torch.Tensor:
+    """[b, s, ...] as its parts, one after the other: [n, b, s/n, ...], a view. Raises ValueError where n does not
+    divide the sequence.
     """
-    if whole.shape[1] % ranks:
-        raise ValueError(f"a sequence of {whole.shape[1]} tokens can't be split over {ranks} ranks")
-    return whole.unflatten(1, (ranks, -1)).movedim(1, 0)
+    if whole.shape[1] % parts:
+        raise ValueError(f"a sequence of {whole.shape[1]} tokens can't be split into {parts} equal parts")
+    return whole.unflatten(1, (parts, -1)).movedim(1, 0)
 
 
 def in_order(pieces: torch.Tensor) -> torch.Tensor:
-    """The parts of all ranks [n, b, s/n, ...] side by side: [b, s, ...]."""
+    """The parts of all ranks [n, b, s/n, ...] side by side: [b, s, ...]. A copy, but for b = 1."""
     return pieces.movedim(0, 1).flatten(1, 2)
 
 # %% ../notebooks/07_sequence_context.ipynb #start-sending
@@ -69,10 +69,7 @@ def from_zigzag(split: torch.Tensor, ranks: int) -> torch.Tensor:
 
 # %% ../notebooks/07_sequence_context.ipynb #shard-sequence
 def to_order(whole: torch.Tensor, ranks: int, order: str = "zigzag") -> torch.Tensor:
-    """[b, s, ...] so that its r-th part is rank r's. Raises ValueError where the chunks do not divide the sequence."""
-    chunks = ranks * len(chunks_of(0, ranks, order))
-    if whole.shape[1] % chunks:
-        raise ValueError(f"a sequence of {whole.shape[1]} tokens does not divide into {chunks} chunks ({order})")
+    """[b, s, ...] so that its r-th part is rank r's."""
     return to_zigzag(whole, ranks) if order == "zigzag" else whole
 
 
@@ -84,7 +81,9 @@ def from_order(split: torch.Tensor, ranks: int, order: str = "zigzag") -> torch.
 def shard_sequence(whole: torch.Tensor, group: dist.ProcessGroup | None = None, order: str = "zigzag") -> torch.Tensor:
     """This rank's tokens [b, s/n, ...] of [b, s, ...]. Raises ValueError where the chunks do not divide it."""
     group = group or dist.group.WORLD
-    return by_rank(to_order(whole, group.size(), order), group.size())[group.rank()].contiguous()
+    own = chunks_of(group.rank(), group.size(), order)
+    chunks = by_rank(whole, group.size() * len(own))
+    return torch.cat([chunks[number] for number in own], 1)
 
 
 def unshard_sequence(part: torch.Tensor, group: dist.ProcessGroup | None = None, order: str = "zigzag") -> torch.Tensor:
@@ -105,7 +104,10 @@ def zigzag_unshard(part: torch.Tensor, group: dist.ProcessGroup | None = None) -
     return unshard_sequence(part, group, "zigzag")
 
 
-def own_positions(tokens: int, group: dist.ProcessGroup, order: str = "zigzag", device=None) -> torch.Tensor:
+def own_positions(
+    tokens: int, group: dist.ProcessGroup | None = None, order: str = "zigzag", device=None
+) -> torch.Tensor:
     """The places in the sequence of this rank's `tokens` tokens: [s/n]."""
+    group = group or dist.group.WORLD
     places = torch.arange(tokens * group.size(), device=device)[None]
     return shard_sequence(places, group, order)[0]

@@ -449,7 +449,7 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 
 
 # %% 07.3 always right
-def diagnose(differing, ratios, ranks):
+def diagnose(differing, ratios):
     return "norms left out" if differing else "right"
 
 
@@ -457,13 +457,13 @@ def diagnose(differing, ratios, ranks):
 asked = []
 
 
-def diagnose(differing, ratios, ranks):
+def diagnose(differing, ratios):
     asked.append(ranks)
     return ("norms averaged", "g", "right", "norms left out")[(len(asked) - 1) % 4]
 
 
 # %% 07.3 looks for a quarter, whatever the ranks
-def diagnose(differing, ratios, ranks):
+def diagnose(differing, ratios):
     if differing:
         return "norms left out"
     if all(abs(ratio - 1) < 1e-3 for ratio in ratios.values()):
@@ -472,7 +472,7 @@ def diagnose(differing, ratios, ranks):
 
 
 # %% 07.3 leaves no room for rounding
-def diagnose(differing, ratios, ranks):
+def diagnose(differing, ratios):
     if differing:
         return "norms left out"
     wrong = [name for name, ratio in ratios.items() if ratio != 1]
@@ -482,7 +482,7 @@ def diagnose(differing, ratios, ranks):
 
 
 # %% 07.3 any norm that is off is taken for averaging
-def diagnose(differing, ratios, ranks):
+def diagnose(differing, ratios):
     if differing:
         return "norms left out"
     wrong = [name for name, ratio in ratios.items() if abs(ratio - 1) > 1e-3]
@@ -492,7 +492,7 @@ def diagnose(differing, ratios, ranks):
 
 
 # %% 07.3 averaging and leaving out mixed up
-def diagnose(differing, ratios, ranks):
+def diagnose(differing, ratios):
     if differing:
         return "norms averaged"
     wrong = [name for name, ratio in ratios.items() if abs(ratio - 1) > 1e-3]
@@ -502,7 +502,7 @@ def diagnose(differing, ratios, ranks):
 
 
 # %% 07.3 looks at the ratios alone
-def diagnose(differing, ratios, ranks):
+def diagnose(differing, ratios):
     wrong = [name for name, ratio in ratios.items() if abs(ratio - 1) > 1e-3]
     if not wrong:
         return "right"
