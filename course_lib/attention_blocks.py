@@ -162,9 +162,6 @@ def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -
     return pieces
 
 # %% ../notebooks/07_sequence_context.ipynb #attend
-from torch.autograd.function import once_differentiable
-
-
 def in_tokens(pieces: list[Piece], chunk: int) -> list[Piece]:
     """Pieces in places of tokens, of pieces in places of chunks of so many tokens."""
     return [
@@ -206,7 +203,6 @@ class BlockAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         gradients = ctx.block.backward(gradient, *ctx.saved_tensors, *ctx.settings)
         return *gradients, None, *(None for _ in ctx.settings)

@@ -54,8 +54,8 @@ def apply_context_parallel(
     Inputs and targets: shard_sequence(whole, group, order). method: one of METHODS; attention: what computes a block.
     Average the gradients over all ranks of `group`, as of a data-parallel group: wrap the model in DataParallel or ZeRO
     over the data-parallel and context-parallel ranks together (else they drift; out_of_step finds it). After
-    apply_tensor_parallel, where there is any; before apply_recompute, whose mode "selective" would only run the exchange
-    again: no scores are kept here.
+    apply_tensor_parallel, where there is any; before apply_recompute, whose mode "selective" would only repeat the
+    exchange: no scores are kept here.
 
     Raises ValueError, and changes nothing, for an unknown method or order, for heads that the ranks can't share
     (ulysses), and for a model that is context parallel already.

@@ -448,6 +448,31 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
         return own, None, *grad_weights
 
 
+# %% 07.2 does not wait for the reduce-scatter
+import torch.nn.functional as F
+
+import course_lib.sequence_parallel
+
+
+class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+    @staticmethod
+    def backward(ctx, *gradients):
+        part, *weights = ctx.saved_tensors
+        needed, rows = ctx.needs_input_grad[2:], [gradient.flatten(0, -2) for gradient in gradients]
+        own, grad_weights = None, [None] * len(weights)
+        if any(needed):
+            pieces, gathering = start_gather(part, ctx.group)
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            grad_x = by_rank(grad_x.unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
+            own, scattering = start_reduce_scatter(grad_x, ctx.group)
+        if any(needed):
+            gathering.wait()
+            x = in_order(pieces).flatten(0, -2)
+            grad_weights = [row.t() @ x if need else None for row, need in zip(rows, needed, strict=True)]
+        return own, None, *grad_weights
+
+
 # %% 07.3 always right
 def diagnose(differing, ratios):
     return "norms left out" if differing else "right"
@@ -458,7 +483,7 @@ asked = []
 
 
 def diagnose(differing, ratios):
-    asked.append(ranks)
+    asked.append(differing)
     return ("norms averaged", "g", "right", "norms left out")[(len(asked) - 1) % 4]
 
 
@@ -1281,7 +1306,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
         return torch.autograd.grad(plain_forward(*tensors, causal)[0], tensors, gradient)
 
 
-# %% 07.8 covers the own chunk twice
+# %% 07.8 the own chunks without a mask
 import itertools
 
 from course_lib.attention_blocks import Piece
@@ -1289,10 +1314,8 @@ from course_lib.attention_blocks import Piece
 
 def visible(own, other, causal=True):
     if not causal or own == other:
-        return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
-    places = [(i, other.index(mine)) for i, mine in enumerate(own) if mine in other]
-    pieces = [Piece(slice(i, i + 1), slice(j, j + 1), True) for i, j in places]
-    below = [sum(chunk <= mine for chunk in other) for mine in own]
+        return [Piece(slice(0, len(own)), slice(0, len(other)), False)]
+    pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
     for count, rows in itertools.groupby(range(len(own)), below.__getitem__):
         rows = list(rows)
         if count:
@@ -1300,18 +1323,16 @@ def visible(own, other, causal=True):
     return pieces
 
 
-# %% 07.8 forgets the diagonal
+# %% 07.8 forgets the own chunks' causal pieces
 import itertools
 
 from course_lib.attention_blocks import Piece
 
 
 def visible(own, other, causal=True):
-    if not causal or own == other:
+    if not causal:
         return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
-    places = [(i, other.index(mine)) for i, mine in enumerate(own) if mine in other]
-    pieces = []
-    below = [sum(chunk < mine for chunk in other) for mine in own]
+    pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
     for count, rows in itertools.groupby(range(len(own)), below.__getitem__):
         rows = list(rows)
         if count:
@@ -1319,18 +1340,18 @@ def visible(own, other, causal=True):
     return pieces
 
 
-# %% 07.8 the own chunk without a mask
+# %% 07.8 own and other the same: several pieces
 import itertools
 
 from course_lib.attention_blocks import Piece
 
 
 def visible(own, other, causal=True):
-    if not causal or own == other:
+    if not causal:
         return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
-    places = [(i, other.index(mine)) for i, mine in enumerate(own) if mine in other]
-    pieces = [Piece(slice(i, i + 1), slice(j, j + 1), False) for i, j in places]
-    below = [sum(chunk < mine for chunk in other) for mine in own]
+    pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
+    if own == other:
+        pieces = [Piece(slice(i, i + 1), slice(i, i + 1), True) for i in range(len(own))]
     for count, rows in itertools.groupby(range(len(own)), below.__getitem__):
         rows = list(rows)
         if count:
@@ -1345,33 +1366,10 @@ from course_lib.attention_blocks import Piece
 
 
 def visible(own, other, causal=True):
-    if not causal:
+    if not causal or own == other:
         return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
-    places = [(i, other.index(mine)) for i, mine in enumerate(own) if mine in other]
-    pieces = [Piece(slice(i, i + 1), slice(j, j + 1), True) for i, j in places]
-    for i, j in itertools.product(range(len(own)), range(len(other))):
-        if other[j] < own[i]:
-            pieces.append(Piece(slice(i, i + 1), slice(j, j + 1), False))
-    return pieces
-
-
-# %% 07.8 own and other the same: several pieces
-import itertools
-
-from course_lib.attention_blocks import Piece
-
-
-def visible(own, other, causal=True):
-    if not causal:
-        return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
-    places = [(i, other.index(mine)) for i, mine in enumerate(own) if mine in other]
-    pieces = [Piece(slice(i, i + 1), slice(j, j + 1), True) for i, j in places]
-    below = [sum(chunk < mine for chunk in other) for mine in own]
-    for count, rows in itertools.groupby(range(len(own)), below.__getitem__):
-        rows = list(rows)
-        if count:
-            pieces.append(Piece(slice(rows[0], rows[-1] + 1), slice(0, count), False))
-    return pieces
+    pairs = itertools.product(range(len(own)), range(len(other)))
+    return [Piece(slice(i, i + 1), slice(j, j + 1), False) for i, j in pairs if other[j] < own[i]]
 
 
 # %% 07.8 a piece for each chunk of queries
@@ -1383,13 +1381,8 @@ from course_lib.attention_blocks import Piece
 def visible(own, other, causal=True):
     if not causal or own == other:
         return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
-    places = [(i, other.index(mine)) for i, mine in enumerate(own) if mine in other]
-    pieces = [Piece(slice(i, i + 1), slice(j, j + 1), True) for i, j in places]
     below = [sum(chunk < mine for chunk in other) for mine in own]
-    for i, count in enumerate(below):
-        if count:
-            pieces.append(Piece(slice(i, i + 1), slice(0, count), False))
-    return pieces
+    return [Piece(slice(i, i + 1), slice(0, count), False) for i, count in enumerate(below) if count]
 
 
 # %% 07.8 numbers of chunks instead of places
@@ -1401,9 +1394,7 @@ from course_lib.attention_blocks import Piece
 def visible(own, other, causal=True):
     if not causal or own == other:
         return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
-    places = [(i, other.index(mine)) for i, mine in enumerate(own) if mine in other]
-    pieces = [Piece(slice(i, i + 1), slice(j, j + 1), True) for i, j in places]
-    below = [sum(chunk < mine for chunk in other) for mine in own]
+    pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
     for count, rows in itertools.groupby(range(len(own)), below.__getitem__):
         rows = list(rows)
         if count:
@@ -1420,9 +1411,7 @@ from course_lib.attention_blocks import Piece
 def visible(own, other, causal=True):
     if own == other:
         return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
-    places = [(i, other.index(mine)) for i, mine in enumerate(own) if mine in other]
-    pieces = [Piece(slice(i, i + 1), slice(j, j + 1), True) for i, j in places]
-    below = [sum(chunk < mine for chunk in other) for mine in own]
+    pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
     for count, rows in itertools.groupby(range(len(own)), below.__getitem__):
         rows = list(rows)
         if count:
@@ -1439,7 +1428,19 @@ from course_lib.attention_blocks import Piece
 def visible(own, other, causal=True):
     if not causal or own == other:
         return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
-    return [Piece(slice(0, len(own)), slice(0, len(other)), False)] if other[0] < own[0] else []
+    if other[0] < own[0]:
+        return [Piece(slice(0, len(own)), slice(0, len(other)), False)]
+    return []
+
+
+# %% 07.8 fake: everything, for all queries
+import itertools
+
+from course_lib.attention_blocks import Piece
+
+
+def visible(own, other, causal=True):
+    return [Piece(slice(0, len(own)), slice(0, len(other)), causal and own == other)]
 
 
 # %% 07.9 fake: an all-gather, and the loop over what it brought
@@ -2418,6 +2419,37 @@ def all_gather_backward(gradient, q, k, v, out, lse, group, causal, attention, o
     return grad_q.to(q.dtype), *of_own.to(k.dtype).chunk(2)
 
 
+# %% 07.12 backward does not wait for the sums
+def all_gather_forward(q, k, v, group, causal, attention, order):
+    rank, n = group.rank(), group.size()
+    own, (out, lse) = chunks_of(rank, n, order), nothing_seen(q)
+    parts, work = start_gather(torch.cat([k, v]), group)
+    for step in range(n):
+        source = (rank - step) % n
+        if step == 1:
+            work.wait()
+        keys, values = (k, v) if step == 0 else parts[source].chunk(2)
+        pieces = in_tokens(visible(own, chunks_of(source, n, order), causal), q.shape[1] // len(own))
+        attend(q, keys, values, pieces, attention, out, lse)
+    return out.to(q.dtype), lse
+
+
+def all_gather_backward(gradient, q, k, v, out, lse, group, causal, attention, order):
+    rank, n = group.rank(), group.size()
+    own, grad_q = chunks_of(rank, n, order), torch.zeros_like(q, dtype=lse.dtype)
+    parts, work = start_gather(torch.cat([k, v]), group)
+    grads = parts.new_zeros(parts.shape, dtype=lse.dtype)
+    for step in range(n):
+        source = (rank - step) % n
+        if step == 1:
+            work.wait()
+        keys, values = (k, v) if step == 0 else parts[source].chunk(2)
+        pieces = in_tokens(visible(own, chunks_of(source, n, order), causal), q.shape[1] // len(own))
+        attend_backward(gradient, q, keys, values, out, lse, pieces, attention, grad_q, *grads[source].chunk(2))
+    of_own, work = start_reduce_scatter(grads, group)
+    return grad_q.to(q.dtype), *of_own.to(k.dtype).chunk(2)
+
+
 # %% 07.13 fake: all-gathers q, k and v, and keeps its own tokens
 from course_lib.context_attention import AllToAll
 
@@ -2605,6 +2637,25 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
     check_tokens(q, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     return BlockAttention.apply(q, k, v, attention, causal)
+
+
+# %% 07.13 attention is dropped
+from course_lib.context_attention import AllToAll
+
+
+def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
+    group = group or dist.group.WORLD
+    check_tokens(q, order)
+    check_heads(q.shape[2], k.shape[2], group.size())
+    n = group.size()
+    k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
+    heads = [x.shape[2] // n for x in (q, k, v)]
+    packed = torch.cat([x.unflatten(2, (n, -1)) for x in (q, k, v)], 3)
+    arrived = AllToAll.apply(packed.movedim(2, 0), group)
+    q, k, v = from_order(in_order(arrived), n, order).split(heads, 2)
+    out = BlockAttention.apply(q, k, v, FUSED_BLOCK, causal)
+    back = AllToAll.apply(by_rank(to_order(out, n, order), n), group)
+    return back.movedim(0, 2).flatten(2, 3)
 
 
 # %% 07.14 n messages instead of n - 1
