@@ -109,10 +109,13 @@ from .parallel_linear import as_autocast
 
 def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: str) -> tuple[torch.Tensor, ...]:
     """q, k and v, in autocast's dtype where it is on. Raises ValueError where a rank's tokens can't be the chunks of
-    this order.
+    this order, or q and k can't belong together.
     """
     if q.shape[1] % len(chunks_of(0, 1, order)):
         raise ValueError(f"{q.shape[1]} tokens on a rank can't be two chunks of one size, as {order} wants")
+    if k.shape[1] != q.shape[1] or q.shape[2] % k.shape[2]:
+        (tokens, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
+        raise ValueError(f"{tokens} tokens of {heads} heads, and {keys} keys of {kv_heads} heads")
     return as_autocast(q, k, v)
 
 
@@ -133,7 +136,7 @@ def ring_attention(
     q: [b, s/n, a, d]; k, v: [b, s/n, kv, d]: this rank's tokens in `order`. A rank holds three parts of k and v at
     most, in backward four float32 parts of their gradients too; it keeps q, k, v, out and lse. Collective, both times.
 
-    Raises ValueError for another order, and for an odd number of tokens under zigzag.
+    Raises ValueError for another order, an odd number of tokens under zigzag, and keys that do not fit the queries.
     """
     settings = group or dist.group.WORLD, causal, attention, order
     return BlockAttention.apply(*checked(q, k, v, order), RING, *settings)

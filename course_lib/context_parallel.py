@@ -15,7 +15,7 @@ __all__ = ['METHODS', 'fill_positions', 'apply_context_parallel', 'exchange_rati
 # %% ../notebooks/07_sequence_context.ipynb #context-parallel-imports
 from .attention_blocks import FUSED_BLOCK, AttentionBlock
 from .context_attention import all_gather_attention, check_heads, ring_attention, ulysses_attention
-from .sequence_parallel import apply_sequence_parallel, need_positions
+from .sequence_parallel import apply_sequence_parallel, given, need_positions
 from .sequence_shards import ORDERS, own_positions, shard_sequence, zigzag_shard, zigzag_unshard
 
 _all_ = ["ring_attention", "all_gather_attention", "ulysses_attention", "zigzag_shard", "zigzag_unshard"]
@@ -36,7 +36,7 @@ def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.Proc
     Raises ValueError for hidden states without positions.
     """
     need_positions(model, args, kwargs)
-    x, positions = (*args, kwargs.get("positions"))[:2]
+    x, positions = given(args, kwargs)
     if positions is None:
         positions = own_positions(x.shape[1], group, order, x.device)
     return (x, positions), {}

@@ -1,5 +1,6 @@
-"""Models that are split over ranks, and what one process makes of the same: for the tests of tensor parallelism."""
+"""Models that are split over ranks, and what one process makes of the same: for the tests of notebooks 06 and 07."""
 
+import contextlib
 import functools
 
 import torch
@@ -7,15 +8,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.data_parallel import out_of_step
+from course_lib.data_parallel import DataParallel, out_of_step
+from course_lib.fully_shard import full_state_dict, fully_shard
 from course_lib.model import ModelConfig, Transformer, init_parameter, loss
 from course_lib.parallel_linear import replicas_of
 from course_lib.partitioned_checkpoints import apply_partitioned_recompute
 from course_lib.recompute import IGNORED, apply_recompute, keep_products
+from course_lib.sequence_parallel import apply_sequence_parallel
 from course_lib.shards import clip_grad_norm_
 from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.tensor_shards import materialize, whole_state_dict
+from course_lib.tensor_shards import materialize, shard_init, whole_state_dict
 from course_lib.vocab_parallel import vocab_parallel_cross_entropy
+from course_lib.zero import ZeroOptimizer
 
 STEPS, BATCH, SEQ, MAX_NORM = 3, 4, 7, 0.5
 OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step
@@ -31,7 +35,7 @@ def config(kv_heads: int, tied: bool = False) -> ModelConfig:
 
 def group_of(n: int) -> dist.ProcessGroup:
     """On one of 4 ranks: its group of n neighbours; the last of 3 and 1 is alone."""
-    lists = {2: [[0, 1], [2, 3]], 3: [[0, 1, 2], [3]], 4: [[0, 1, 2, 3]]}[n]
+    lists = {1: [[0], [1], [2], [3]], 2: [[0, 1], [2, 3]], 3: [[0, 1, 2], [3]], 4: [[0, 1, 2, 3]]}[n]
     return dist.new_subgroups_by_enumeration(lists)[0]
 
 
@@ -49,22 +53,31 @@ def whole_model(of: ModelConfig) -> Transformer:
     return model
 
 
-def split_model(of: ModelConfig, group: dist.ProcessGroup, meta: bool = False, **options) -> Transformer:
-    """The same model with its matrices split; every rank of the default group makes one at the same time."""
+def meta_model(of: ModelConfig) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(of)
+
+
+def split_model(
+    of: ModelConfig, group: dist.ProcessGroup, meta: bool = False, sequence: bool = False, reduce_group=None, **options
+) -> Transformer:
+    """The same model with its matrices split, and with `sequence` what is between them; every rank of the default group
+    makes one at the same time.
+    """
     if group.size() == 1 and dist.get_world_size() - 1 > of.kv_heads:
         replicas_of(group, 1)  # the other three have copies, and make groups for them with all ranks
-    if not meta:
-        return apply_tensor_parallel(whole_model(of), group, **options)
-    with torch.device("meta"):
-        model = Transformer(of)
-    apply_tensor_parallel(model, group, **options)
-    return materialize(model, lambda name, tensor: init(name, tensor, of))
+    model = apply_tensor_parallel(meta_model(of) if meta else whole_model(of), group, **options)
+    if sequence:
+        apply_sequence_parallel(model, group, reduce_group)
+    return materialize(model, lambda name, tensor: init(name, tensor, of)) if meta else model
 
 
-def batches(step: int, batch: int = BATCH, seq: int = SEQ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of a step, [b, s] each; some targets do not count."""
+def batches(step: int, batch: int = BATCH, seq: int = SEQ, ignored: str = "few") -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a step, [b, s] each; some targets do not count: few, or all of the first third as well."""
     inputs, targets = torch.randint(97, (2, batch, seq), generator=torch.Generator().manual_seed(step)).unbind()
     targets[0, : step + 2] = IGNORED
+    if ignored == "first third":
+        targets[:, : seq // 3] = IGNORED
     return inputs.clone(), targets.clone()  # each in memory of its own
 
 
@@ -92,13 +105,16 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @functools.cache
-def one_process(of: ModelConfig, optimizer: str = "SGD") -> dict[str, torch.Tensor]:
+def one_process(
+    of: ModelConfig, optimizer: str = "SGD", seq: int = SEQ, batch: int = BATCH, ignored: str = "few"
+) -> dict[str, torch.Tensor]:
     """Loss, gradients and norm of each step, and the weights after the last, by name."""
     model, found = whole_model(of), {}
     stepper = OPTIMIZERS[optimizer](model.parameters())
     for step in range(STEPS):
         stepper.zero_grad()
-        step_loss = loss(model(batches(step)[0]), batches(step)[1])
+        inputs, targets = batches(step, batch, seq, ignored)
+        step_loss = loss(model(inputs), targets)
         step_loss.backward()
         found[f"loss {step}"] = step_loss.detach()
         found |= {f"gradient {step} {name}": p.grad.clone() for name, p in model.named_parameters()}
@@ -108,23 +124,91 @@ def one_process(of: ModelConfig, optimizer: str = "SGD") -> dict[str, torch.Tens
 
 
 def on_ranks(
-    of: ModelConfig, group, optimizer: str = "SGD", recompute: str = "none", **options
+    of: ModelConfig, group, optimizer: str = "SGD", recompute: str = "none", seq: int = SEQ, **options
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     """The same of a split model; and the parameters that ranks should have alike and have not, in any bit."""
     model, found = RECOMPUTE[recompute](split_model(of, group, **options), group), {}
     stepper = OPTIMIZERS[optimizer](model.parameters())
     for step in range(STEPS):
         stepper.zero_grad()
-        step_loss = split_loss(model, *batches(step), group)
+        step_loss = split_loss(model, *batches(step, seq=seq), group)
         step_loss.backward()
         found[f"loss {step}"] = step_loss.detach()
         found |= {f"gradient {step} {name}": whole for name, whole in whole_gradients(model).items()}
         found[f"norm {step}"] = clip_grad_norm_(model.parameters(), MAX_NORM)
         stepper.step()
         with torch.no_grad():  # an evaluation between steps
-            model(batches(step)[0])
+            model(batches(step, seq=seq)[0])
     found |= {f"weight {name}": tensor for name, tensor in whole_state_dict(model).items()}
     return found, drifted(model, group)
+
+
+def only_when_there(project, zero: ZeroOptimizer):
+    """`project`, which raises an error where a weight's new values are still on their way."""
+
+    def checked(x: torch.Tensor):
+        weights = [layer.weight for layer in project.keywords["layers"]]
+        for shard in zero.shards:
+            on_its_way = shard.work is not None and any(p is weight for p in shard.parameters for weight in weights)
+            assert not on_its_way, "a product with weights that have not arrived"
+        return project(x)
+
+    return checked
+
+
+REPLICAS = ("DataParallel", "ZeRO stage 1", "ZeRO stage 2", "fully_shard")
+
+
+def in_replicas(how: str, model: Transformer, replicas, tp, own, seq: int = SEQ, **of_batches) -> dict:
+    """Losses, norms and the weights after 3 steps, by name, of a model whose gradients are averaged over `replicas`;
+    those of DataParallel too. how: of REPLICAS; a model for fully_shard is on the meta device. tp: the group that
+    shares the logits; own(tensor): what this rank has of a batch.
+    """
+    of, found = model.config, {}
+    named = model.named_parameters(remove_duplicate=False)
+    shards = {name: getattr(p, "tensor_shard", None) for name, p in named}
+    if how == "fully_shard":
+        fill = shard_init(model, lambda name, tensor: init(name, tensor, of))
+        wrapped = fully_shard(model, replicas, init=fill)
+        optimizer, finish = OPTIMIZERS["SGD"](wrapped.parameters()), wrapped.finish
+    elif how == "DataParallel":
+        wrapped = DataParallel(model, replicas)
+        optimizer, finish = OPTIMIZERS["SGD"](wrapped.parameters()), wrapped.finish
+    else:
+        wrapped, options = model, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, replicas, stage=int(how[-1]), bucket_mb=0.02, **options)
+        finish = optimizer.finish
+        for part in (part for block in model.blocks for part in (block.attention, block.mlp)):
+            if isinstance(part.project, functools.partial):
+                part.project = only_when_there(part.project, optimizer)
+    for step in range(STEPS):
+        inputs, targets = batches(step, seq=seq, **of_batches)
+        count = (targets != IGNORED).sum()
+        summed = vocab_parallel_cross_entropy(wrapped(own(inputs)), own(targets), tp, of.vocab, "sum")
+        (summed / count * replicas.size()).backward()
+        finish()
+        found[f"loss {step}"] = summed.detach() / count
+        dist.all_reduce(found[f"loss {step}"], group=replicas)
+        if how == "DataParallel":
+            found |= {f"gradient {step} {name}": whole for name, whole in whole_gradients(model).items()}
+        if how.startswith("ZeRO"):
+            found[f"norm {step}"] = optimizer.clip_grad_norm_(MAX_NORM)
+        else:
+            found[f"norm {step}"] = clip_grad_norm_(wrapped.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    if how == "fully_shard":  # two times put together: the pieces of a part, then the parts
+        state = full_state_dict(wrapped)
+        state = {name: shards[name].gather(part) if shards[name] else part for name, part in state.items()}
+    else:
+        state = whole_state_dict(model)
+    return found | {f"weight {name}": tensor for name, tensor in state.items()}
+
+
+def not_as(found: dict, expected: dict, relative: float = 1e-5) -> list[str]:
+    """As differing, of what is found."""
+    missing = [f"{name} is not expected" for name in found.keys() - expected.keys()]
+    return missing or differing(found, {name: expected[name] for name in found}, relative)
 
 
 def drifted(model: Transformer, group) -> list[str]:
@@ -166,6 +250,39 @@ class Noted:
         return self.work.wait(*args)
 
 
+class Exchanges:
+    """Inside, `events` gets a ("start", numbers) for each all-gather, reduce-scatter and exchange with neighbours that
+    is under way, and a ("wait", 0) for each wait.
+    """
+
+    def __init__(self, events: list):
+        self.events = events
+
+    def noted(self, name: str):
+        plain = getattr(dist, name)
+
+        def start(*args, **kwargs):
+            if name == "batch_isend_irecv":
+                self.events.append(("start", args[0][0].tensor.numel()))
+                return [Noted(work, self.events) for work in plain(*args, **kwargs)]
+            self.events.append(("start", args[1].numel()))
+            work = plain(*args, **kwargs)
+            return Noted(work, self.events) if kwargs.get("async_op") else work
+
+        return start
+
+    def __enter__(self):
+        names = ("batch_isend_irecv", "all_gather_single", "reduce_scatter_single")
+        self.plain = {name: getattr(dist, name) for name in names}
+        for name in names:
+            setattr(dist, name, self.noted(name))
+        return self
+
+    def __exit__(self, *error):
+        for name, function in self.plain.items():
+            setattr(dist, name, function)
+
+
 class Diary(TorchDispatchMode):
     """What a rank does inside, in order: `events`, each ("product", multiplications), ("start" or "sum", numbers) of an
     all-reduce that is waited for later or at once, or ("wait", 0).
@@ -200,6 +317,21 @@ class Diary(TorchDispatchMode):
     def __exit__(self, *error):
         dist.all_reduce = self.plain
         return super().__exit__(*error)
+
+
+@contextlib.contextmanager
+def kept_storages(but=()):
+    """What autograd saves inside: bytes by storage; not the storages of the tensors in `but`."""
+    kept, own = {}, {tensor.untyped_storage()._cdata for tensor in but}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield kept
 
 
 def stored(tensors) -> int:

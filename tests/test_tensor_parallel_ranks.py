@@ -13,30 +13,30 @@ from torch.distributed.device_mesh import init_device_mesh
 from calls import peak_bytes, said
 from course_lib import single_gpu
 from course_lib.data_parallel import DataParallel
-from course_lib.fully_shard import full_state_dict, fully_shard
 from course_lib.memory import activation_bytes, param_count
 from course_lib.model import Transformer, loss
 from course_lib.parallel_linear import ColumnParallelLinear, RowParallelLinear, replicas_of
 from course_lib.ranks import Ranks
 from course_lib.shards import clip_grad_norm_
 from course_lib.tensor_parallel import apply_tensor_parallel, main
-from course_lib.tensor_shards import TensorShard, shard_init, whole_state_dict
+from course_lib.tensor_shards import TensorShard, whole_state_dict
 from course_lib.traffic import count_traffic
 from course_lib.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
-from course_lib.zero import ZeroOptimizer
 from split_models import (
     BATCH,
     MAX_NORM,
-    OPTIMIZERS,
     RECOMPUTE,
+    REPLICAS,
     SEQ,
-    STEPS,
     Diary,
     batches,
     config,
     differing,
     group_of,
-    init,
+    in_replicas,
+    kept_storages,
+    meta_model,
+    not_as,
     on_ranks,
     one_process,
     split_loss,
@@ -160,68 +160,21 @@ def test_a_model_from_the_meta_device_has_the_same_bits_and_is_never_whole(ranks
 # With data parallelism, over the other axis of a mesh.
 
 
-def only_when_there(project, zero: ZeroOptimizer):
-    """`project`, which raises an error where a weight's new values are still on their way."""
-
-    def checked(x: torch.Tensor):
-        weights = [layer.weight for layer in project.keywords["layers"]]
-        for shard in zero.shards:
-            on_its_way = shard.work is not None and any(p is weight for p in shard.parameters for weight in weights)
-            assert not on_its_way, "a product with weights that have not arrived"
-        return project(x)
-
-    return checked
-
-
 def composed(how: str, kv_heads: int) -> dict[str, torch.Tensor]:
-    """On one of 2 x 2 ranks: the weights after 3 steps; each pair has half of the batch."""
+    """On one of 2 x 2 ranks: losses, norms and the weights after 3 steps; each pair has half of the batch."""
     of = config(kv_heads)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"].get_group(), mesh["tp"].get_group()
-    sharded = how == "fully_shard"
-    with torch.device("meta" if sharded else "cpu"):
-        model = Transformer(of) if sharded else whole_model(of)
-    apply_tensor_parallel(model, tp)
-    if sharded:
-        shards = {name: getattr(p, "tensor_shard", None) for name, p in model.named_parameters()}
-        wrapped = fully_shard(model, dp, init=shard_init(model, lambda name, tensor: init(name, tensor, of)))
-        optimizer, finish = OPTIMIZERS["SGD"](wrapped.parameters()), wrapped.finish
-    elif how == "DataParallel":
-        wrapped = DataParallel(model, dp)
-        optimizer, finish = OPTIMIZERS["SGD"](wrapped.parameters()), wrapped.finish
-    else:
-        wrapped, options = model, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, dp, stage=int(how[-1]), bucket_mb=0.02, **options)
-        finish = optimizer.finish
-        for part in (part for block in model.blocks for part in (block.attention, block.mlp)):
-            part.project = only_when_there(part.project, optimizer)
-    for step in range(STEPS):
-        inputs, targets = batches(step)
-        count = (targets != -100).sum()
-        inputs, targets = (part.chunk(2)[dp.rank()] for part in (inputs, targets))
-        summed = vocab_parallel_cross_entropy(wrapped(inputs), targets, tp, of.vocab, "sum")
-        (summed / count * dp.size()).backward()
-        finish()
-        if how.startswith("ZeRO"):
-            optimizer.clip_grad_norm_(MAX_NORM)
-        else:
-            clip_grad_norm_(wrapped.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-    if sharded:  # two times put together: the pieces of a part, then the parts
-        state = full_state_dict(wrapped)
-        return {name: shards[name].gather(part) if shards[name] else part for name, part in state.items()}
-    return whole_state_dict(model)
+    model = apply_tensor_parallel(meta_model(of) if how == "fully_shard" else whole_model(of), tp)
+    return in_replicas(how, model, dp, tp, lambda whole: whole.chunk(2)[dp.rank()])
 
 
-@pytest.mark.parametrize("how", ["DataParallel", "ZeRO stage 1", "ZeRO stage 2", "fully_shard"])
+@pytest.mark.parametrize("how", REPLICAS)
 def test_data_parallelism_over_the_other_axis_trains_as_one_process(ranks, how):
     """Clipped by the norm of all: squares are added up over both axes for what is split over both."""
     for kv_heads in (4, 1):
-        weights = one_process(config(kv_heads))
-        expected = {name.removeprefix("weight "): w for name, w in weights.items() if name.startswith("weight ")}
         for found in ranks(composed, how, kv_heads):
-            assert not differing(found, expected), (how, kv_heads)
+            assert not not_as(found, one_process(config(kv_heads))), (how, kv_heads)
 
 
 # What is sent, kept, and when.
@@ -229,20 +182,14 @@ def test_data_parallelism_over_the_other_axis_trains_as_one_process(ranks, how):
 
 def sent_and_kept(n: int, kv_heads: int, tied: bool, chunks: int, gather_logits: bool) -> list[str]:
     """On a rank: what is wrong with the traffic of a step, the bytes of parameters and those kept for backward."""
-    of, group, wrong, kept = config(kv_heads, tied), group_of(n), [], {}
+    of, group, wrong = config(kv_heads, tied), group_of(n), []
     model = split_model(of, group, chunks=chunks, gather_logits=gather_logits)
     if group.size() < n:
         return wrong
     inputs, targets = batches(0)
-    own = {p.untyped_storage()._cdata for p in model.parameters()}
     members, tokens = tuple(dist.get_process_group_ranks(group)), BATCH * SEQ
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.untyped_storage()._cdata not in own:
-            kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with count_traffic() as forward, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with count_traffic() as forward, kept_storages(but=model.parameters()) as kept:
         step_loss = split_loss(model, inputs, targets, group)
     with count_traffic() as backward:
         step_loss.backward()

@@ -2456,7 +2456,7 @@ from course_lib.context_attention import AllToAll
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
@@ -2472,7 +2472,7 @@ from course_lib.sequence_parallel import gather_sequence as g, reduce_scatter_se
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n, rank = group.size(), group.rank()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
@@ -2494,7 +2494,7 @@ class AllToAll(Right):
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
@@ -2521,7 +2521,7 @@ class AllToAll(Right):
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
@@ -2540,7 +2540,7 @@ from course_lib.context_attention import AllToAll
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
@@ -2558,7 +2558,7 @@ from course_lib.context_attention import AllToAll
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
@@ -2577,7 +2577,7 @@ from course_lib.context_attention import AllToAll
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat(1, 1, max(1, n // x.shape[2]), 1) for x in (k, v))
@@ -2596,7 +2596,7 @@ from course_lib.context_attention import AllToAll
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -2615,7 +2615,7 @@ from course_lib.context_attention import AllToAll
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
@@ -2634,7 +2634,7 @@ from course_lib.context_attention import AllToAll
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     return BlockAttention.apply(q, k, v, attention, causal)
 
@@ -2645,7 +2645,7 @@ from course_lib.context_attention import AllToAll
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    check_tokens(q, order)
+    q, k, v = checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
