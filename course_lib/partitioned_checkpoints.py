@@ -12,9 +12,6 @@ nothing after it is kept; with row layers in chunks it is made all the same). A 
 # %% auto #0
 __all__ = ['PartitionedCheckpoint', 'apply_partitioned_recompute']
 
-# %% ../notebooks/06_tensor_parallel.ipynb #partitioned-checkpoints-imports
-from .regions import sum_over_group
-
 # %% ../notebooks/06_tensor_parallel.ipynb #ex-06-14
 import torch
 import torch.distributed as dist
@@ -56,7 +53,8 @@ def apply_partitioned_recompute(model: nn.Module, group: dist.ProcessGroup | Non
     Replaces an earlier mode of recompute.apply_recompute, which undoes it. Returns the model. Raises ValueError for a
     model that is sequence parallel (notebook 07): there each rank has other hidden states, a part of all, already.
     """
-    if any(getattr(module, "leave", sum_over_group) is not sum_over_group for module in model.modules()):
+    leaving = {module.leave.__name__ for module in model.modules() if hasattr(module, "leave")}
+    if leaving - {"sum_over_group"}:
         raise ValueError("the model is sequence parallel: what its ranks have between the layers is in parts already")
     apply_recompute(model, "none")
     for block in model.blocks:
