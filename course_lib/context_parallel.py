@@ -20,7 +20,7 @@ from .sequence_shards import ORDERS, own_positions, shard_sequence, zigzag_shard
 
 _all_ = ["ring_attention", "all_gather_attention", "ulysses_attention", "zigzag_shard", "zigzag_unshard"]
 
-# %% ../notebooks/07_sequence_context.ipynb #ex-07-15
+# %% ../notebooks/07_sequence_context.ipynb #methods
 import functools
 
 import torch
@@ -29,7 +29,7 @@ from torch import nn
 
 METHODS = {"ring": ring_attention, "all_gather": all_gather_attention, "ulysses": ulysses_attention}
 
-
+# %% ../notebooks/07_sequence_context.ipynb #ex-07-15
 def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.ProcessGroup, order: str) -> tuple:
     """A forward pre-hook: gives a `Transformer` the positions of this rank's tokens, where the caller has given none.
 

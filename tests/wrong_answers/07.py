@@ -2715,15 +2715,6 @@ megabytes_sent["ulysses"] = 7 / 8 * 131072 // 8 * (2 * 32 + 2 * 8) * 128 / 1e6
 
 
 # %% 07.15 positions are not those of the zig-zag
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     need_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
@@ -2750,15 +2741,6 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 
 # %% 07.15 positions from 0 on every rank
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     need_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
@@ -2785,15 +2767,6 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 
 # %% 07.15 positions that the caller gives by name are overridden
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     need_positions(model, args, kwargs)
     if len(args) > 1:
@@ -2820,15 +2793,6 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 
 # %% 07.15 positions that the caller gives are overridden
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     need_positions(model, args, kwargs)
     return args[:1], kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
@@ -2853,15 +2817,6 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 
 # %% 07.15 contiguous posing as zig-zag
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     need_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
@@ -2888,15 +2843,6 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 
 # %% 07.15 order is dropped
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     need_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
@@ -2923,15 +2869,6 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 
 # %% 07.15 attention is dropped
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     need_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
@@ -2958,15 +2895,6 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 
 # %% 07.15 method is dropped: always a ring
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     need_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
@@ -2993,15 +2921,6 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 
 # %% 07.15 only the positions: each rank attends to its own tokens
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     need_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
@@ -3026,15 +2945,6 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 
 # %% 07.15 rings of all ranks instead of the group
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     need_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
@@ -3063,15 +2973,6 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 
 # %% 07.15 hidden states without positions are not refused
-import functools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.context_parallel import METHODS
-
-
 def fill_positions(model, args, kwargs, group, order):
     if len(args) > 1 or kwargs.get("positions") is not None:
         return args, kwargs
