@@ -437,7 +437,7 @@ def test_a_hang_ends_in_every_ranks_line_and_the_next_call_works(function, expec
     assert 1 <= time.monotonic() - start < 10
     first, *places = str(caught.value).splitlines()
     assert first == "not all ranks had ended after 1 s (timeout_s). They were at"
-    assert all(any(text in place for text in expected) for place in places)
+    assert all(any(text in place for text in expected) for place in places), places
     assert sum(place.split(":")[0].count(str(rank)) for place in places for rank in range(4)) == 4, "each rank once"
     if function is receives:
         assert sorted(capsys.readouterr().out.splitlines()) == [f"[rank {rank}] before" for rank in range(4)]
