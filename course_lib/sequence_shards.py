@@ -89,8 +89,8 @@ def shard_sequence(whole: torch.Tensor, group: dist.ProcessGroup | None = None, 
 def unshard_sequence(part: torch.Tensor, group: dist.ProcessGroup | None = None, order: str = "zigzag") -> torch.Tensor:
     """The whole [b, s, ...] of all ranks' parts [b, s/n, ...], on every rank. Collective; lets no gradient through."""
     group = group or dist.group.WORLD
-    pieces = part.new_empty(group.size(), *part.shape)
-    dist.all_gather_single(pieces.flatten(0, 1), part.detach().contiguous(), group=group)
+    pieces, work = start_gather(part.detach(), group)
+    work.wait()
     return from_order(in_order(pieces), group.size(), order)
 
 
