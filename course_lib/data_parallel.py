@@ -33,24 +33,33 @@ from torch import nn
 
 def check_same_model(module: nn.Module, group, arguments: dict) -> None:
     """Raise the same ValueError on all ranks of the group where one's arguments, parameters or buffers differ from the
-    first one's: in name, shape, dtype, device, in being frozen, in the size of their reduce_group, or in the part
-    that they are of a split tensor (notebook 06).
+    first one's: in name, shape, dtype, device, in being frozen, in the size of their reduce_group, or, from others in
+    it, in the part that they are of a split tensor (notebook 06).
     """
-    own = [f"arguments {arguments}"]
+    own = [(f"arguments {arguments}", "", None)]
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         words = [name, str(list(tensor.shape)), str(tensor.dtype), tensor.device.type]
         words += ["to be trained"] if tensor.requires_grad else []
         reduce_group = getattr(tensor, "reduce_group", None)
         words += [f"reduced over {reduce_group.size()} ranks"] if reduce_group else []
         shard = getattr(tensor, "tensor_shard", None)  # other parts of one tensor have the same shape
-        words += [f"from index {shard.start} of {shard.whole}"] if shard else []
-        own.append(" ".join(words))
+        part = f" from index {shard.start} of {shard.whole}" if shard else ""
+        own.append((" ".join(words), part, reduce_group and tuple(dist.get_process_group_ranks(reduce_group))))
     ranks, of_all = dist.get_process_group_ranks(group), [None] * dist.get_world_size(group)
     dist.all_gather_object(of_all, own, group)
+    alike = {}  # the first rank with a tensor, among those that reduce it together, and the part that it has
     for rank, other in zip(ranks, of_all, strict=True):
-        for theirs, firsts in zip_longest(other, of_all[0], fillvalue="nothing more"):
+        for place, both in enumerate(zip_longest(other, of_all[0], fillvalue=("nothing more", "", None))):
+            (theirs, part, peers), (firsts, firsts_part, _) = both
+            first, its_part = alike.setdefault((place, peers), (rank, part))
             if theirs != firsts:
-                raise ValueError(f"the ranks differ: rank {rank} has {theirs}, where rank {ranks[0]} has {firsts}")
+                raise ValueError(
+                    f"the ranks differ: rank {rank} has {theirs}{part}, where rank {ranks[0]} has {firsts}{firsts_part}"
+                )
+            if part != its_part:
+                raise ValueError(
+                    f"the ranks differ: rank {rank} has {theirs}{part}, where rank {first} has {theirs}{its_part}"
+                )
 
 
 def check_arguments(module: nn.Module, mode: str, bucket_mb: float) -> None:

@@ -245,7 +245,7 @@ def fully_shard(
         options = 1 / group.size(), compute_dtype, reduce_dtype, encode, make
         parts = [ShardedParameters(e, [places[p] for p in e], kind[-1], *options) for kind, e in alike.items()]
         for kind, part in zip(alike, parts, strict=True):
-            part.join(norm_group(group, part.layout.group), *kind[3])
+            part.join(norm_group(group, part.layout.group, kind[3]), *kind[3])
         made.append(Unit(modules, parts))
     return FullyShard(module, group, [unit for unit in made[:-1] if unit.parts], made[-1], compute_dtype)
 

@@ -13,7 +13,7 @@ Touvron et al. 2023 (Llama); Su et al. 2021 (RoPE); Ainslie et al. 2023 (GQA); S
 
 # %% auto #0
 __all__ = ['PRESETS', 'HF_NAMES', 'ModelConfig', 'rope_angles', 'apply_rope', 'causal_attention', 'Attention', 'swiglu', 'MLP',
-           'Block', 'Transformer', 'init_parameter', 'loss', 'hf_name', 'to_hf', 'from_hf']
+           'Block', 'Transformer', 'init_parameter', 'loss', 'hf_name', 'to_hf', 'hf_config', 'from_hf']
 
 # %% ../notebooks/01_single_gpu.ipynb #model-imports
 import math
@@ -197,15 +197,15 @@ class Transformer(nn.Module):
 # %% ../notebooks/01_single_gpu.ipynb #model-init
 @torch.no_grad()
 def init_parameter(name: str, parameter: torch.Tensor, config: ModelConfig, seed: int = 0) -> None:
-    """Fill the whole of one parameter: ones for norms, else normal with deviation 0.02, residual outputs scaled by
-    1/sqrt(2L) (GPT-2, §2.3).
+    """Fill the whole of one parameter: ones for norms, zeros for biases, else normal with deviation 0.02, residual
+    outputs scaled by 1/sqrt(2L) (GPT-2, §2.3).
 
     The numbers depend on the seed and the name alone: whoever needs one parameter can make it without the others.
     """
     if parameter.is_meta:  # a shape without numbers
         return
-    if name.endswith("norm.weight"):
-        parameter.fill_(1.0)
+    if name.endswith(("norm.weight", "bias")):
+        parameter.fill_(1.0 if name.endswith("weight") else 0.0)
         return
     deviation = 0.02 / math.sqrt(2 * config.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
     generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
@@ -257,25 +257,21 @@ def to_hf(model: Transformer):
     return theirs
 
 # %% ../notebooks/01_single_gpu.ipynb #model-from-hf
-def from_hf(source) -> Transformer:
-    """A `Transformer` with the weights of a `LlamaForCausalLM`, or of one by name or folder. Needs the extra `[hf]`.
+def hf_config(c) -> ModelConfig:
+    """The sizes of a Hugging Face model of Llama's kind, from its config.
 
     Raises ValueError where the model has what ours has not: biases, another activation, scaled or partial rotary
-    positions, a head size other than hidden / heads.
+    positions, a window of attention, a head size other than hidden / heads.
     """
-    from transformers import LlamaForCausalLM
-
-    theirs = LlamaForCausalLM.from_pretrained(source) if isinstance(source, (str, Path)) else source
-    c, rope = theirs.config, theirs.config.rope_parameters
-    ours = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
-    found = {name: getattr(c, name) for name in ours}
+    ours = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "sliding_window": None}
+    found, rope = {name: getattr(c, name, ours[name]) for name in ours}, c.rope_parameters
     found["rope"], ours["rope"] = (rope["rope_type"], rope.get("partial_rotary_factor") or 1.0), ("default", 1.0)
     found["heads"] = c.num_attention_heads * (getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads)
     ours["heads"] = c.hidden_size
     if differing := [name for name in ours if found[name] != ours[name]]:
         listed = ", ".join(f"{name} is {found[name]}, not {ours[name]}" for name in differing)
         raise ValueError(f"not the model of this course: {listed}")
-    config = ModelConfig(
+    return ModelConfig(
         c.num_hidden_layers,
         c.hidden_size,
         c.num_attention_heads,
@@ -286,6 +282,17 @@ def from_hf(source) -> Transformer:
         rope["rope_theta"],
         c.rms_norm_eps,
     )
+
+
+def from_hf(source) -> Transformer:
+    """A `Transformer` with the weights of a `LlamaForCausalLM`, or of one by name or folder. Needs the extra `[hf]`.
+
+    Raises ValueError where the model has what ours has not: see hf_config.
+    """
+    from transformers import LlamaForCausalLM
+
+    theirs = LlamaForCausalLM.from_pretrained(source) if isinstance(source, (str, Path)) else source
+    config = hf_config(theirs.config)
     with torch.device("meta"):
         model = Transformer(config)
     tensors = theirs.state_dict()

@@ -95,13 +95,14 @@ def global_norm(gradients: list[tuple[torch.Tensor, dist.ProcessGroup | None]]) 
     return sum(squares.values()).sqrt()
 
 # %% ../notebooks/05_zero.ipynb #norm-group
-def norm_group(group: dist.ProcessGroup, over: dist.ProcessGroup) -> dist.ProcessGroup:
+def norm_group(group: dist.ProcessGroup, over: dist.ProcessGroup, outer: tuple = ()) -> dist.ProcessGroup:
     """The group whose pieces make up the norm of a tensor sharded over `over`, in data parallelism over `group`.
 
-    That is `group`, where it contains `over`: its other ranks have another tensor in its place, which counts too.
+    That is `group`, where it contains `over`: its other ranks have another tensor in its place, which counts too. It is
+    `over` where the tensor has `outer` groups, which say who has the rest.
     """
     members = set(dist.get_process_group_ranks(group))
-    return group if members >= set(dist.get_process_group_ranks(over)) else over
+    return group if not outer and members >= set(dist.get_process_group_ranks(over)) else over
 
 
 def nested_norm(gradients: list[tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]]) -> torch.Tensor:

@@ -114,7 +114,8 @@ def train(
     many devices share the work on a batch; tokens_per_s and mfu are one device's.
     """
     device, peak, records = next(model.parameters()).device, peak_flops(), []
-    config = getattr(model, "module", model).config
+    core = getattr(model, "module", model)
+    config = getattr(core, "active_config", core.config)  # of a mixture (notebook 08): what one token goes through
     model.train()
     for number in range(1, steps + 1):
         start = time.perf_counter()

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .model import ModelConfig
+from .model import MLP, ModelConfig
 
 
 def check_degree(config: ModelConfig, tp: int) -> None:
@@ -61,16 +61,18 @@ def apply_tensor_parallel(
     copies = group.size() // config.kv_heads
     replicas = replicas_of(group, copies) if copies > 1 else None
     for block in model.blocks:
-        attention, mlp = block.attention, block.mlp
+        attention = block.attention
         attention.q_proj = ColumnParallelLinear(attention.q_proj, group)
         attention.k_proj = ColumnParallelLinear(attention.k_proj, group, replicas)
         attention.v_proj = ColumnParallelLinear(attention.v_proj, group, replicas)
         attention.o_proj = RowParallelLinear(attention.o_proj, group, chunks)
         of_attention = [attention.q_proj, attention.k_proj, attention.v_proj]
         attention.project = functools.partial(project_together, layers=of_attention)
-        mlp.gate_proj, mlp.up_proj = (ColumnParallelLinear(linear, group) for linear in (mlp.gate_proj, mlp.up_proj))
-        mlp.down_proj = RowParallelLinear(mlp.down_proj, group, chunks)
-        mlp.project = functools.partial(project_together, layers=[mlp.gate_proj, mlp.up_proj])
+        for mlp in [module for module in block.modules() if isinstance(module, MLP)]:  # a mixture may have none
+            mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, group)
+            mlp.up_proj = ColumnParallelLinear(mlp.up_proj, group)
+            mlp.down_proj = RowParallelLinear(mlp.down_proj, group, chunks)
+            mlp.project = functools.partial(project_together, layers=[mlp.gate_proj, mlp.up_proj])
     if model.embedding is not None:
         model.embedding = VocabParallelEmbedding(model.embedding, group)
     if model.head is not None:

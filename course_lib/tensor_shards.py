@@ -82,7 +82,7 @@ def shard_init(model: nn.Module, init: Callable[[str, torch.Tensor], None]) -> C
 
 @torch.no_grad()
 def materialize(model: nn.Module, init: Callable[[str, torch.Tensor], None]) -> nn.Module:
-    """Put the parameters of a meta-device model on the default device, filled by init(name, whole tensor).
+    """Put the parameters and buffers of a meta-device model on the default device, filled by init(name, whole tensor).
 
     One whole tensor is there at a time. Returns the model. Not collective.
     """
@@ -93,6 +93,11 @@ def materialize(model: nn.Module, init: Callable[[str, torch.Tensor], None]) -> 
         fill(places[0][0], real)
         for _, owner, name in places:
             owner.register_parameter(name, real)
+    for path, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device=torch.get_default_device())
+                fill(f"{path}.{name}", module._buffers[name])
     return model
 
 

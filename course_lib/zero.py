@@ -129,8 +129,8 @@ class GradientRounds:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the mean gradient so that the norm of all of it is at most `max_norm`; returns the norm it had."""
         self.finish()
-        own = [norm_group(self.group, bucket.group) for bucket in self.gradients]
         outer = [outer_groups(bucket.parameters[0]) for bucket in self.gradients]
+        own = [norm_group(self.group, b.group, others) for b, others in zip(self.gradients, outer, strict=True)]
         parts = [(b.gradient, (first, *others)) for b, first, others in zip(self.gradients, own, outer, strict=True)]
         norm = nested_norm(parts)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
