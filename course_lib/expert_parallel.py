@@ -19,7 +19,7 @@ __all__ = ['ExpertGroups', 'run_exchanged', 'in_sequence_parts', 'borders', 'che
 from .expert_exchange import exchanged
 from .mixture import MoE, apply_moe, mixture_params
 from .nested_shards import shard_nested
-from .router import SCORES, Router, routers_of, take_counts, update_bias
+from .router import SCORES, Router, Routing, routers_of, take_counts, update_bias
 
 _all_ = ["MoE", "Router", "apply_moe"]
 
@@ -196,15 +196,14 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--ep, --tp, --nodes and --expert-hidden must be 1 or more, --shared 0 or more")
     try:
         check_degree(PRESETS[chosen.preset], chosen.tp)
-        with torch.device("meta"):
-            Router(1, chosen.experts, chosen.top_k, **routing_of(chosen))
+        Routing(chosen.experts, chosen.top_k, **routing_of(chosen))
     except ValueError as error:
         parser.error(str(error))
     return chosen
 
 
 def routing_of(chosen: argparse.Namespace) -> dict:
-    """Router's keywords of the program's options."""
+    """Routing's keywords of the program's options."""
     return {name: getattr(chosen, name) for name in ("score", "balance", "z", "capacity", "nodes", "node_limit")}
 
 # %% ../notebooks/08_expert_parallel.ipynb #main
