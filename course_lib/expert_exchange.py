@@ -52,7 +52,7 @@ class Exchange(torch.autograd.Function):
 def read_sizes(rows: torch.Tensor, choices: torch.Tensor, group) -> tuple[list[int], list[int], int]:
     """How many rows to send to each rank of the group, how many come from each, and how many choices in all of these.
 
-    rows, choices: [n], what this rank sends to each. The one read on the host in a step. Collective.
+    rows, choices: [n], what this rank sends to each. The one read on the host in a layer's forward. Collective.
     """
     sent = torch.stack([rows, choices], 1)  # [n, 2]
     came = torch.empty_like(sent)

@@ -127,6 +127,9 @@ def apply_expert_parallel(
         raise ValueError("two hops: name the batch_group, all ranks whose tokens make up the batch")
     reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
     for block in blocks:
+        if in_sequence_parts(block):  # each tensor-parallel rank routes a part of a sequence
+            block.mlp.router.parts = block.attention.o_proj.group.size()
+    for block in blocks:
         layer, (enter, leave) = block.mlp, borders(block, tp_group)
         experts = layer.experts
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
@@ -134,7 +137,6 @@ def apply_expert_parallel(
             linear.weight = shard_nested(linear.weight, cuts)
             linear.weight.reduce_group = reduce_group
         layer.router.batch_group = layer.router.weight.reduce_group = batch_group
-        layer.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(exchanged, group=each, compute=compute)

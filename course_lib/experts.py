@@ -5,7 +5,7 @@
     grouped    tokens sorted by expert, one product for all        nothing is computed twice or for nothing
 
 x: [t, h]; gates: [t, E], float32, 0 where a token does not go; choices: how many of them are not 0, known on the host,
-so that nothing has to be read from the device. All three add up in float32; on a GPU index_add adds in any order
+so that nothing has to be read from the device; batched takes slots in its place. All three add up in float32; on a GPU index_add adds in any order
 (torch.use_deterministic_algorithms mends that). A choice costs 6 h f FLOPs in forward.
 Gale et al. 2022 (MegaBlocks: dropless, by grouped products); Lepikhin et al. 2020 (GShard: slots).
 """
@@ -35,7 +35,7 @@ class ExpertLinear(nn.Module):
 
 
 class Experts(nn.Module):
-    """E SwiGLU MLPs. `compute(experts, x, gates, choices)` sends tokens through them; any of this module's three."""
+    """E SwiGLU MLPs. `compute(experts, x, gates, choices)` sends tokens through them: loop or grouped."""
 
     def __init__(self, experts: int, hidden: int, ffn_hidden: int, compute: Callable):
         super().__init__()

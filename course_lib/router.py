@@ -196,6 +196,6 @@ def within_nodes(ranking: torch.Tensor, nodes: int, limit: int, k: int) -> torch
     experts of a node are one of `nodes` equal parts. DeepSeek-V3 2024, §2.1.2.
     """
     by_node = ranking.unflatten(-1, (nodes, -1))  # [..., nodes, E/nodes]
-    best = by_node.topk(min(-(-k // limit), by_node.shape[-1]), dim=-1).values.sum(-1)
+    best = by_node.topk(-(-k // limit), dim=-1).values.sum(-1)
     kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
     return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
