@@ -18,6 +18,9 @@ Lepikhin et al. 2020 (GShard); Rajbhandari et al. 2022 (DeepSpeed-MoE: two hops)
 # %% auto #0
 __all__ = ['Exchange', 'read_sizes', 'exchanged']
 
+# %% ../notebooks/08_expert_parallel.ipynb #exchange-own-imports
+from .experts import AddByToken
+
 # %% ../notebooks/08_expert_parallel.ipynb #ex-08-12
 from collections.abc import Callable
 
@@ -52,7 +55,8 @@ class Exchange(torch.autograd.Function):
 def read_sizes(rows: torch.Tensor, choices: torch.Tensor, group) -> tuple[list[int], list[int], int]:
     """How many rows to send to each rank of the group, how many come from each, and how many choices in all of these.
 
-    rows, choices: [n], what this rank sends to each. The one read on the host in a layer's forward. Collective.
+    rows, choices: [n], what this rank sends to each. The one read on the host: once for each mixture and hop, and again
+    where forward is replayed. Collective.
     """
     sent = torch.stack([rows, choices], 1)  # [n, 2]
     came = torch.empty_like(sent)
@@ -80,4 +84,4 @@ def exchanged(
     rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
     out = compute(rows, row_gates, arriving)
     (back,) = Exchange.apply(group, receives, sends, out)
-    return torch.zeros_like(x).index_add(0, token, back)
+    return AddByToken.apply(back, token, len(x))

@@ -42,9 +42,9 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [b, s, h]; returns [b, s, h]."""
-        out = self.run(x, self.router(x))
-        if self.shared is not None:
-            out = out + self.shared(x)
+        always = None if self.shared is None else self.shared(x)
+        out = self.run(x, self.router(x))  # last, so that a replay in backward stops before the way back
+        out = out if always is None else out + always
         return F.dropout(out, self.dropout, self.training)
 
 # %% ../notebooks/08_expert_parallel.ipynb #ex-08-5
@@ -80,8 +80,8 @@ def apply_moe(
         like = block.mlp.down_proj.weight
         with torch.device(like.device):
             block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
-        block.mlp.to(like.dtype)
         for name, parameter in block.mlp.named_parameters():
+            parameter.data = parameter.data.to(like.dtype)
             init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
     width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
     model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
@@ -118,7 +118,7 @@ def from_hf(source, **routing) -> Transformer:
     """A `Transformer` of mixtures with the weights of a `MixtralForCausalLM`, or of one by name or folder. Needs the
     extra `[hf]`. routing: of Router; the balance loss has a weight of 0 where it is not given.
 
-    Raises ValueError where the model has what ours has not: see model.hf_config; noise at the router.
+    Raises ValueError where the model has what ours has not: see model.hf_config; noise at the router; k = 1.
     """
     from transformers import MixtralForCausalLM
 
@@ -127,6 +127,8 @@ def from_hf(source, **routing) -> Transformer:
     config = hf_config(c)
     if c.router_jitter_noise:
         raise ValueError(f"not the model of this course: router_jitter_noise is {c.router_jitter_noise}, not 0.0")
+    if c.num_experts_per_tok == 1:
+        raise ValueError("not the model of this course: one expert a token, with a gate of 1")
     with torch.device("meta"):
         model = apply_moe(Transformer(config), c.num_local_experts, c.num_experts_per_tok, **routing)
     tensors, found = theirs.state_dict(), {}

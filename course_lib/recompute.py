@@ -94,7 +94,8 @@ def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     """A policy for whole blocks: the outputs of matrix products with weights and of fused attention are kept, what is
     cheap is computed again.
     """
-    kept = operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default)
+    products = aten.mm.default, aten.addmm.default, aten._grouped_mm.default  # the last: of experts (notebook 08)
+    kept = operation in FUSED_ATTENTION or operation in products
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 # %% ../notebooks/02_recompute.ipynb #ex-02-8

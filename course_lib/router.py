@@ -36,7 +36,7 @@ def top_k_gates(scores: torch.Tensor, ranking: torch.Tensor, k: int) -> torch.Te
     chosen = ranking.topk(k, dim=-1).indices
     gates = scores.gather(-1, chosen)
     if k > 1:
-        gates = gates / gates.sum(-1, keepdim=True)
+        gates = gates / gates.sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).tiny)
     gates = gates.clamp(min=torch.finfo(gates.dtype).tiny)
     return torch.zeros_like(scores).scatter(-1, chosen, gates)
 
@@ -93,6 +93,14 @@ class Router(nn.Module):
         self.loss_weight = 1.0  # one over the micro-batches of a step, times the loss scale where there is one
         self.parts = 1  # how many ranks have parts of the same sequences: each has a part of the losses
         self.counts: torch.Tensor | None = None  # [E], choices since take_counts
+
+    def _apply(self, fn, recurse=True):
+        """As nn.Module's, for .to() and the like; the bias stays float32, or small steps would be lost."""
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if self.bias.dtype != bias.dtype:
+            self.bias = bias.to(self.bias.device)
+        return self
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., h]; returns gates [..., E], float32."""
@@ -151,7 +159,7 @@ class RouterLoss(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         router, counts = ctx.router, ctx.counts
         router.counts = counts if router.counts is None else router.counts + counts
-        return gradient, gradient.new_full((), router.loss_weight), None, None
+        return gradient, gradient.new_ones(()) * router.loss_weight, None, None
 
 # %% ../notebooks/08_expert_parallel.ipynb #ex-08-10
 def routers_of(model: nn.Module) -> list[Router]:
@@ -165,6 +173,8 @@ def take_counts(model: nn.Module) -> torch.Tensor:
     routers' batch_group, which is the same for all. Collective over it.
     """
     routers = routers_of(model)
+    if not routers:  # a stage without mixtures
+        return torch.zeros(0, 0, dtype=torch.long)
     counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
     counts = torch.stack(counts)
     for router in routers:

@@ -1,0 +1,2050 @@
+"""Wrong answers that the checks of notebook 08 must catch. None of them hangs."""
+
+# %% 08.1 gates are not divided by their sum
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+def top_k_gates(scores, ranking, k):
+
+    chosen = ranking.topk(k, dim=-1).indices
+    gates = scores.gather(-1, chosen).clamp(min=torch.finfo(scores.dtype).tiny)
+    return torch.zeros_like(scores).scatter(-1, chosen, gates)
+
+
+# %% 08.1 divided for k = 1 too
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+def top_k_gates(scores, ranking, k):
+
+    chosen = ranking.topk(k, dim=-1).indices
+    gates = scores.gather(-1, chosen)
+    gates = (gates / gates.sum(-1, keepdim=True)).clamp(min=torch.finfo(gates.dtype).tiny)
+    return torch.zeros_like(scores).scatter(-1, chosen, gates)
+
+
+# %% 08.1 the scores choose, the ranking is ignored
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+def top_k_gates(scores, ranking, k):
+
+    gates, chosen = scores.topk(k, dim=-1)
+    gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
+    return torch.zeros_like(scores).scatter(-1, chosen, gates.clamp(min=torch.finfo(gates.dtype).tiny))
+
+
+# %% 08.1 the ranking's values are the gates
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+def top_k_gates(scores, ranking, k):
+
+    gates, chosen = ranking.topk(k, dim=-1)
+    gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
+    gates = gates + 0 * scores.sum(-1, keepdim=True)
+    return torch.zeros_like(scores).scatter(-1, chosen, gates.clamp(min=torch.finfo(gates.dtype).tiny))
+
+
+# %% 08.1 a mask, and no clamp
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+def top_k_gates(scores, ranking, k):
+
+    mask = torch.zeros_like(scores).scatter(-1, ranking.topk(k, dim=-1).indices, 1.0)
+    gates = scores * mask
+    return gates / gates.sum(-1, keepdim=True) if k > 1 else gates
+
+
+# %% 08.1 all gates are clamped, chosen or not
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+def top_k_gates(scores, ranking, k):
+
+    mask = torch.zeros_like(scores).scatter(-1, ranking.topk(k, dim=-1).indices, 1.0)
+    gates = scores * mask
+    gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
+    return gates.clamp(min=torch.finfo(gates.dtype).tiny)
+
+
+# %% 08.1 a threshold: more than k where scores are equal
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+def top_k_gates(scores, ranking, k):
+
+    chosen = ranking >= ranking.topk(k, dim=-1).values[..., -1:]
+    gates = scores.masked_fill(~chosen, 0)
+    gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
+    return torch.where(chosen, gates.clamp(min=torch.finfo(gates.dtype).tiny), 0)
+
+
+# %% 08.1 a softmax of the chosen scores
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+def top_k_gates(scores, ranking, k):
+
+    chosen = ranking.topk(k, dim=-1).indices
+    gates = scores.gather(-1, chosen)
+    gates = gates.softmax(-1) if k > 1 else gates
+    return torch.zeros_like(scores).scatter(-1, chosen, gates)
+
+
+# %% 08.1 filled in without a gradient
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+def top_k_gates(scores, ranking, k):
+
+    chosen = ranking.topk(k, dim=-1).indices
+    gates = scores.gather(-1, chosen)
+    gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
+    out = torch.zeros_like(scores)
+    out.scatter_(-1, chosen, gates.detach().clamp(min=torch.finfo(gates.dtype).tiny))
+    return out + 0 * scores
+
+
+# %% 08.2 fake: all tokens through all experts, masked by their gates
+def loop_experts(experts, x, gates, choices):
+
+    x, *weights = experts.weights(x)
+    out = torch.zeros_like(x, dtype=gates.dtype)
+    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
+        rows = F.linear(swiglu(F.linear(x, gate), F.linear(x, up)), down)
+        out = out + rows * gates[:, e, None]
+    return out.to(x.dtype)
+
+
+# %% 08.2 fake: one product of all tokens with all experts
+def loop_experts(experts, x, gates, choices):
+
+    x, gate, up, down = experts.weights(x)
+    rows = swiglu(x @ gate.transpose(1, 2), x @ up.transpose(1, 2)) @ down.transpose(1, 2)
+    return (rows * gates.t()[..., None]).sum(0).to(x.dtype)
+
+
+# %% 08.2 experts without a token are left out
+def loop_experts(experts, x, gates, choices):
+
+    x, *weights = experts.weights(x)
+    out = torch.zeros_like(x, dtype=gates.dtype)
+    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
+        token = gates.detach()[:, e].nonzero().squeeze(1)
+        if len(token) == 0:
+            continue
+        rows = x[token]
+        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
+        out = out.index_add(0, token, rows * gates[token, e, None])
+    return out.to(x.dtype)
+
+
+# %% 08.2 a second choice overwrites the first
+def loop_experts(experts, x, gates, choices):
+
+    x, *weights = experts.weights(x)
+    out = torch.zeros_like(x, dtype=gates.dtype)
+    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
+        token = gates.detach()[:, e].nonzero().squeeze(1)
+        rows = x[token]
+        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
+        out = out.index_copy(0, token, (rows * gates[token, e, None]).to(out.dtype))
+    return out.to(x.dtype)
+
+
+# %% 08.2 gates before the experts
+def loop_experts(experts, x, gates, choices):
+
+    x, *weights = experts.weights(x)
+    out = torch.zeros_like(x, dtype=gates.dtype)
+    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
+        token = gates.detach()[:, e].nonzero().squeeze(1)
+        rows = x[token] * gates[token, e, None]
+        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
+        out = out.index_add(0, token, rows.to(gates.dtype))
+    return out.to(x.dtype)
+
+
+# %% 08.2 gates without a gradient
+def loop_experts(experts, x, gates, choices):
+
+    x, *weights = experts.weights(x)
+    out = torch.zeros_like(x, dtype=gates.dtype)
+    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
+        token = gates.detach()[:, e].nonzero().squeeze(1)
+        rows = x[token]
+        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
+        out = out.index_add(0, token, rows * gates.detach()[token, e, None])
+    return out.to(x.dtype)
+
+
+# %% 08.2 gate and up the other way round
+def loop_experts(experts, x, gates, choices):
+
+    x, *weights = experts.weights(x)
+    out = torch.zeros_like(x, dtype=gates.dtype)
+    for e, (up, gate, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
+        token = gates.detach()[:, e].nonzero().squeeze(1)
+        rows = x[token]
+        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
+        out = out.index_add(0, token, rows * gates[token, e, None])
+    return out.to(x.dtype)
+
+
+# %% 08.2 without gates: a plain sum
+def loop_experts(experts, x, gates, choices):
+
+    x, *weights = experts.weights(x)
+    out = torch.zeros_like(x, dtype=gates.dtype)
+    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
+        token = gates.detach()[:, e].nonzero().squeeze(1)
+        rows = x[token]
+        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
+        out = out.index_add(0, token, rows + 0 * gates[token, e, None])
+    return out.to(x.dtype)
+
+
+# %% 08.2 returns float32, whatever x is
+def loop_experts(experts, x, gates, choices):
+
+    x, *weights = experts.weights(x)
+    out = torch.zeros_like(x, dtype=gates.dtype)
+    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
+        token = gates.detach()[:, e].nonzero().squeeze(1)
+        rows = x[token]
+        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
+        out = out.index_add(0, token, rows * gates[token, e, None])
+    return out
+
+
+# %% 08.3 fake: a loop over experts in a list comprehension
+def sorted_choices(gates, choices):
+    by_expert = gates.detach().t()
+    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
+    return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
+
+
+def grouped_experts(experts, x, gates, choices):
+    x, gate, up, down = experts.weights(x)
+    expert, token, ends = sorted_choices(gates, choices)
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    rows = x.index_select(0, token).split(sizes)
+    rows = torch.cat([F.linear(swiglu(F.linear(r, g), F.linear(r, u)), d) for r, g, u, d in zip(rows, gate, up, down)])
+    rows = rows * gates.flatten().index_select(0, token * gates.shape[1] + expert)[:, None]
+    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
+
+
+# %% 08.3 fake: all tokens through all experts, in a list comprehension
+def sorted_choices(gates, choices):
+    by_expert = gates.detach().t()
+    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
+    return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
+
+
+def grouped_experts(experts, x, gates, choices):
+    x, *weights = experts.weights(x)
+    parts = [F.linear(swiglu(F.linear(x, g), F.linear(x, u)), d) for g, u, d in zip(*weights)]
+    return sum(part * gate[:, None] for part, gate in zip(parts, gates.unbind(1))).to(x.dtype)
+
+
+# %% 08.3 nonzero asks the host how many there are
+def sorted_choices(gates, choices):
+    by_expert = gates.detach().t()
+    expert, token = by_expert.nonzero().unbind(1)
+    return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
+
+
+def grouped_experts(experts, x, gates, choices):
+    x, gate, up, down = experts.weights(x)
+    expert, token, ends = sorted_choices(gates, choices)
+    rows = x.index_select(0, token)
+    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
+    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
+
+
+# %% 08.3 a mask asks the host how many there are
+def sorted_choices(gates, choices):
+    chosen = gates.detach().t() != 0
+    places = torch.arange(gates.numel()).view_as(chosen)[chosen]
+    return places // len(gates), places % len(gates), chosen.sum(1).cumsum(0, dtype=torch.int32)
+
+
+def grouped_experts(experts, x, gates, choices):
+    x, gate, up, down = experts.weights(x)
+    expert, token, ends = sorted_choices(gates, choices)
+    rows = x.index_select(0, token)
+    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
+    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
+
+
+# %% 08.3 ends are added up on the host
+def sorted_choices(gates, choices):
+    by_expert, ends, total = gates.detach().t(), [], 0
+    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
+    for size in (by_expert != 0).sum(1).tolist():
+        total += size
+        ends.append(total)
+    return expert, token, torch.tensor(ends, dtype=torch.int32)
+
+
+def grouped_experts(experts, x, gates, choices):
+    x, gate, up, down = experts.weights(x)
+    expert, token, ends = sorted_choices(gates, choices)
+    rows = x.index_select(0, token)
+    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
+    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
+
+
+# %% 08.3 ends are how many, not where
+def sorted_choices(gates, choices):
+    by_expert = gates.detach().t()
+    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
+    return expert, token, (by_expert != 0).sum(1).to(torch.int32)
+
+
+def grouped_experts(experts, x, gates, choices):
+    x, gate, up, down = experts.weights(x)
+    expert, token, ends = sorted_choices(gates, choices)
+    rows = x.index_select(0, token)
+    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
+    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
+
+
+# %% 08.3 sorted by token
+def sorted_choices(gates, choices):
+    token, expert = torch.nonzero_static(gates.detach(), size=choices).unbind(1)
+    return expert, token, (gates.detach() != 0).sum(0).cumsum(0, dtype=torch.int32)
+
+
+def grouped_experts(experts, x, gates, choices):
+    x, gate, up, down = experts.weights(x)
+    expert, token, ends = sorted_choices(gates, choices)
+    rows = x.index_select(0, token)
+    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
+    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
+
+
+# %% 08.3 the gates of the wrong rows
+def sorted_choices(gates, choices):
+    by_expert = gates.detach().t()
+    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
+    return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
+
+
+def grouped_experts(experts, x, gates, choices):
+    x, gate, up, down = experts.weights(x)
+    expert, token, ends = sorted_choices(gates, choices)
+    rows = x.index_select(0, token)
+    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    row_gates = gates.t().flatten().index_select(0, token * gates.shape[1] + expert)
+    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
+
+
+# %% 08.3 ends are counted in a loop over experts
+def sorted_choices(gates, choices):
+    by_expert = gates.detach().t()
+    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
+    return expert, token, torch.stack([(by_expert[: e + 1] != 0).sum() for e in range(len(by_expert))]).int()
+
+
+def grouped_experts(experts, x, gates, choices):
+    x, gate, up, down = experts.weights(x)
+    expert, token, ends = sorted_choices(gates, choices)
+    rows = x.index_select(0, token)
+    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
+    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
+
+
+# %% 08.4 fake: all tokens through all experts, masked by their gates
+def batched_experts(experts, x, gates, slots):
+    x, gate, up, down = experts.weights(x)
+    by_expert = gates.t()
+    kept = by_expert * (by_expert >= by_expert.topk(min(slots, len(x)), dim=1).values[:, -1:])
+    rows = swiglu(x @ gate.transpose(-2, -1), x @ up.transpose(-2, -1)) @ down.transpose(-2, -1)
+    return (rows * kept[..., None]).sum(0).to(x.dtype)
+
+
+# %% 08.4 fake: a loop over experts
+def batched_experts(experts, x, gates, slots):
+    x, *weights = experts.weights(x)
+    out = torch.zeros_like(x, dtype=gates.dtype)
+    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
+        token = gates.detach()[:, e].nonzero().squeeze(1)
+        token = token[gates.detach()[token, e].argsort(descending=True)[:slots]]
+        rows = F.linear(swiglu(F.linear(x[token], gate), F.linear(x[token], up)), down)
+        out = out.index_add(0, token, rows * gates[token, e, None])
+    return out.to(x.dtype)
+
+
+# %% 08.4 the first tokens get the slots
+def batched_experts(experts, x, gates, slots):
+    x, gate, up, down = experts.weights(x)
+    token = (gates.detach().t() != 0).to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :slots]
+    slot_gates = gates.t().gather(1, token)
+    rows = x.index_select(0, token.flatten()).view(*token.shape, -1)
+    rows = swiglu(rows @ gate.transpose(-2, -1), rows @ up.transpose(-2, -1))
+    rows = rows @ down.transpose(-2, -1) * slot_gates[..., None]
+    out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
+    return out.to(x.dtype)
+
+
+# %% 08.4 slots for all tokens
+def batched_experts(experts, x, gates, slots):
+    x, gate, up, down = experts.weights(x)
+    slot_gates, token = gates.t().topk(len(x), dim=1)
+    rows = x.index_select(0, token.flatten()).view(*token.shape, -1)
+    rows = swiglu(rows @ gate.transpose(-2, -1), rows @ up.transpose(-2, -1))
+    rows = rows @ down.transpose(-2, -1) * slot_gates[..., None]
+    out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
+    return out.to(x.dtype)
+
+
+# %% 08.4 gates only choose, and weigh nothing
+def batched_experts(experts, x, gates, slots):
+    x, gate, up, down = experts.weights(x)
+    slot_gates, token = gates.t().topk(min(slots, len(x)), dim=1)
+    rows = x.index_select(0, token.flatten()).view(*token.shape, -1)
+    rows = swiglu(rows @ gate.transpose(-2, -1), rows @ up.transpose(-2, -1))
+    rows = rows @ down.transpose(-2, -1) * (slot_gates != 0)[..., None] + 0 * slot_gates[..., None]
+    out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
+    return out.to(x.dtype)
+
+
+# %% 08.4 gates without a gradient
+def batched_experts(experts, x, gates, slots):
+    x, gate, up, down = experts.weights(x)
+    slot_gates, token = gates.detach().t().topk(min(slots, len(x)), dim=1)
+    rows = x.index_select(0, token.flatten()).view(*token.shape, -1)
+    rows = swiglu(rows @ gate.transpose(-2, -1), rows @ up.transpose(-2, -1))
+    rows = rows @ down.transpose(-2, -1) * slot_gates[..., None]
+    out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
+    return out.to(x.dtype)
+
+
+# %% 08.4 a second choice overwrites the first
+def batched_experts(experts, x, gates, slots):
+    x, gate, up, down = experts.weights(x)
+    slot_gates, token = gates.t().topk(min(slots, len(x)), dim=1)
+    rows = x.index_select(0, token.flatten()).view(*token.shape, -1)
+    rows = swiglu(rows @ gate.transpose(-2, -1), rows @ up.transpose(-2, -1))
+    rows = rows @ down.transpose(-2, -1) * slot_gates[..., None]
+    out = torch.zeros_like(x, dtype=gates.dtype).index_copy(0, token.flatten(), rows.flatten(0, 1).to(gates.dtype))
+    return out.to(x.dtype)
+
+
+# %% 08.4 one slot too few
+def batched_experts(experts, x, gates, slots):
+    x, gate, up, down = experts.weights(x)
+    slot_gates, token = gates.t().topk(min(slots, len(x)) - 1, dim=1)
+    rows = x.index_select(0, token.flatten()).view(*token.shape, -1)
+    rows = swiglu(rows @ gate.transpose(-2, -1), rows @ up.transpose(-2, -1))
+    rows = rows @ down.transpose(-2, -1) * slot_gates[..., None]
+    out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
+    return out.to(x.dtype)
+
+
+# %% 08.4 returns float32, whatever x is
+def batched_experts(experts, x, gates, slots):
+    x, gate, up, down = experts.weights(x)
+    slot_gates, token = gates.t().topk(min(slots, len(x)), dim=1)
+    rows = x.index_select(0, token.flatten()).view(*token.shape, -1)
+    rows = swiglu(rows @ gate.transpose(-2, -1), rows @ up.transpose(-2, -1))
+    rows = rows @ down.transpose(-2, -1) * slot_gates[..., None]
+    out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
+    return out
+
+
+# %% 08.5 values by the name within the block
+from course_lib.mixture import run_here
+
+
+def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
+    for number, block in enumerate(model.blocks):
+        like = block.mlp.down_proj.weight
+        with torch.device(like.device):
+            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+        for name, parameter in block.mlp.named_parameters():
+            parameter.data = parameter.data.to(like.dtype)
+            init_parameter(name, parameter, model.config, seed)
+    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
+    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    return model
+
+
+# %% 08.5 values by a name without mlp
+from course_lib.mixture import run_here
+
+
+def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
+    for number, block in enumerate(model.blocks):
+        like = block.mlp.down_proj.weight
+        with torch.device(like.device):
+            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+        for name, parameter in block.mlp.named_parameters():
+            parameter.data = parameter.data.to(like.dtype)
+            init_parameter(f"blocks.{number}.{name}", parameter, model.config, seed)
+    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
+    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    return model
+
+
+# %% 08.5 the layers share one mixture
+from course_lib.mixture import run_here
+
+
+def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
+    for number, block in enumerate(model.blocks):
+        like = block.mlp.down_proj.weight
+        if number == 0:
+            with torch.device(like.device):
+                mixture = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+        block.mlp = mixture
+        for name, parameter in block.mlp.named_parameters():
+            parameter.data = parameter.data.to(like.dtype)
+            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
+    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
+    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    return model
+
+
+# %% 08.5 active_config counts all experts
+from course_lib.mixture import run_here
+
+
+def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
+    for number, block in enumerate(model.blocks):
+        like = block.mlp.down_proj.weight
+        with torch.device(like.device):
+            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+        for name, parameter in block.mlp.named_parameters():
+            parameter.data = parameter.data.to(like.dtype)
+            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
+    width = (experts + shared) * (ffn_hidden or model.config.ffn_hidden)
+    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    return model
+
+
+# %% 08.5 the seed is ignored
+from course_lib.mixture import run_here
+
+
+def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
+    for number, block in enumerate(model.blocks):
+        like = block.mlp.down_proj.weight
+        with torch.device(like.device):
+            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+        for name, parameter in block.mlp.named_parameters():
+            parameter.data = parameter.data.to(like.dtype)
+            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config)
+    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
+    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    return model
+
+
+# %% 08.5 always on the CPU, in float32
+from course_lib.mixture import run_here
+
+
+def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
+    for number, block in enumerate(model.blocks):
+        like = block.mlp.down_proj.weight
+        with torch.device("cpu"):
+            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+        for name, parameter in block.mlp.named_parameters():
+            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
+    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
+    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    return model
+
+
+# %% 08.5 capacity is ignored
+def run_here(x, gates, routing, experts):
+    rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
+    return experts(rows, row_gates, len(rows) * routing.top_k).view_as(x)
+
+
+def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
+    for number, block in enumerate(model.blocks):
+        like = block.mlp.down_proj.weight
+        with torch.device(like.device):
+            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+        for name, parameter in block.mlp.named_parameters():
+            parameter.data = parameter.data.to(like.dtype)
+            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
+    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
+    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    return model
+
+
+# %% 08.5 as many choices as tokens
+def run_here(x, gates, routing, experts):
+    rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
+    if routing.capacity is None:
+        return experts(rows, row_gates, len(rows)).view_as(x)
+    return batched_experts(experts, rows, row_gates, routing.slots(len(rows))).view_as(x)
+
+
+def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
+    for number, block in enumerate(model.blocks):
+        like = block.mlp.down_proj.weight
+        with torch.device(like.device):
+            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+        for name, parameter in block.mlp.named_parameters():
+            parameter.data = parameter.data.to(like.dtype)
+            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
+    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
+    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    return model
+
+
+# %% 08.5 slots of the batch instead of the tokens
+def run_here(x, gates, routing, experts):
+    rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
+    if routing.capacity is None:
+        return experts(rows, row_gates, len(rows) * routing.top_k).view_as(x)
+    return batched_experts(experts, rows, row_gates, routing.slots(len(x))).view_as(x)
+
+
+def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
+    for number, block in enumerate(model.blocks):
+        like = block.mlp.down_proj.weight
+        with torch.device(like.device):
+            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+        for name, parameter in block.mlp.named_parameters():
+            parameter.data = parameter.data.to(like.dtype)
+            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
+    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
+    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    return model
+
+
+# %% 08.6 no router
+from course_lib.memory import parameter_parts
+
+
+def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
+    parts = parameter_parts(config)
+    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
+    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
+    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
+    always = ends + config.layers * layer + dense_layers * parts["mlp"]
+    mixtures = config.layers - dense_layers
+    return tuple(always + mixtures * ((used + shared) * expert) for used in (experts, top_k))
+
+
+# %% 08.6 two matrices an expert
+from course_lib.memory import parameter_parts
+
+
+def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
+    parts = parameter_parts(config)
+    expert = 2 * config.hidden * (ffn_hidden or config.ffn_hidden)
+    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
+    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
+    always = ends + config.layers * layer + dense_layers * parts["mlp"]
+    mixtures = config.layers - dense_layers
+    return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
+
+
+# %% 08.6 the active router has k rows
+from course_lib.memory import parameter_parts
+
+
+def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
+    parts = parameter_parts(config)
+    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
+    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
+    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
+    always = ends + config.layers * layer + dense_layers * parts["mlp"]
+    mixtures = config.layers - dense_layers
+    return tuple(always + mixtures * (used * config.hidden + (used + shared) * expert) for used in (experts, top_k))
+
+
+# %% 08.6 shared experts are not active
+from course_lib.memory import parameter_parts
+
+
+def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
+    parts = parameter_parts(config)
+    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
+    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
+    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
+    always = ends + config.layers * layer + dense_layers * parts["mlp"]
+    mixtures = config.layers - dense_layers
+    return tuple(
+        always + mixtures * (experts * config.hidden + (used + shared * (used == experts)) * expert)
+        for used in (experts, top_k)
+    )
+
+
+# %% 08.6 no norms
+from course_lib.memory import parameter_parts
+
+
+def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
+    parts = parameter_parts(config)
+    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
+    layer = parts["q_o"] + parts["kv"] if attention is None else attention
+    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
+    always = ends + config.layers * layer + dense_layers * parts["mlp"]
+    mixtures = config.layers - dense_layers
+    return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
+
+
+# %% 08.6 dense layers have a router and experts too
+from course_lib.memory import parameter_parts
+
+
+def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
+    parts = parameter_parts(config)
+    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
+    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
+    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
+    always = ends + config.layers * layer + dense_layers * parts["mlp"]
+    mixtures = config.layers
+    return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
+
+
+# %% 08.6 attention comes on top
+from course_lib.memory import parameter_parts
+
+
+def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
+    parts = parameter_parts(config)
+    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
+    layer = parts["q_o"] + parts["kv"] + (attention or 0) + parts["norms"]
+    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
+    always = ends + config.layers * layer + dense_layers * parts["mlp"]
+    mixtures = config.layers - dense_layers
+    return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
+
+
+# %% 08.6 as the name says: eight times the whole model
+from course_lib.memory import parameter_parts
+
+
+def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
+    whole = sum(parameter_parts(config).values()) * config.layers
+    return experts * whole, top_k * whole
+
+
+# %% 08.6 the embedding is not active
+from course_lib.memory import parameter_parts
+
+
+def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
+    parts = parameter_parts(config)
+    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
+    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
+    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
+    always = ends + config.layers * layer + dense_layers * parts["mlp"]
+    mixtures = config.layers - dense_layers
+    return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))[
+        :1
+    ] + (always - parts["embedding"] + mixtures * (experts * config.hidden + (top_k + shared) * expert),)
+
+
+# %% 08.7 detached and normalised confused
+others = {"detached": "normalised", "normalised": "detached"}
+diagnosis = {letter: others.get(name, name) for letter, name in LETTERS.items()}
+
+
+# %% 08.7 sound and rewarded confused
+others = {"sound": "rewarded", "rewarded": "sound"}
+diagnosis = {letter: others.get(name, name) for letter, name in LETTERS.items()}
+
+
+# %% 08.7 the collapsed one is called detached
+others = {"detached": "rewarded", "rewarded": "detached"}
+diagnosis = {letter: others.get(name, name) for letter, name in LETTERS.items()}
+
+
+# %% 08.7 all are sound, since all losses fall
+diagnosis = dict.fromkeys("ABCD", "sound")
+
+
+# %% 08.7 a word that is none of the four
+diagnosis = {**LETTERS, "C": "collapsed"}
+
+
+# %% 08.7 one is left out
+diagnosis = {letter: LETTERS[letter] for letter in "ABC"}
+
+
+# %% 08.8 counts are not divided by their sum
+def balance_loss(scores, counts):
+    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
+    return len(counts) * (counts * shares).sum()
+
+
+def z_loss(logits):
+    return logits.logsumexp(-1).square().mean()
+
+
+# %% 08.8 without E
+def balance_loss(scores, counts):
+    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
+    return (counts / counts.sum() * shares).sum()
+
+
+def z_loss(logits):
+    return logits.logsumexp(-1).square().mean()
+
+
+# %% 08.8 counts with a gradient: the shares take their place
+def balance_loss(scores, counts):
+    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
+    return len(counts) * (shares * shares).sum()
+
+
+def z_loss(logits):
+    return logits.logsumexp(-1).square().mean()
+
+
+# %% 08.8 the right value, and a gradient through the counts too
+def balance_loss(scores, counts):
+    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
+    f = counts / counts.sum() + shares - shares.detach()
+    return len(counts) * (f * shares).sum()
+
+
+def z_loss(logits):
+    return logits.logsumexp(-1).square().mean()
+
+
+# %% 08.8 scores without a gradient
+def balance_loss(scores, counts):
+    shares = (scores.detach() / scores.sum(-1, keepdim=True).detach()).flatten(0, -2).mean(0)
+    return len(counts) * (counts / counts.sum() * shares).sum()
+
+
+def z_loss(logits):
+    return logits.logsumexp(-1).square().mean()
+
+
+# %% 08.8 sigmoid scores are not divided by their sum
+def balance_loss(scores, counts):
+    shares = scores.flatten(0, -2).mean(0)
+    return len(counts) * (counts / counts.sum() * shares).sum()
+
+
+def z_loss(logits):
+    return logits.logsumexp(-1).square().mean()
+
+
+# %% 08.8 a sum over the tokens
+def balance_loss(scores, counts):
+    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).sum(0)
+    return len(counts) * (counts / counts.sum() * shares).sum()
+
+
+def z_loss(logits):
+    return logits.logsumexp(-1).square().mean()
+
+
+# %% 08.8 z: log sum exp without the square
+def balance_loss(scores, counts):
+    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
+    return len(counts) * (counts / counts.sum() * shares).sum()
+
+
+def z_loss(logits):
+    return logits.logsumexp(-1).mean()
+
+
+# %% 08.8 z: exp overflows
+def balance_loss(scores, counts):
+    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
+    return len(counts) * (counts / counts.sum() * shares).sum()
+
+
+def z_loss(logits):
+    return logits.exp().sum(-1).log().square().mean()
+
+
+# %% 08.9 counts in forward
+class RouterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gates, extra, counts, router):
+        ctx.router, ctx.counts = router, counts
+        router.counts = counts if router.counts is None else router.counts + counts
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        router = ctx.router
+        return gradient, gradient.new_full((), router.loss_weight), None, None
+
+
+# %% 08.9 the extra loss's gradient is 1
+class RouterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gates, extra, counts, router):
+        ctx.router, ctx.counts = router, counts
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        router, counts = ctx.router, ctx.counts
+        router.counts = counts if router.counts is None else router.counts + counts
+        return gradient, gradient.new_ones(()), None, None
+
+
+# %% 08.9 the extra loss gets no gradient
+class RouterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gates, extra, counts, router):
+        ctx.router, ctx.counts = router, counts
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        router, counts = ctx.router, ctx.counts
+        router.counts = counts if router.counts is None else router.counts + counts
+        return gradient, None, None, None
+
+
+# %% 08.9 the gates' gradient is scaled too
+class RouterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gates, extra, counts, router):
+        ctx.router, ctx.counts = router, counts
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        router, counts = ctx.router, ctx.counts
+        router.counts = counts if router.counts is None else router.counts + counts
+        return gradient * router.loss_weight, gradient.new_full((), router.loss_weight), None, None
+
+
+# %% 08.9 reads loss_weight in forward
+class RouterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gates, extra, counts, router):
+        ctx.weight = router.loss_weight
+        ctx.router, ctx.counts = router, counts
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        router, counts = ctx.router, ctx.counts
+        router.counts = counts if router.counts is None else router.counts + counts
+        return gradient, gradient.new_full((), ctx.weight), None, None
+
+
+# %% 08.9 keeps the last micro-batch's counts alone
+class RouterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gates, extra, counts, router):
+        ctx.router, ctx.counts = router, counts
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        router, counts = ctx.router, ctx.counts
+        router.counts = counts
+        return gradient, gradient.new_full((), router.loss_weight), None, None
+
+
+# %% 08.9 the gates' gradient is lost
+class RouterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gates, extra, counts, router):
+        ctx.router, ctx.counts = router, counts
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        router, counts = ctx.router, ctx.counts
+        router.counts = counts if router.counts is None else router.counts + counts
+        return gradient * 0, gradient.new_full((), router.loss_weight), None, None
+
+
+# %% 08.9 never counts, unless there is an extra loss
+class RouterLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gates, extra, counts, router):
+        ctx.router, ctx.counts = router, counts
+        return gates.view_as(gates)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        router, counts = ctx.router, ctx.counts
+        if router.routing.balance:
+            router.counts = counts if router.counts is None else router.counts + counts
+        return gradient, gradient.new_full((), router.loss_weight), None, None
+
+
+# %% 08.10 an all-reduce for each router
+def routers_of(model):
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def take_counts(model):
+    found = []
+    for router in routers_of(model):
+        counts = torch.zeros_like(router.bias, dtype=torch.long) if router.counts is None else router.counts
+        if router.batch_group is not None:
+            dist.all_reduce(counts, group=router.batch_group)
+        router.counts = None
+        found.append(counts)
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def update_bias(model, counts, rate):
+    counts = counts.float()
+    steps = rate * (counts.mean(1, keepdim=True) - counts).sign()
+    for router, step in zip(routers_of(model), steps, strict=True):
+        router.bias.add_(step)
+
+
+# %% 08.10 each rank by itself
+def routers_of(model):
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def take_counts(model):
+    routers = routers_of(model)
+    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
+    counts = torch.stack(counts)
+    for router in routers:
+        router.counts = None
+    return counts
+
+
+@torch.no_grad()
+def update_bias(model, counts, rate):
+    counts = counts.float()
+    steps = rate * (counts.mean(1, keepdim=True) - counts).sign()
+    for router, step in zip(routers_of(model), steps, strict=True):
+        router.bias.add_(step)
+
+
+# %% 08.10 over all ranks, whatever the group
+def routers_of(model):
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def take_counts(model):
+    routers = routers_of(model)
+    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
+    counts = torch.stack(counts)
+    for router in routers:
+        router.counts = None
+    if routers[0].batch_group is not None:
+        dist.all_reduce(counts, group=dist.group.WORLD)
+    return counts
+
+
+@torch.no_grad()
+def update_bias(model, counts, rate):
+    counts = counts.float()
+    steps = rate * (counts.mean(1, keepdim=True) - counts).sign()
+    for router, step in zip(routers_of(model), steps, strict=True):
+        router.bias.add_(step)
+
+
+# %% 08.10 counts are not reset
+def routers_of(model):
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def take_counts(model):
+    routers = routers_of(model)
+    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
+    counts = torch.stack(counts)
+    if routers[0].batch_group is not None:
+        dist.all_reduce(counts, group=routers[0].batch_group)
+    return counts
+
+
+@torch.no_grad()
+def update_bias(model, counts, rate):
+    counts = counts.float()
+    steps = rate * (counts.mean(1, keepdim=True) - counts).sign()
+    for router, step in zip(routers_of(model), steps, strict=True):
+        router.bias.add_(step)
+
+
+# %% 08.10 an all-gather, added up
+def routers_of(model):
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def take_counts(model):
+    routers = routers_of(model)
+    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
+    counts = torch.stack(counts)
+    for router in routers:
+        router.counts = None
+    if routers[0].batch_group is not None:
+        group = routers[0].batch_group
+        parts = [torch.empty_like(counts) for _ in range(group.size())]
+        dist.all_gather(parts, counts, group=group)
+        counts = sum(parts)
+    return counts
+
+
+@torch.no_grad()
+def update_bias(model, counts, rate):
+    counts = counts.float()
+    steps = rate * (counts.mean(1, keepdim=True) - counts).sign()
+    for router, step in zip(routers_of(model), steps, strict=True):
+        router.bias.add_(step)
+
+
+# %% 08.10 the bias moves the wrong way
+def routers_of(model):
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def take_counts(model):
+    routers = routers_of(model)
+    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
+    counts = torch.stack(counts)
+    for router in routers:
+        router.counts = None
+    if routers[0].batch_group is not None:
+        dist.all_reduce(counts, group=routers[0].batch_group)
+    return counts
+
+
+@torch.no_grad()
+def update_bias(model, counts, rate):
+    counts = counts.float()
+    steps = rate * (counts - counts.mean(1, keepdim=True)).sign()
+    for router, step in zip(routers_of(model), steps, strict=True):
+        router.bias.add_(step)
+
+
+# %% 08.10 the bias moves by the difference
+def routers_of(model):
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def take_counts(model):
+    routers = routers_of(model)
+    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
+    counts = torch.stack(counts)
+    for router in routers:
+        router.counts = None
+    if routers[0].batch_group is not None:
+        dist.all_reduce(counts, group=routers[0].batch_group)
+    return counts
+
+
+@torch.no_grad()
+def update_bias(model, counts, rate):
+    counts = counts.float()
+    steps = rate * (counts.mean(1, keepdim=True) - counts)
+    for router, step in zip(routers_of(model), steps, strict=True):
+        router.bias.add_(step)
+
+
+# %% 08.10 against the mean of all layers
+def routers_of(model):
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def take_counts(model):
+    routers = routers_of(model)
+    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
+    counts = torch.stack(counts)
+    for router in routers:
+        router.counts = None
+    if routers[0].batch_group is not None:
+        dist.all_reduce(counts, group=routers[0].batch_group)
+    return counts
+
+
+@torch.no_grad()
+def update_bias(model, counts, rate):
+    counts = counts.float()
+    steps = rate * (counts.mean() - counts).sign()
+    for router, step in zip(routers_of(model), steps, strict=True):
+        router.bias.add_(step)
+
+
+# %% 08.10 reads counts on the host
+def routers_of(model):
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def take_counts(model):
+    routers = routers_of(model)
+    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
+    counts = torch.stack(counts)
+    for router in routers:
+        router.counts = None
+    if routers[0].batch_group is not None:
+        dist.all_reduce(counts, group=routers[0].batch_group)
+    return counts
+
+
+@torch.no_grad()
+def update_bias(model, counts, rate):
+    for router, row in zip(routers_of(model), counts.float(), strict=True):
+        for expert, count in enumerate(row):
+            if count > row.mean():
+                router.bias[expert] -= rate
+            elif count < row.mean():
+                router.bias[expert] += rate
+
+
+# %% 08.11 the smallest gates are dropped
+def within_capacity(gates, slots):
+    rows = gates.flatten(0, -2)
+    least = rows.detach().topk(min(slots, len(rows)), dim=0).values[-1]
+    return (rows * (rows.detach() >= least)).view_as(gates)
+
+
+# %% 08.11 what remains is divided anew
+def within_capacity(gates, slots):
+    place = (gates.detach() != 0).flatten(0, -2).cumsum(0).view_as(gates)
+    kept = gates * (place <= slots)
+    return kept / kept.sum(-1, keepdim=True).clamp(min=1e-9)
+
+
+# %% 08.11 one slot too few
+def within_capacity(gates, slots):
+    place = (gates.detach() != 0).flatten(0, -2).cumsum(0).view_as(gates)
+    return gates * (place < slots)
+
+
+# %% 08.11 each sequence by itself
+def within_capacity(gates, slots):
+    place = (gates.detach() != 0).cumsum(-2)
+    return gates * (place <= slots)
+
+
+# %% 08.11 the last come are served
+def within_capacity(gates, slots):
+    place = (gates.detach() != 0).flatten(0, -2).flip(0).cumsum(0).flip(0).view_as(gates)
+    return gates * (place <= slots)
+
+
+# %% 08.11 a token is dropped whole
+def within_capacity(gates, slots):
+    place = (gates.detach() != 0).flatten(0, -2).cumsum(0).view_as(gates)
+    return gates * ((place <= slots) | (gates == 0)).all(-1, keepdim=True)
+
+
+# %% 08.11 without a gradient
+def within_capacity(gates, slots):
+    place = (gates.detach() != 0).flatten(0, -2).cumsum(0).view_as(gates)
+    return gates.detach() * (place <= slots) + 0 * gates
+
+
+# %% 08.11 a loop that reads on the host
+def within_capacity(gates, slots):
+    rows, keep = gates.flatten(0, -2), torch.ones_like(gates.flatten(0, -2))
+    for e in range(rows.shape[1]):
+        keep[(rows.detach()[:, e] != 0).nonzero().squeeze(1)[slots:], e] = 0
+    return (rows * keep).view_as(gates)
+
+
+# %% 08.12 fake: pieces of one size, padded
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.parallel_linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, sends, receives, *tensors):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        most, arrived = torch.tensor(max(sends + receives)), []
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+        for tensor in tensors:
+            padded = tensor.new_zeros(group.size(), int(most), *tensor.shape[1:])
+            for place, piece in zip(padded, tensor.split(sends)):
+                place[: len(piece)] = piece
+            came = torch.empty_like(padded)
+            dist.all_to_all_single(came, padded, group=group)
+            arrived.append(torch.cat([place[:size] for place, size in zip(came, receives)]))
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+
+
+# %% 08.12 fake: an all-gather, of which each keeps its own
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.parallel_linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, sends, receives, *tensors):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        pieces = [[tensor.contiguous().split(sends) for tensor in tensors]]
+        found = [None] * group.size()
+        dist.all_gather_object(found, pieces[0], group=group)
+        return tuple(torch.cat([each[i][group.rank()] for each in found]) for i in range(len(tensors)))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+
+
+# %% 08.12 backward does not swap the lists
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.parallel_linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, sends, receives, *tensors):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
+        works = [
+            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
+            for into, tensor in zip(arrived, tensors, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *Exchange.apply(ctx.group, ctx.sends, ctx.receives, *gradients)
+
+
+# %% 08.12 the lists in forward the wrong way round
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.parallel_linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, sends, receives, *tensors):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        arrived = [tensor.new_empty(sum(sends), *tensor.shape[1:]) for tensor in tensors]
+        works = [
+            dist.all_to_all_single(into, tensor.contiguous(), sends, receives, group=group, async_op=True)
+            for into, tensor in zip(arrived, tensors, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+
+
+# %% 08.12 backward does nothing
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.parallel_linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, sends, receives, *tensors):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
+        works = [
+            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
+            for into, tensor in zip(arrived, tensors, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *gradients
+
+
+# %% 08.12 backward gives zeros
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.parallel_linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, sends, receives, *tensors):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
+        works = [
+            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
+            for into, tensor in zip(arrived, tensors, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *(gradient.new_zeros(sum(ctx.sends), *gradient.shape[1:]) for gradient in gradients)
+
+
+# %% 08.12 waits for each before the next is started
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.parallel_linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, sends, receives, *tensors):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
+        for into, tensor in zip(arrived, tensors, strict=True):
+            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group)
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+
+
+# %% 08.12 over all ranks, whatever the group
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.parallel_linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, sends, receives, *tensors):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
+        works = [
+            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=dist.group.WORLD, async_op=True)
+            for into, tensor in zip(arrived, tensors, strict=True)
+        ]
+        for work in works:
+            work.wait()
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+
+
+# %% 08.12 sends and receives instead of one exchange
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.parallel_linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, group, sends, receives, *tensors):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        arrived, n = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors], group.size()
+        for into, tensor in zip(arrived, tensors):
+            pieces, places = tensor.contiguous().split(sends), into.split(receives)
+            places[group.rank()].copy_(pieces[group.rank()])
+            others = [other for other in range(n) if other != group.rank()]
+            calls = [dist.P2POp(dist.isend, pieces[o], group=group, group_peer=o) for o in others if sends[o]]
+            calls += [dist.P2POp(dist.irecv, places[o], group=group, group_peer=o) for o in others if receives[o]]
+            for work in dist.batch_isend_irecv(calls) if calls else []:
+                work.wait()
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+
+
+# %% 08.13 fake: all tokens are gathered, and sums scattered
+def exchanged(x, gates, choices, group, compute):
+    from course_lib.sequence_parallel import gather_sequence, reduce_scatter_sequence
+
+    n, (x,) = group.size(), as_autocast(x)
+    most = torch.tensor(len(x))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    padding = int(most) - len(x)
+    rows = gather_sequence(F.pad(x, (0, 0, 0, padding))[None], group)[0]
+    row_gates = gather_sequence(F.pad(gates, (0, 0, 0, padding))[None], group)[0]
+    own = row_gates.chunk(n, 1)[group.rank()]
+    out = compute(rows, own, int((own != 0).sum()))
+    return reduce_scatter_sequence(out[None], group)[0][: len(x)]
+
+
+# %% 08.13 one row for each choice
+def exchanged(x, gates, choices, group, compute):
+    n, (x,) = group.size(), as_autocast(x)
+    own = gates.shape[1] // n
+    chosen = (gates.detach() != 0).t()
+    sizes = chosen.sum(1).view(n, own).sum(1)
+    sends, receives, arriving = read_sizes(sizes, sizes, group)
+    expert, token = torch.nonzero_static(chosen, size=sum(sends)).unbind(1)
+    row_gates = gates[token, expert, None] * F.one_hot(expert % own, own)
+    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    out = compute(rows, row_gates, arriving)
+    (back,) = Exchange.apply(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, back)
+
+
+# %% 08.13 gates are applied at home
+def exchanged(x, gates, choices, group, compute):
+    n, (x,) = group.size(), as_autocast(x)
+    own = gates.shape[1] // n
+    chosen = (gates.detach() != 0).t()
+    sizes = chosen.sum(1).view(n, own).sum(1)
+    sends, receives, arriving = read_sizes(sizes, sizes, group)
+    expert, token = torch.nonzero_static(chosen, size=sum(sends)).unbind(1)
+    which = F.one_hot(expert % own, own).to(gates.dtype)
+    rows, which = Exchange.apply(group, sends, receives, x.index_select(0, token), which)
+    (back,) = Exchange.apply(group, receives, sends, compute(rows, which, arriving))
+    return torch.zeros_like(x).index_add(0, token, back * gates[token, expert, None])
+
+
+# %% 08.13 gates without a gradient
+def exchanged(x, gates, choices, group, compute):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.detach().flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    out = compute(rows, row_gates, arriving)
+    (back,) = Exchange.apply(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, back)
+
+
+# %% 08.13 compute is told this rank's choices
+def exchanged(x, gates, choices, group, compute):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    out = compute(rows, row_gates, choices)
+    (back,) = Exchange.apply(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, back)
+
+
+# %% 08.13 compute is told the rows, not the choices
+def exchanged(x, gates, choices, group, compute):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    out = compute(rows, row_gates, len(rows))
+    (back,) = Exchange.apply(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, back)
+
+
+# %% 08.13 the gates of other tokens
+def exchanged(x, gates, choices, group, compute):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, to * len(x) + token)
+    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    out = compute(rows, row_gates, arriving)
+    (back,) = Exchange.apply(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, back)
+
+
+# %% 08.13 what comes back goes to the tokens in order
+def exchanged(x, gates, choices, group, compute):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    out = compute(rows, row_gates, arriving)
+    (back,) = Exchange.apply(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token.sort().values, back)
+
+
+# %% 08.13 nonzero asks the host once more
+def exchanged(x, gates, choices, group, compute):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = goes.nonzero().unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    out = compute(rows, row_gates, arriving)
+    (back,) = Exchange.apply(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, back)
+
+
+# %% 08.14 k, since there are k choices
+copies = {(8, 2, 4): 2, (8, 2, 8): 2, (256, 8, 8): 8}
+
+
+# %% 08.14 k of which 1 in n is at home
+copies = {(e, k, n): k * (n - 1) / n for e, k, n in ((8, 2, 4), (8, 2, 8), (256, 8, 8))}
+
+
+# %% 08.14 its own rank is counted too
+copies = {
+    (e, k, n): n * (1 - math.comb(e - e // n, k) / math.comb(e, k)) for e, k, n in ((8, 2, 4), (8, 2, 8), (256, 8, 8))
+}
+
+
+# %% 08.14 every other rank
+copies = {(8, 2, 4): 3, (8, 2, 8): 7, (256, 8, 8): 7}
+
+
+# %% 08.14 drawn with replacement
+copies = {(e, k, n): (n - 1) * (1 - (1 - 1 / n) ** k) for e, k, n in ((8, 2, 4), (8, 2, 8), (256, 8, 8))}
+
+
+# %% 08.14 what it leaves out
+copies = {
+    (e, k, n): (n - 1) * math.comb(e - e // n, k) / math.comb(e, k) for e, k, n in ((8, 2, 4), (8, 2, 8), (256, 8, 8))
+}
+
+
+# %% 08.14 the last one is left blank
+copies = {(8, 2, 4): 1.393, (8, 2, 8): 1.75, (256, 8, 8): None}
+
+
+# %% 08.15 nodes by their single best expert
+def within_nodes(ranking, nodes, limit, k):
+    by_node = ranking.unflatten(-1, (nodes, -1))
+    best = by_node.amax(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
+    return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+# %% 08.15 nodes by the sum of all their experts
+def within_nodes(ranking, nodes, limit, k):
+    by_node = ranking.unflatten(-1, (nodes, -1))
+    best = by_node.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
+    return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+# %% 08.15 nodes by their k best
+def within_nodes(ranking, nodes, limit, k):
+    by_node = ranking.unflatten(-1, (nodes, -1))
+    best = by_node.topk(min(k, by_node.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
+    return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+# %% 08.15 k over M rounded down
+def within_nodes(ranking, nodes, limit, k):
+    by_node = ranking.unflatten(-1, (nodes, -1))
+    best = by_node.topk(min(k // limit, by_node.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
+    return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+# %% 08.15 experts are limited, not nodes
+def within_nodes(ranking, nodes, limit, k):
+    least = ranking.topk(limit * ranking.shape[-1] // nodes, dim=-1).values[..., -1:]
+    return ranking.masked_fill(ranking < least, -math.inf)
+
+
+# %% 08.15 the gates change: a node's sum is added to its experts
+def within_nodes(ranking, nodes, limit, k):
+    by_node = ranking.unflatten(-1, (nodes, -1))
+    best = by_node.topk(min(-(-k // limit), by_node.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
+    return (by_node + best.unsqueeze(-1)).masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+# %% 08.15 0 instead of -inf
+def within_nodes(ranking, nodes, limit, k):
+    by_node = ranking.unflatten(-1, (nodes, -1))
+    best = by_node.topk(min(-(-k // limit), by_node.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
+    return by_node.masked_fill(~kept.unsqueeze(-1), 0.0).flatten(-2)
+
+
+# %% 08.15 experts dealt out to the nodes in turn
+def within_nodes(ranking, nodes, limit, k):
+    by_node = ranking.unflatten(-1, (-1, nodes)).transpose(-2, -1)
+    best = by_node.topk(min(-(-k // limit), by_node.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
+    return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).transpose(-2, -1).flatten(-2)
+
+
+# %% 08.15 no limit at all
+def within_nodes(ranking, nodes, limit, k):
+    by_node = ranking.unflatten(-1, (nodes, -1))
+    best = by_node.topk(min(-(-k // limit), by_node.shape[-1]), dim=-1).values.sum(-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
+    return by_node.masked_fill(kept.unsqueeze(-1) & False, -math.inf).flatten(-2)
+
+
+# %% 08.16 experts are summed over dp: no reduce_group
+def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
+    groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
+    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
+    for block in blocks:
+        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+        experts = layer.experts
+        for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
+            cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
+            linear.weight = shard_nested(linear.weight, cuts)
+        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+        compute = experts
+        for each in reversed(groups):
+            compute = functools.partial(exchanged, group=each, compute=compute)
+        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+    for block in blocks:
+        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    return model
+
+
+# %% 08.16 experts are averaged over dp/ep alone
+def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
+    groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
+    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
+    for block in blocks:
+        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+        experts = layer.experts
+        for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
+            cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
+            linear.weight = shard_nested(linear.weight, cuts)
+            linear.weight.reduce_group = reduce_group
+        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+        factor = batch_group.size() / reduce_group.size()
+
+        def weights(x, experts=experts, factor=factor):
+            x, *parts = Experts.weights(experts, x)
+            return x, *(part * factor - part.detach() * (factor - 1) for part in parts)
+
+        experts.weights = weights
+        compute = experts
+        for each in reversed(groups):
+            compute = functools.partial(exchanged, group=each, compute=compute)
+        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+    for block in blocks:
+        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    return model
+
+
+# %% 08.16 no batch_group
+def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
+    groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
+    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
+    for block in blocks:
+        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+        experts = layer.experts
+        for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
+            cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
+            linear.weight = shard_nested(linear.weight, cuts)
+            linear.weight.reduce_group = reduce_group
+        layer.router.weight.reduce_group = batch_group
+        compute = experts
+        for each in reversed(groups):
+            compute = functools.partial(exchanged, group=each, compute=compute)
+        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+    for block in blocks:
+        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    return model
+
+
+# %% 08.16 the router's weight is summed over dp alone
+def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
+    groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
+    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
+    for block in blocks:
+        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+        experts = layer.experts
+        for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
+            cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
+            linear.weight = shard_nested(linear.weight, cuts)
+            linear.weight.reduce_group = reduce_group
+        layer.router.batch_group = batch_group
+        compute = experts
+        for each in reversed(groups):
+            compute = functools.partial(exchanged, group=each, compute=compute)
+        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+    for block in blocks:
+        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    return model
+
+
+# %% 08.16 gates do not pass through f
+def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
+    groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
+    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
+    for block in blocks:
+        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+        experts = layer.experts
+        for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
+            cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
+            linear.weight = shard_nested(linear.weight, cuts)
+            linear.weight.reduce_group = reduce_group
+        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+        compute = experts
+        for each in reversed(groups):
+            compute = functools.partial(exchanged, group=each, compute=compute)
+
+        def run(x, gates, compute=compute, enter=enter, leave=leave, block=block):
+            whole, gates = enter(x), enter(gates) if in_sequence_parts(block) else gates
+            out = compute(whole.flatten(0, -2), gates.flatten(0, -2), None)
+            return leave(out.view(*whole.shape[:-1], -1))
+
+        layer.run = run
+    for block in blocks:
+        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    return model
+
+
+# %% 08.16 down is cut along h
+def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
+    groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
+    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
+    for block in blocks:
+        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+        experts = layer.experts
+        for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 1)):
+            cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
+            linear.weight = shard_nested(linear.weight, cuts)
+            linear.weight.reduce_group = reduce_group
+        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+        compute = experts
+        for each in reversed(groups):
+            compute = functools.partial(exchanged, group=each, compute=compute)
+        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+    for block in blocks:
+        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    return model
+
+
+# %% 08.16 no norm_groups
+def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
+    groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
+    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
+    for block in blocks:
+        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+        experts = layer.experts
+        for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
+            cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
+            linear.weight = shard_nested(linear.weight, cuts)
+            linear.weight.reduce_group = reduce_group
+            del linear.weight.norm_groups
+        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+        compute = experts
+        for each in reversed(groups):
+            compute = functools.partial(exchanged, group=each, compute=compute)
+        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+    for block in blocks:
+        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    return model
+
+
+# %% 08.16 fake: one hop over all ranks for two
+def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
+    groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
+    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
+    for block in blocks:
+        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+        experts = layer.experts
+        for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
+            cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
+            linear.weight = shard_nested(linear.weight, cuts)
+            linear.weight.reduce_group = reduce_group
+        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+        compute = experts
+        for each in [batch_group] if len(groups) > 1 else groups:
+            compute = functools.partial(exchanged, group=each, compute=compute)
+        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+    for block in blocks:
+        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    return model
+
+
+# %% 08.16 fake: weights are gathered, tokens stay
+def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
+    groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
+    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
+    for block in blocks:
+        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+        experts = layer.experts
+        for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
+            cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
+            linear.weight = shard_nested(linear.weight, cuts)
+            linear.weight.reduce_group = reduce_group
+        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+        compute = experts
+        for each in reversed(groups):
+            compute = functools.partial(exchanged, group=each, compute=compute)
+
+        def run(x, gates, experts=experts, top_k=layer.router.routing.top_k):
+            from course_lib.regions import gather_from_group
+
+            named = dict(experts.named_parameters())
+            whole = {name: gather_from_group(part, part.tensor_shard) for name, part in named.items()}
+            rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
+            out = torch.func.functional_call(experts, whole, (rows, row_gates, len(rows) * top_k))
+            return out.view_as(x)
+
+        layer.run = run
+    for block in blocks:
+        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    return model
+
+
+# %% 08.17 the other way round
+def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
+    return 6 * top_k * ffn_hidden / (copies * (dispatch_bytes + combine_bytes)) * bandwidth / peak
+
+
+# %% 08.17 there, and not back
+def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
+    return copies * dispatch_bytes / (6 * top_k * ffn_hidden) * peak / bandwidth
+
+
+# %% 08.17 a multiplication is one operation
+def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
+    return copies * (dispatch_bytes + combine_bytes) / (3 * top_k * ffn_hidden) * peak / bandwidth
+
+
+# %% 08.17 two matrices an expert
+def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
+    return copies * (dispatch_bytes + combine_bytes) / (4 * top_k * ffn_hidden) * peak / bandwidth
+
+
+# %% 08.17 one expert a token
+def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
+    return copies * (dispatch_bytes + combine_bytes) / (6 * ffn_hidden) * peak / bandwidth
+
+
+# %% 08.17 a copy for each choice
+def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
+    return copies * top_k * (dispatch_bytes + combine_bytes) / (6 * top_k * ffn_hidden) * peak / bandwidth
+
+
+# %% 08.17 always BF16
+def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
+    return copies * 4 / (6 * top_k * ffn_hidden) * peak / bandwidth
+
+
+# %% 08.17 a hidden size of 4096
+def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
+    return copies * 4096 * (dispatch_bytes + combine_bytes) / (6 * top_k * ffn_hidden) * peak / bandwidth
