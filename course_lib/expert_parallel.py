@@ -209,11 +209,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     chosen.node_limit = chosen.nodes if chosen.node_limit is None else chosen.node_limit
     if not 1 <= chosen.micro_batch <= chosen.batch:
         parser.error("--micro-batch must be 1 or more, and no more than --batch")
-    if min(chosen.tp, chosen.nodes, chosen.ep or 1, chosen.expert_hidden or 1) < 1 or chosen.shared < 0:
+    sizes = chosen.tp, chosen.nodes, chosen.ep, chosen.expert_hidden
+    if any(size is not None and size < 1 for size in sizes) or chosen.shared < 0:
         parser.error("--ep, --tp, --nodes and --expert-hidden must be 1 or more, --shared 0 or more")
-    width = (chosen.expert_hidden or PRESETS[chosen.preset].ffn_hidden) / chosen.tp
-    if width % (multiple := 8 if chosen.dtype == "bf16" else 4):
-        parser.error(f"{chosen.dtype}: an expert's width over --tp, {width:g}, should be a multiple of {multiple}")
     try:
         check_degree(PRESETS[chosen.preset], chosen.tp)
         Routing(chosen.experts, chosen.top_k, **routing_of(chosen))

@@ -81,10 +81,18 @@ class AddByToken(torch.autograd.Function):
 
 
 def grouped_products(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """rows [r, in], those up to ends[0] by weight[0], and so on: [r, out]. weight: [E, out, in]. The gradient must come
-    contiguous, and rows of `in` and of `out` be multiples of 16 bytes: RuntimeError else.
+    """rows [r, in], those up to ends[0] by weight[0], and so on: [r, out]. weight: [E, out, in]. grouped_mm
+    wants rows of whole 16 bytes (other widths are padded, which copies the weights) and a contiguous gradient.
     """
-    return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+    whole = 16 // rows.element_size()
+    short, short_out = -rows.shape[1] % whole, -weight.shape[1] % whole
+    if short or short_out:
+        padded = F.pad(rows, (0, short)), F.pad(weight, (0, short, 0, short_out))
+        return grouped_products(*padded, ends)[:, : weight.shape[1]]
+    out = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+    if out.requires_grad:
+        out.register_hook(torch.Tensor.contiguous)
+    return out
 
 # %% ../notebooks/08_expert_parallel.ipynb #ex-08-3
 def sorted_choices(gates: torch.Tensor, choices: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

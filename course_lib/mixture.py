@@ -128,7 +128,7 @@ def from_hf(source, **routing) -> Transformer:
     if c.router_jitter_noise:
         raise ValueError(f"not the model of this course: router_jitter_noise is {c.router_jitter_noise}, not 0.0")
     if c.num_experts_per_tok == 1:
-        raise ValueError("not the model of this course: one expert a token, with a gate of 1")
+        raise ValueError("not the model of this course: num_experts_per_tok is 1, and its gate 1, not the score")
     with torch.device("meta"):
         model = apply_moe(Transformer(config), c.num_local_experts, c.num_experts_per_tok, **routing)
     tensors, found = theirs.state_dict(), {}

@@ -65,7 +65,7 @@ class Routing:
             raise ValueError(f"score {self.score!r}: it is one of {', '.join(SCORES)}")
         if not 1 <= self.top_k <= self.experts:
             raise ValueError(f"top_k {self.top_k}: a token goes to 1 expert at least, and to {self.experts} at most")
-        if self.experts % self.nodes or not 1 <= self.node_limit <= self.nodes:
+        if not 1 <= self.node_limit <= self.nodes or self.experts % self.nodes:
             raise ValueError(
                 f"{self.experts} experts on {self.nodes} nodes, {self.node_limit} of these a token: can't be"
             )
@@ -76,7 +76,9 @@ class Routing:
 
     def slots(self, tokens: int) -> int:
         """How many of a call's tokens an expert takes at most."""
-        return tokens if self.capacity is None else math.ceil(self.capacity * tokens * self.top_k / self.experts)
+        if self.capacity is None:
+            return tokens
+        return math.ceil(self.capacity * tokens * self.top_k / self.experts - 1e-9)  # 1.1 x 10 is 11, rounding or not
 
 # %% ../notebooks/08_expert_parallel.ipynb #router
 class Router(nn.Module):

@@ -97,7 +97,7 @@ def materialize(model: nn.Module, init: Callable[[str, torch.Tensor], None]) -> 
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=torch.get_default_device())
-                fill(f"{path}.{name}", module._buffers[name])
+                fill(f"{path}.{name}" if path else name, module._buffers[name])
     return model
 
 

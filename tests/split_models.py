@@ -1,4 +1,4 @@
-"""Models that are split over ranks, and what one process makes of the same: for the tests of notebooks 06 and 07."""
+"""Models that are split over ranks, and what one process makes of the same: for the tests of notebooks 06 to 08."""
 
 import contextlib
 import functools
@@ -10,10 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib.data_parallel import DataParallel, out_of_step
 from course_lib.fully_shard import full_state_dict, fully_shard
+from course_lib.mixture import apply_moe
 from course_lib.model import ModelConfig, Transformer, init_parameter, loss
 from course_lib.parallel_linear import replicas_of
 from course_lib.partitioned_checkpoints import apply_partitioned_recompute
 from course_lib.recompute import IGNORED, apply_recompute, keep_products
+from course_lib.router import routers_of, take_counts, update_bias
 from course_lib.sequence_parallel import apply_sequence_parallel
 from course_lib.shards import clip_grad_norm_
 from course_lib.tensor_parallel import apply_tensor_parallel
@@ -21,7 +23,7 @@ from course_lib.tensor_shards import materialize, shard_init, whole_state_dict
 from course_lib.vocab_parallel import vocab_parallel_cross_entropy
 from course_lib.zero import ZeroOptimizer
 
-STEPS, BATCH, SEQ, MAX_NORM = 3, 4, 7, 0.5
+STEPS, BATCH, SEQ, MAX_NORM, BIAS_RATE = 3, 4, 7, 0.5, 0.01
 OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, eps=1e-4),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9, weight_decay=0.1),
@@ -46,16 +48,19 @@ def init(name: str, tensor: torch.Tensor, of: ModelConfig) -> None:
         tensor.mul_(4 if tensor.dim() > 1 else 1)
 
 
-def whole_model(of: ModelConfig) -> Transformer:
+def whole_model(of: ModelConfig, mixture: tuple = ()) -> Transformer:
+    """mixture: the arguments of apply_moe, each with its name; none: the model is dense."""
     model = Transformer(of)
+    if mixture:
+        apply_moe(model, **dict(mixture))
     for name, parameter in model.named_parameters():
         init(name, parameter, of)
     return model
 
 
-def meta_model(of: ModelConfig) -> Transformer:
+def meta_model(of: ModelConfig, mixture: tuple = ()) -> Transformer:
     with torch.device("meta"):
-        return Transformer(of)
+        return apply_moe(Transformer(of), **dict(mixture)) if mixture else Transformer(of)
 
 
 def split_model(
@@ -106,10 +111,15 @@ def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @functools.cache
 def one_process(
-    of: ModelConfig, optimizer: str = "SGD", seq: int = SEQ, batch: int = BATCH, ignored: str = "few"
+    of: ModelConfig,
+    optimizer: str = "SGD",
+    seq: int = SEQ,
+    batch: int = BATCH,
+    ignored: str = "few",
+    mixture: tuple = (),
 ) -> dict[str, torch.Tensor]:
-    """Loss, gradients and norm of each step, and the weights after the last, by name."""
-    model, found = whole_model(of), {}
+    """Loss, gradients and norm of each step, and the weights after the last, by name; and the biases of routers."""
+    model, found = whole_model(of, mixture), {}
     stepper = OPTIMIZERS[optimizer](model.parameters())
     for step in range(STEPS):
         stepper.zero_grad()
@@ -120,7 +130,14 @@ def one_process(
         found |= {f"gradient {step} {name}": p.grad.clone() for name, p in model.named_parameters()}
         found[f"norm {step}"] = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         stepper.step()
+        move_biases(model)
     return found | {f"weight {name}": tensor for name, tensor in model.state_dict().items()}
+
+
+def move_biases(model: Transformer) -> None:
+    """After a step, where there are mixtures. Collective over their batch_group."""
+    if routers_of(model):
+        update_bias(model, take_counts(model), BIAS_RATE)
 
 
 def on_ranks(
@@ -159,10 +176,12 @@ def only_when_there(project, zero: ZeroOptimizer):
 REPLICAS = ("DataParallel", "ZeRO stage 1", "ZeRO stage 2", "fully_shard")
 
 
-def in_replicas(how: str, model: Transformer, replicas, tp, own, seq: int = SEQ, **of_batches) -> dict:
+def in_replicas(
+    how: str, model: Transformer, replicas, tp, own, seq: int = SEQ, optimizer: str = "SGD", **of_batches
+) -> dict:
     """Losses, norms and the weights after 3 steps, by name, of a model whose gradients are averaged over `replicas`;
     those of DataParallel too. how: of REPLICAS; a model for fully_shard is on the meta device. tp: the group that
-    shares the logits; own(tensor): what this rank has of a batch.
+    shares the logits; own(tensor): what this rank has of a batch. optimizer: of OPTIMIZERS; ZeRO's is SGD.
     """
     of, found = model.config, {}
     named = model.named_parameters(remove_duplicate=False)
@@ -170,17 +189,17 @@ def in_replicas(how: str, model: Transformer, replicas, tp, own, seq: int = SEQ,
     if how == "fully_shard":
         fill = shard_init(model, lambda name, tensor: init(name, tensor, of))
         wrapped = fully_shard(model, replicas, init=fill)
-        optimizer, finish = OPTIMIZERS["SGD"](wrapped.parameters()), wrapped.finish
+        stepper, finish = OPTIMIZERS[optimizer](wrapped.parameters()), wrapped.finish
     elif how == "DataParallel":
         wrapped = DataParallel(model, replicas)
-        optimizer, finish = OPTIMIZERS["SGD"](wrapped.parameters()), wrapped.finish
+        stepper, finish = OPTIMIZERS[optimizer](wrapped.parameters()), wrapped.finish
     else:
         wrapped, options = model, {"lr": 0.5, "momentum": 0.9, "weight_decay": 0.1}
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, replicas, stage=int(how[-1]), bucket_mb=0.02, **options)
-        finish = optimizer.finish
+        stepper = ZeroOptimizer(model, torch.optim.SGD, replicas, stage=int(how[-1]), bucket_mb=0.02, **options)
+        finish = stepper.finish
         for part in (part for block in model.blocks for part in (block.attention, block.mlp)):
-            if isinstance(part.project, functools.partial):
-                part.project = only_when_there(part.project, optimizer)
+            if isinstance(getattr(part, "project", None), functools.partial):
+                part.project = only_when_there(part.project, stepper)
     for step in range(STEPS):
         inputs, targets = batches(step, seq=seq, **of_batches)
         count = (targets != IGNORED).sum()
@@ -192,14 +211,15 @@ def in_replicas(how: str, model: Transformer, replicas, tp, own, seq: int = SEQ,
         if how == "DataParallel":
             found |= {f"gradient {step} {name}": whole for name, whole in whole_gradients(model).items()}
         if how.startswith("ZeRO"):
-            found[f"norm {step}"] = optimizer.clip_grad_norm_(MAX_NORM)
+            found[f"norm {step}"] = stepper.clip_grad_norm_(MAX_NORM)
         else:
             found[f"norm {step}"] = clip_grad_norm_(wrapped.parameters(), MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+        stepper.step()
+        stepper.zero_grad()
+        move_biases(model)
     if how == "fully_shard":  # two times put together: the pieces of a part, then the parts
         state = full_state_dict(wrapped)
-        state = {name: shards[name].gather(part) if shards[name] else part for name, part in state.items()}
+        state = {name: shards[name].gather(part) if shards.get(name) else part for name, part in state.items()}
     else:
         state = whole_state_dict(model)
     return found | {f"weight {name}": tensor for name, tensor in state.items()}

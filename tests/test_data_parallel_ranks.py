@@ -5,6 +5,7 @@ import copy
 import gc
 import io
 import weakref
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from calls import peak_bytes, said
 from course_lib import single_gpu
 from course_lib.buckets import MODES
-from course_lib.data_parallel import DataParallel, main, out_of_step, parallel_accumulate
+from course_lib.data_parallel import DataParallel, check_same_model, main, out_of_step, parallel_accumulate
 from course_lib.model import ModelConfig, Transformer, loss
 from course_lib.recompute import IGNORED
 from course_lib.traffic import count_traffic
@@ -776,3 +777,52 @@ def test_main_trains_as_one_process_with_the_whole_batch(ranks):
     for more in ([], ["--micro-batch", "1", "--mode", "overlap"], ["--mode", "naive", "--reduce-fp32"]):
         for losses in ranks(trained, ARGUMENTS + more):
             assert losses == pytest.approx([record["loss"] for record in alone], rel=1e-4)
+
+
+# Parts of split tensors (notebooks 06 and 08).
+
+
+class Part(NamedTuple):
+    """As much of a TensorShard as a comparison wants to know."""
+
+    start: int
+    whole: int = 8
+
+
+def compared() -> dict[str, str]:
+    """On a rank: what is said of a model with a part of a tensor, by where the parts and the groups are."""
+    rank, found = dist.get_rank(), {}
+    pairs = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
+    neighbours = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])[0]
+    alone = dist.new_subgroups(group_size=1)[0]
+    for name, start, group in (
+        ("the same part", 0, None),
+        ("another part", 2 * rank, None),
+        ("parts in their groups", 2 * (rank % 2), pairs),
+        ("parts across the groups", 2 * (rank % 2), neighbours),
+        ("each its own", 2 * rank, alone),
+        ("one differs in its group", 2 * (rank == 3), pairs),
+        ("groups of other sizes", 0, pairs if rank < 3 else alone),
+    ):
+        model = nn.Linear(4, 2, bias=False)
+        model.weight.tensor_shard = Part(start)
+        if group is not None:
+            model.weight.reduce_group = group
+        found[name] = said(lambda: check_same_model(model, dist.group.WORLD, {}))  # noqa: B023
+    return found
+
+
+def test_parts_are_compared_among_the_ranks_that_reduce_them_together(ranks):
+    """Same words on all ranks: which rank has which part, and who has another."""
+    for found in ranks(compared):
+        for name in ("the same part", "parts in their groups", "each its own"):
+            assert found.pop(name) == "nothing", name
+        start, plain = "ValueError: the ranks differ: rank ", "weight [2, 4] torch.float32 cpu to be trained"
+        over = f"{plain} reduced over 2 ranks from index"
+        assert found == {
+            "another part": f"{start}1 has {plain} from index 2 of 8, where rank 0 has {plain} from index 0 of 8",
+            "parts across the groups": f"{start}1 has {over} 2 of 8, where rank 0 has {over} 0 of 8",
+            "one differs in its group": f"{start}3 has {over} 2 of 8, where rank 1 has {over} 0 of 8",
+            "groups of other sizes": f"{start}3 has {plain} reduced over 1 ranks from index 0 of 8, where rank 0 has "
+            f"{over} 0 of 8",
+        }

@@ -15,6 +15,7 @@ from course_lib.model import (
     apply_rope,
     causal_attention,
     from_hf,
+    hf_config,
     hf_name,
     init_parameter,
     loss,
@@ -132,6 +133,7 @@ def test_from_hf_reads_a_saved_folder(tmp_path, dtype):
             "rope is ('llama3', 1.0)",
         ),
         ({"hidden_act": "gelu"}, "hidden_act is gelu"),
+        ({"sliding_window": 16}, "sliding_window is 16, not None"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -143,6 +145,19 @@ def test_from_hf_refuses_what_our_model_has_not(change, named):
     with pytest.raises(ValueError, match="not the model of this course") as refusal:
         from_hf(theirs)
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_sizes_of_a_hugging_face_config():
+    from transformers import LlamaConfig, MixtralConfig
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 96, "vocab_size": 50, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    for kind in (LlamaConfig, MixtralConfig):
+        expected = ModelConfig(1, 64, 4, 2, 96, 50, tied=True, rope_theta=5e5, norm_eps=1e-6)
+        assert hf_config(kind(**sizes, **rope)) == expected
+    with pytest.raises(ValueError, match="sliding_window is 8, not None, heads is 128, not 64"):
+        hf_config(MixtralConfig(**sizes, sliding_window=8, head_dim=32))
 
 
 # Sizes.
@@ -209,6 +224,13 @@ def test_a_parameter_made_alone_is_the_one_in_the_model():
         alone = torch.empty_like(parameter)
         init_parameter(name, alone, config, seed=5)
         assert torch.equal(alone, parameter), name
+
+
+def test_a_bias_begins_at_zero():
+    for name in ("blocks.0.attention.q_proj.bias", "blocks.1.mlp.router.bias"):
+        bias = torch.full((3,), torch.nan)
+        init_parameter(name, bias, PRESETS["debug"])
+        assert not bias.any(), name
 
 
 def test_initial_weights_depend_on_seed_and_name():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.shards import FlatLayout, GradientBuffer, global_norm
+from course_lib.shards import FlatLayout, GradientBuffer, global_norm, norm_group
 
 
 class Group:
@@ -213,3 +213,11 @@ def test_the_global_norm_is_that_of_one_vector(monkeypatch):
 def test_the_global_norm_of_bfloat16_is_computed_in_float32():
     parts = [(torch.ones(100_000, dtype=torch.bfloat16), None)] * 3
     assert global_norm(parts).item() == pytest.approx(300_000**0.5, rel=1e-5)
+
+
+def test_the_group_of_a_norm_is_the_outer_one_unless_others_say_who_has_the_rest(monkeypatch):
+    """A part that is sharded over a subgroup counts once a rank of the whole group; with outer groups, once a shard."""
+    monkeypatch.setattr(dist, "get_process_group_ranks", {"all": [0, 1, 2, 3], "pair": [0, 2], "other": [3, 5]}.get)
+    assert norm_group("all", "pair") == "all" and norm_group("all", "all") == "all"
+    assert norm_group("all", "pair", ("tp",)) == "pair" and norm_group("all", "all", ("tp",)) == "all"
+    assert norm_group("all", "other") == norm_group("all", "other", ("tp",)) == "other"

@@ -1,6 +1,7 @@
 """course_lib.single_gpu: training lowers the loss, MFU is the playbook's, options refuse early. Needs no GPU."""
 
 import csv
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -101,6 +102,16 @@ def test_the_records_mfu_is_that_of_the_device(tokens, monkeypatch):
     assert record["mfu"] == pytest.approx(record["tokens_per_s"] * flops_per_token(CONFIG, 32) / 1e12)
     assert f"MFU {record['mfu']:.1%}" in single_gpu.describe(record)
     assert "MFU" not in single_gpu.describe({**record, "mfu": None})
+
+
+def test_a_mixtures_mfu_is_that_of_what_a_token_goes_through(tokens, monkeypatch):
+    monkeypatch.setattr(single_gpu, "peak_flops", lambda: 1e12)
+    model, optimizer = fresh()
+    model.active_config = dataclasses.replace(CONFIG, ffn_hidden=2 * 64)
+    (record,) = train(model, optimizer, TokenBatches(tokens, 2, 32), steps=1)
+    flops = flops_per_token(model.active_config, 32)
+    assert flops != flops_per_token(CONFIG, 32)
+    assert record["mfu"] == pytest.approx(record["tokens_per_s"] * flops / 1e12)
 
 
 def test_bfloat16_products_train_as_well(tokens):

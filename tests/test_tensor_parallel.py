@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from course_lib.memory import activation_bytes, param_count
+from course_lib.mixture import apply_moe
 from course_lib.model import PRESETS, ModelConfig, Transformer, from_hf, init_parameter, to_hf
 from course_lib.parallel_linear import ColumnParallelLinear, RowParallelLinear, as_autocast
 from course_lib.tensor_parallel import all_reduce_ratio, apply_tensor_parallel, check_degree, options
@@ -130,6 +131,53 @@ def test_a_filled_model_is_slices_of_the_whole_one(size):
             assert "norm" in name and all(torch.equal(part, whole[name]) for _, part in parts)
         else:
             assert torch.equal(torch.cat([part for _, part in parts], shard.dim), whole[name]), name
+
+
+class Scaled(nn.Module):
+    """A model with a buffer of its own and one inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2, bias=False)
+        self.linear.register_buffer("bias_sum", torch.zeros(3))
+        self.register_buffer("scale", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("nothing", None)
+
+
+def test_buffers_of_a_meta_model_are_filled_by_their_names():
+    """Those that are there already stay."""
+    with torch.device("meta"):
+        model = Scaled()
+    there = model.linear.there = nn.Buffer(torch.ones(2))
+    names = []
+
+    def init(name: str, tensor: torch.Tensor) -> None:
+        names.append(name)
+        tensor.fill_(len(name))
+
+    assert materialize(model, init) is model
+    assert sorted(names) == ["linear.bias_sum", "linear.weight", "scale"]
+    assert model.linear.bias_sum.tolist() == [15.0] * 3 and model.scale.tolist() == [5.0] * 4
+    assert model.scale.dtype == torch.float64 and model.nothing is None and model.linear.there is there
+    assert set(model.state_dict()) == {"linear.weight", "linear.bias_sum", "linear.there", "scale"}
+
+
+def test_a_mixtures_shared_expert_is_split_and_its_routed_ones_are_not():
+    """A mixture without one has no MLP to split."""
+    for shared in (0, 2):
+        with as_rank(1, 2) as group:
+            model = apply_moe(Transformer(SMALL), 4, 2, 20, shared=shared)
+            whole = {name: list(p.shape) for name, p in model.named_parameters()}
+            apply_tensor_parallel(model, group)
+            parts = {name: list(p.shape) for name, p in model.named_parameters() if ".mlp." in name}
+            for name, shape in parts.items():
+                dim = ("down_proj" in name) if ".shared." in name else None
+                expected = [size // (1 + (place == dim)) for place, size in enumerate(whole[name])]
+                assert shape == expected and hasattr(model.get_parameter(name), "tensor_shard") == (dim is not None)
+            assert all(isinstance(block.attention.o_proj, RowParallelLinear) for block in model.blocks)
+            for block in model.blocks if shared else []:
+                assert isinstance(block.mlp.shared.down_proj, RowParallelLinear)
+                assert block.mlp.shared.project.keywords["layers"][0] is block.mlp.shared.gate_proj
 
 
 def test_weights_from_hugging_face_are_split_like_any():

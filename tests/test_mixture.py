@@ -1,0 +1,256 @@
+"""course_lib.mixture: mixtures in a model, their sizes, and Mixtral's numbers. One process, CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from calls import said
+from course_lib.experts import loop_experts
+from course_lib.mixture import MoE, apply_moe, from_hf, mixture_params
+from course_lib.model import MLP, PRESETS, ModelConfig, Transformer, init_parameter, loss
+from course_lib.recompute import apply_recompute
+from course_lib.router import Router, routers_of
+from course_lib.tensor_shards import materialize
+
+TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=40, vocab=61)
+
+
+def tokens(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(TINY.vocab, (2, 3, 8), generator=torch.Generator().manual_seed(seed)).unbind()
+
+
+def meta(*sizes, of=TINY, **options) -> Transformer:
+    with torch.device("meta"):
+        return apply_moe(Transformer(of), *sizes, **options)
+
+
+# apply_moe.
+
+
+def test_the_model_is_changed_in_place_and_its_names_are_plain():
+    model = Transformer(TINY)
+    assert apply_moe(model, 4, 2, 24, shared=2) is model
+    shapes = {name: list(p.shape) for name, p in model.blocks[1].mlp.state_dict().items()}
+    assert shapes == {
+        "router.weight": [4, 32],
+        "router.bias": [4],
+        "experts.gate_proj.weight": [4, 24, 32],
+        "experts.up_proj.weight": [4, 24, 32],
+        "experts.down_proj.weight": [4, 32, 24],
+        "shared.gate_proj.weight": [48, 32],
+        "shared.up_proj.weight": [48, 32],
+        "shared.down_proj.weight": [32, 48],
+    }
+    assert model(tokens()[0]).shape == (3, 8, TINY.vocab)
+    assert "router.bias" not in dict(model.named_parameters())
+
+
+def test_initial_values_are_those_of_the_names_and_the_same_from_meta():
+    for seed in (0, 3):
+        model = apply_moe(Transformer(TINY, seed), 4, 2, shared=1, seed=seed)
+        for name, parameter in model.named_parameters():
+            alone = torch.empty_like(parameter)
+            init_parameter(name, alone, TINY, seed)
+            assert torch.equal(parameter, alone), name
+        later = meta(4, 2, shared=1)
+        assert all(t.is_meta for t in later.state_dict().values())
+        materialize(later, lambda name, tensor: init_parameter(name, tensor, TINY, seed))  # noqa: B023
+        for name, tensor in later.state_dict().items():
+            assert torch.equal(tensor, model.state_dict()[name]), name
+    up, down = (model.blocks[0].mlp.experts.get_submodule(name).weight for name in ("up_proj", "down_proj"))
+    assert up.std().item() == pytest.approx(0.02, rel=0.05) and down.std().item() == pytest.approx(0.01, rel=0.05)
+    assert not any(router.bias.any() for router in routers_of(model))
+
+
+def test_options_go_to_the_routers_and_the_dtype_is_the_models():
+    model = apply_moe(Transformer(TINY).bfloat16(), 8, 2, score="sigmoid", balance=0.1, nodes=4, node_limit=2)
+    for how in (router.routing for router in routers_of(model)):
+        assert (how.score, how.balance, how.nodes, how.node_limit) == ("sigmoid", 0.1, 4, 2)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model(tokens()[0]).dtype == torch.bfloat16
+
+
+def test_the_biases_of_a_bfloat16_model_stay_in_float32():
+    """A step of 0.001 beside a bias of 1 is lost in 8 bits."""
+    for router in routers_of(apply_moe(Transformer(TINY).bfloat16(), 4, 2)):
+        assert router.bias.dtype == torch.float32
+
+
+def test_refusals_change_nothing():
+    whole = Transformer(TINY)
+    replaced = Transformer(TINY)
+    replaced.blocks[1].mlp = nn.Identity()
+    partly = Transformer(TINY)
+    partly.blocks[1].mlp.down_proj = nn.Identity()
+    cases = {
+        "top_k 5": (whole, (4, 5), {}),
+        "4 experts on 3 nodes": (whole, (4, 2), {"nodes": 3}),
+        "score 'relu'": (whole, (4, 2), {"score": "relu"}),
+        "a block's MLP is split or replaced already": (apply_moe(Transformer(TINY), 4, 2), (4, 2), {}),
+        "a block's MLP is split or replaced already: apply_moe comes first": (replaced, (4, 2), {}),
+        "a block's MLP is split": (partly, (4, 2), {}),
+    }
+    for words, (model, sizes, routing) in cases.items():
+        before = str(model), [id(module) for module in model.modules()], dict(vars(model))
+        text = said(lambda: apply_moe(model, *sizes, **routing))  # noqa: B023
+        assert text.startswith("ValueError: ") and words in text and "\n" not in text, text
+        assert before == (str(model), [id(module) for module in model.modules()], dict(vars(model))), words
+
+
+# What a mixture computes.
+
+
+def test_a_mixture_is_the_sum_of_its_experts_and_the_shared_one():
+    layer, x = MoE(TINY, 4, 2, 24, shared=1), torch.randn(2, 5, 32)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    gates, expected = layer.router(x), layer.shared(x)
+    for e in range(4):
+        gate, up, down = (getattr(layer.experts, f"{name}_proj").weight[e] for name in ("gate", "up", "down"))
+        expected = expected + gates[..., e, None] * F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+    torch.testing.assert_close(layer(x), expected)
+    assert isinstance(layer.shared, MLP) and MoE(TINY, 4, 2).shared is None
+
+
+def test_one_expert_of_one_is_the_dense_model():
+    """Its gate is 1: the softmax of one number."""
+    dense, model = Transformer(TINY), apply_moe(Transformer(TINY), 1, 1)
+    for block, other in zip(model.blocks, dense.blocks, strict=True):
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(block.mlp.experts, name).weight.data[0] = getattr(other.mlp, name).weight.data
+    torch.testing.assert_close(model(tokens()[0]), dense(tokens()[0]))
+
+
+def test_with_a_capacity_slots_are_computed_and_others_dropped():
+    layer, x = MoE(TINY, 4, 2, capacity=0.75), torch.randn(3, 10, 32)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    gates = layer.router(x).flatten(0, 1)
+    assert (gates != 0).sum(0).max() == layer.router.routing.slots(30) == 12  # ceil(0.75 · 30 · 2 / 4)
+    torch.testing.assert_close(layer(x).flatten(0, 1), loop_experts(layer.experts, x.flatten(0, 1), gates, 0))
+
+
+def test_dropout_comes_once_at_the_end_and_in_training_alone():
+    of = ModelConfig(**{**vars(TINY), "dropout": 0.5})
+    layer, x = MoE(of, 4, 2, shared=1), torch.randn(2, 50, 32)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    out = layer(x)
+    assert 0.4 < (out == 0).float().mean() < 0.6
+    whole = layer.eval()(x)
+    torch.testing.assert_close(out, torch.where(out == 0, 0, 2 * whole))
+
+
+def test_training_through_recomputation_changes_nothing():
+    def trained(mode: str) -> dict[str, torch.Tensor]:
+        model = apply_moe(Transformer(TINY), 4, 2, 24, shared=1, balance=0.1, z=0.01)
+        apply_recompute(model, mode)
+        optimizer, found = torch.optim.SGD(model.parameters(), lr=1.0), {}
+        for step in range(3):
+            inputs, targets = tokens(step)
+            step_loss = loss(model(inputs), targets)
+            optimizer.zero_grad()
+            step_loss.backward()
+            optimizer.step()
+            found[f"loss {step}"] = step_loss.detach()
+        return found | {name: p.detach() for name, p in model.named_parameters()}
+
+    expected = trained("none")
+    for mode in ("selective", "full"):
+        for name, tensor in trained(mode).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7, msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+# Sizes.
+
+
+@pytest.mark.parametrize(
+    "of, sizes, options",
+    [(TINY, (8, 2), {}), (TINY, (6, 1), {"ffn_hidden": 16, "shared": 2}), (PRESETS["debug"], (4, 4), {"shared": 1})],
+)
+def test_mixture_params_are_those_of_the_model(of, sizes, options):
+    model = meta(*sizes, of=of, **options)
+    total = sum(p.numel() for p in model.parameters())
+    idle = (sizes[0] - sizes[1]) * sum(block.mlp.experts.up_proj.weight[0].numel() * 3 for block in model.blocks)
+    assert mixture_params(of, *sizes, **options) == (total, total - idle)
+    width = (sizes[1] + options.get("shared", 0)) * options.get("ffn_hidden", of.ffn_hidden)
+    assert model.active_config == ModelConfig(**{**vars(of), "ffn_hidden": width}) and model.config is of
+    with torch.device("meta"):
+        dense = sum(p.numel() for p in Transformer(model.active_config).parameters())
+    assert total - idle == dense + of.layers * sizes[0] * of.hidden  # and the routers
+
+
+def test_the_published_sizes_of_mixtral_and_deepseek_v3():
+    """46.7B with 12.9B active (Mixtral of Experts); 671B with 37B active (DeepSeek-V3's report, abstract; its
+    embedding and head are counted here: 37.6B).
+    """
+    mixtral = ModelConfig(32, 4096, 32, 8, 14336, 32000, rope_theta=1e6)
+    assert [round(n / 1e9, 1) for n in mixture_params(mixtral, 8, 2)] == [46.7, 12.9]
+    deepseek, heads, rope = ModelConfig(61, 7168, 128, 128, 18432, 129280), 128, 64
+    latent = 7168 * 1536 + 1536 + 1536 * heads * (128 + rope)  # q
+    latent += 7168 * (512 + rope) + 512 + 512 * heads * (128 + 128) + heads * 128 * 7168  # k, v, o
+    found = mixture_params(deepseek, 256, 8, 2048, shared=1, dense_layers=3, attention=latent)
+    assert [round(n / 1e9, 1) for n in found] == [671.0, 37.6]
+
+
+# Mixtral.
+
+
+def mixtral(tied: bool = False, dtype=torch.float32, **changed):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 40, "vocab_size": 61, "num_local_experts": 4, "num_experts_per_tok": 2}
+    config = MixtralConfig(**{**sizes, "initializer_range": 0.1, "tie_word_embeddings": tied, **changed})
+    return MixtralForCausalLM(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_and_gradients_are_mixtrals(tied, tmp_path):
+    """float32 within 1e-5 of the largest; from a model and from a folder; nothing is shared with the original."""
+    theirs = mixtral(tied)
+    theirs.save_pretrained(tmp_path)
+    for ours in (from_hf(theirs), from_hf(str(tmp_path))):
+        inputs, targets = tokens()
+        expected, found = theirs(inputs).logits, ours(inputs)
+        assert ((found - expected).abs().max() / expected.abs().max()).item() < 1e-5
+        theirs.zero_grad()
+        loss(expected, targets).backward()
+        loss(found, targets).backward()
+        for block, layer in zip(ours.blocks, theirs.model.layers, strict=True):
+            gate, up = layer.mlp.experts.gate_up_proj.grad.chunk(2, dim=1)
+            pairs = {"gate_proj": gate, "up_proj": up, "down_proj": layer.mlp.experts.down_proj.grad}
+            for name, grad in pairs.items():
+                mine = getattr(block.mlp.experts, name).weight.grad
+                assert ((mine - grad).abs().max() / grad.abs().max()).item() < 1e-5, name
+            router = layer.mlp.gate.weight.grad
+            assert ((block.mlp.router.weight.grad - router).abs().max() / router.abs().max()).item() < 1e-5
+        assert (ours.head.weight is ours.embedding.weight) == tied
+        assert not any(p.is_meta for p in ours.state_dict().values())
+        theirs_too = {p.data_ptr() for p in theirs.parameters()}
+        assert not theirs_too & {p.data_ptr() for p in ours.parameters()}
+        assert ours.active_config.ffn_hidden == 80
+
+
+def test_in_bfloat16_and_with_options_of_the_router():
+    ours = from_hf(mixtral(dtype=torch.bfloat16), balance=0.02)
+    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
+    assert [router.routing.balance for router in routers_of(ours)] == [0.02] * 2
+    assert isinstance(ours.blocks[0].mlp.router, Router) and not ours.blocks[0].mlp.router.bias.any()
+
+
+@pytest.mark.parametrize(
+    "change, named",
+    [
+        ({"sliding_window": 16}, "sliding_window is 16, not None"),
+        ({"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, not 0.0"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu, not silu"),
+        ({"head_dim": 16}, "heads is 64, not 32"),
+        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1"),  # its gate is 1 there, ours is the score
+    ],
+)
+def test_what_ours_has_not_is_refused(change, named):
+    text = said(lambda: from_hf(mixtral(**change)))
+    assert text.startswith("ValueError: not the model of this course: ") and named in text, text
