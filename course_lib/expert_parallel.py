@@ -83,8 +83,8 @@ def borders(block: nn.Module, tp_group: dist.ProcessGroup | None) -> tuple[Calla
     if tp_group is None:
         return lambda x: x, lambda x: x
     if in_sequence_parts(block):
-        return (functools.partial(f, group=tp_group) for f in (gather_sequence, reduce_scatter_sequence))
-    return (functools.partial(f, group=tp_group) for f in (copy_to_group, sum_over_group))
+        return tuple(functools.partial(f, group=tp_group) for f in (gather_sequence, reduce_scatter_sequence))
+    return tuple(functools.partial(f, group=tp_group) for f in (copy_to_group, sum_over_group))
 
 
 def check_split(layer: MoE, ep: int, tp: int) -> None:
@@ -253,7 +253,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         materialize(model, lambda name, tensor: init_parameter(name, tensor, config, seed))
         if rank == 0:
             total, active = mixture_params(config, *sizes)
-            print(f"{chosen.experts} experts a layer, {chosen.top_k} a token: {total:,} parameters, {active:,} active")
+            words = f"{chosen.preset} with {chosen.experts} experts in place of each MLP, {chosen.top_k} a token"
+            print(f"{words}: {total:,} parameters, {active:,} active; without:")
         return DataParallel(apply_recompute(model, chosen.recompute), groups.dp)
 
     def step(dp, optimizer, inputs, targets, dtype=torch.float32, max_norm=1.0):
