@@ -68,7 +68,7 @@ def loop_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices
 
 # %% ../notebooks/08_expert_parallel.ipynb #grouped-products
 class AddByToken(torch.autograd.Function):
-    """Zeros [tokens, h] to which rows [r, h] have been added, row i at token[i]. Keeps just the numbers for backward"""
+    """Zeros [tokens, h] to which rows [r, h] have been added, row i at token[i]. Keeps the numbers for backward."""
 
     @staticmethod
     def forward(ctx, rows: torch.Tensor, token: torch.Tensor, tokens: int) -> torch.Tensor:
