@@ -92,8 +92,7 @@ class DataParallel(nn.Module):
     `reduce_group`, where it has one, is the group in which its values and its gradient are the same; the sum over it is
     divided by the size of `group` all the same. Between backward and finish() gradients are in flight: leave them be.
 
-    Raises ValueError, on all ranks, for arguments that make no sense, tensors on the meta device, no parameter to
-    train, and different models or arguments on the ranks.
+    Raises ValueError, on all ranks, for senseless arguments, meta tensors, nothing to train, and ranks that differ.
     """
 
     def __init__(
