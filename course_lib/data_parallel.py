@@ -61,7 +61,7 @@ def check_same_model(module: nn.Module, group, arguments: dict) -> None:
                     f"the ranks differ: rank {rank} has {theirs}{part}, where rank {first} has {theirs}{its_part}"
                 )
 
-
+# %% ../notebooks/04_data_parallel.ipynb #check-arguments
 def check_arguments(module: nn.Module, mode: str, bucket_mb: float) -> None:
     """Raise ValueError where DataParallel can do nothing with its arguments."""
     if mode not in MODES:
