@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import io
+import itertools
 from typing import NamedTuple
 from unittest import mock
 
@@ -18,7 +19,7 @@ from calls import peak_bytes, said
 from course_lib import single_gpu
 from course_lib.context_parallel import apply_context_parallel
 from course_lib.data import corpus
-from course_lib.data_parallel import DataParallel, out_of_step
+from course_lib.data_parallel import DataParallel, out_of_step, parallel_accumulate
 from course_lib.expert_parallel import (
     ExpertGroups,
     MoE,
@@ -175,6 +176,35 @@ def test_training_is_that_of_one_process(ranks):
     """Losses, whole gradients, norms, weights and biases after 3 clipped steps, in float32 within 1e-5."""
     for found in ranks(training_differs, WAYS):
         assert len(found) == len(WAYS)
+        assert not any(found.values()), {way: wrong for way, wrong in found.items() if wrong}
+
+
+ONE = (("experts", 8), ("top_k", 1), ("ffn_hidden", 32), ("balance", 0.3))
+EXTREMES = {"one expert takes all": (ONE, 3, 1e3), "five experts are empty": (SOFTMAX, slice(5), -1e3)}
+
+
+def extremes_differ() -> dict[str, list[str]]:
+    """On a rank: what differs from one process in the loss and gradients of a step, by layout and how choices fall."""
+    found, (inputs, targets) = {}, batches(0, seq=SEQ)
+    for name, (kind, (mixture, experts, bias)) in itertools.product(("ep 4", "dp 4, ep 2"), EXTREMES.items()):
+        whole, parts = whole_model(OF, mixture), split(LAYOUTS[name], mixture)
+        for router in (*routers_of(whole), *routers_of(parts.model)):
+            router.bias[experts] = bias
+        expected = loss(whole(inputs), targets)
+        expected.backward()
+        dp = DataParallel(parts.model, parts.dp)
+        got = parallel_accumulate(dp, [(parts.own(inputs), parts.own(targets))])
+        idle = (take_counts(parts.model) == 0).sum(1).tolist()
+        wanted = {f"gradient {n}": p.grad for n, p in whole.named_parameters()} | {"loss": expected.detach()}
+        ours = {f"gradient {n}": g for n, g in whole_gradients(parts.model).items()} | {"loss": got}
+        wrong = [f"{idle} experts are idle"] * (min(idle) < (7 if mixture is ONE else 5))
+        found[f"{name}, {kind}"] = differing(ours, wanted) + wrong
+    return found
+
+
+def test_empty_experts_and_one_that_takes_every_token(ranks):
+    for found in ranks(extremes_differ):
+        assert len(found) == 4
         assert not any(found.values()), {way: wrong for way, wrong in found.items() if wrong}
 
 
