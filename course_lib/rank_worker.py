@@ -8,7 +8,8 @@ connections), `interrupt-7`. A polled file needs no connection, so a rank that h
 
 # %% auto #0
 __all__ = ['POLL_S', 'MAX_RESULT_MIB', 'LOST_PEER', 'main', 'end_with_kernel', 'Worker', 'sockets', 'cut_connections',
-           'set_seeds', 'leave_other_groups', 'pickled_result', 'stack', 'describe', 'start', 'join', 'run']
+           'set_seeds', 'leave_other_groups', 'pickled_result', 'frames_of', 'stack', 'describe', 'start', 'join',
+           'run']
 
 # %% ../notebooks/03_collectives.ipynb #worker-life
 import contextlib
@@ -154,8 +155,7 @@ class Worker:
             time.sleep(POLL_S)
             with self.lock:  # the call can't end, and the next one begin, in the middle of this
                 if asked("where"):
-                    frame = sys._current_frames()[self.main_thread]
-                    self.answer(f"where-{self.call}", stack(traceback.extract_stack(frame)))
+                    self.answer(f"where-{self.call}", stack(frames_of(self.main_thread)))
                 if asked("cut"):
                     self.cut()
                 if asked("interrupt"):
@@ -234,7 +234,13 @@ def pickled_result(result) -> bytes:
     return pickled
 
 # %% ../notebooks/03_collectives.ipynb #worker-describe
-def stack(frames: traceback.StackSummary) -> list:
+def frames_of(thread: int) -> list[traceback.FrameSummary]:
+    """The frames of a thread that runs, the outermost first. Reads no file: each read would give it the lock back."""
+    walk = list(traceback.walk_stack(sys._current_frames()[thread]))
+    return [traceback.FrameSummary(f.f_code.co_filename, n, f.f_code.co_name, lookup_line=False) for f, n in walk[::-1]]
+
+
+def stack(frames: list[traceback.FrameSummary]) -> list:
     """File, line and function of each frame that is not of this module, the outermost first, from the call on."""
     own = [i for i, frame in enumerate(frames) if frame.filename == __file__]
     called = frames[own[0] :] if own else frames
