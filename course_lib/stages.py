@@ -64,7 +64,7 @@ class StagePass:
     def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
         self.x = x.detach().requires_grad_(x.is_floating_point())
         out = finish(self.run(stage))
-        self.out, self.edge = out.detach(), get_gradient_edge(out)
+        self.out, self.edge = out.detach(), get_gradient_edge(out) if out.requires_grad else None
 
     def run(self, stage: nn.Module) -> torch.Tensor:
         """The stage's output."""
@@ -72,6 +72,7 @@ class StagePass:
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Adds to the weights' gradients; gradient: of `out`. Returns that of x [b, s, h], None for tokens."""
-        torch.autograd.backward([self.edge], [gradient])
+        if self.edge is not None:  # else everything up to here is frozen
+            torch.autograd.backward([self.edge], [gradient])
         self.edge = None
         return self.x.grad
