@@ -38,16 +38,25 @@ class Copies:
     """This rank's weights of which other ranks have copies. holders: of each weight of this rank, as of `holders`."""
 
     def __init__(self, holders: dict[nn.Parameter, tuple[int, ...]], groups: dict, by_others: bool):
-        self.holders, self.groups, self.by_others = holders, groups, by_others
+        self.holders, self.groups, self.by_others, self.earlier = holders, groups, by_others, {}
+
+    def set_aside(self) -> None:
+        """Before a step: keep what earlier steps have added up, which is summed already."""
+        self.earlier = {}
+        for weight in () if self.by_others else self.groups:
+            self.earlier[weight], weight.grad = weight.grad, None
 
     def sum_gradients(self) -> None:
-        """Sum the copies' gradients; nothing to do where somebody else does it. Collective over the pipeline."""
+        """After a step: sum the copies' gradients, unless somebody else does it. Collective over the pipeline."""
         works = []
-        for weight, group in {} if self.by_others else self.groups.items():
+        for weight in self.earlier:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            works.append(dist.all_reduce(weight.grad, group=group, async_op=True))
-        for work in works:
+            works.append(dist.all_reduce(weight.grad, group=self.groups[weight], async_op=True))
+        for work, (weight, earlier) in zip(works, self.earlier.items(), strict=True):
             work.wait()
+            if earlier is not None:
+                weight.grad += earlier
+        self.earlier = {}
 
 
 def share_copies(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None) -> Copies:
@@ -71,9 +80,16 @@ def share_copies(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None
         return tuple(sorted({of_all[rank][0][place] for rank in key[1] for place in key[0]}))
 
     made = {ranks: dist.new_group(ranks) for ranks in sorted({members(key) for _, keys in of_all for key in keys})}
-    groups = {weight: made[members(key)] for weight, key in over.items()}
+    names = {weight: name for stage in stages.values() for name, weight in stage.named_parameters()}
+
+    def order(weight: nn.Parameter) -> tuple:
+        """The same on all ranks that have it, which may have other stages beside."""
+        return members(over[weight]), of_stages[weight], names[weight]
+
+    groups = {weight: made[members(over[weight])] for weight in sorted(over, key=order)}
     for weight, its_group in groups.items():
         dist.broadcast(weight.detach(), group=its_group, group_src=0)
         if dp_group is not None:
             weight.reduce_group = its_group
-    return Copies(has, groups, dp_group is not None)
+    trained = {weight: its_group for weight, its_group in groups.items() if weight.requires_grad}
+    return Copies(has, trained, dp_group is not None)

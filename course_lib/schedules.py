@@ -14,7 +14,7 @@ rank between its first and its last action; live: micro-batches whose activation
     dualpipe         (p/2-1) (t_f + 2 t_i - t_w)          p + 1             2, of which each is on two ranks
 
 Times are those of an action: one of interleaved takes 1/v of a whole rank's. zero_bubble: t_w at most t_f and t_i, m
-at least p (H1), 2p - 1 (H2), 2p - 1 (V); dualpipe: t_f at most t_i. Huang et al. 2018 (GPipe: afab); Narayanan et al.
+at least p (H1), 2p - 1 (H2), 2p (V); dualpipe: t_f at most t_i. Huang et al. 2018 (GPipe: afab); Narayanan et al.
 2019, 2021 (PipeDream, Megatron-LM: 1F1B, interleaved); Llama Team 2024, §3.3.2 (runs); Qi et al. 2023 (zero bubble:
 H1, H2, V); DeepSeek-V3 2024, §3.2.1 (DualPipe).
 """
@@ -159,8 +159,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -191,7 +195,7 @@ class Simulation:
 
     @property
     def cost(self):
-        """The longest time of a rank from its first action to the end of its last one. Qi et al. 2023, §5.1."""
+        """The longest time of a rank from its first action to the end of its last one (as Qi et al. 2023)."""
         return max(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends, strict=True))
 
     @property
@@ -320,7 +324,7 @@ def numbered(words: Sequence[tuple[str, int | None]], first: dict[int, int]) -> 
 
 
 def zero_bubble_v(p: int, m: int) -> Schedule:
-    """ZB-V: stages r and 2p - 1 - r on rank r; no bubble where F, I, W take the same time and m is at least 2p - 1.
+    """ZB-V: stages r and 2p - 1 - r on rank r; no bubble where F, I, W take the same time and m is at least 2p.
 
     A rank holds 2p halves. Qi et al. 2023, §6.
     """

@@ -15,6 +15,7 @@ __all__ = ['split_layers', 'split_stages', 'StagePass']
 
 # %% ../notebooks/09_pipeline.ipynb #ex-09-1
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -22,20 +23,24 @@ from torch.autograd.graph import get_gradient_edge
 
 
 def split_layers(layers: int, stages: int) -> list[range]:
-    """Which layers each stage has, in order; the embedding and the head count as a layer each.
+    """Which layers each stage has, in order; the embedding and the head count as a layer each, larger stages are in the
+    middle.
 
     Raises ValueError where there are fewer things than stages.
     """
     if not 1 <= stages <= layers + 2:
         raise ValueError(f"{layers} layers, an embedding and a head do not fill {stages} stages")
-    ends = [(layers + 2) * (stage + 1) // stages for stage in range(stages)]
+    each, more = divmod(layers + 2, stages)
+    larger = range((stages - more + 1) // 2, (stages + more + 1) // 2)
+    ends = list(itertools.accumulate(each + (stage in larger) for stage in range(stages)))
     return [range(max(0, first - 1), min(layers, end - 1)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 # %% ../notebooks/09_pipeline.ipynb #ex-09-2
 def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
     """The p·v stages of a `Transformer`, in order; v: stages a rank. They share its layers, under the same names.
 
-    After tensor, sequence, expert and context parallelism; the model may be on the meta device. A weight that is both
+    After tensor, sequence, expert and context parallelism; the model may be on the meta device. `blocks` of a stage has
+    gaps: iterate over it, or look a layer up by name. A weight that is both
     embedding and head gets the attribute `stages`, (0, p·v - 1). Raises ValueError where p or v is below 1 and where
     there are too few layers.
     """
@@ -43,8 +48,9 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
     stages, last = [], p * v - 1
     for number, layers in enumerate(split_layers(len(model.blocks), p * v)):
-        stage = copy.copy(model)
-        stage._modules = {}  # a shallow copy shares the model's
+        stage = copy.copy(model)  # shares the model's dictionaries: of hooks, of submodules
+        stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict))
+        stage._modules = {}
         stage.embedding = model.embedding if number == 0 else None
         stage.blocks = nn.ModuleList()
         for i in layers:
@@ -57,22 +63,22 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
 
 # %% ../notebooks/09_pipeline.ipynb #ex-09-3
 class StagePass:
-    """One micro-batch in one stage. x: tokens [b, s] or hidden states [b, s, h]; `out`: what finish(stage(x)) is,
-    without its graph, to be sent and dropped.
+    """One micro-batch in one stage. x: tokens [b, s] or hidden states [b, s, h]; more: the stage's other arguments
+    (positions); `out`: what finish(stage(x, *more)) is, without its graph, to be sent and dropped.
     """
 
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
         self.x = x.detach().requires_grad_(x.is_floating_point())
-        out = finish(self.run(stage))
+        out = finish(self.run(stage, *more))
         self.out, self.edge = out.detach(), get_gradient_edge(out) if out.requires_grad else None
 
-    def run(self, stage: nn.Module) -> torch.Tensor:
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
         """The stage's output."""
-        return stage(self.x)
+        return stage(self.x, *more)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Adds to the weights' gradients; gradient: of `out`. Returns that of x [b, s, h], None for tokens."""
         if self.edge is not None:  # else everything up to here is frozen
             torch.autograd.backward([self.edge], [gradient])
-        self.edge = None
-        return self.x.grad
+        self.edge, self.x.grad, gradient = None, None, self.x.grad
+        return gradient
