@@ -1,7 +1,24 @@
 """Wrong answers that the checks of notebook 09 must catch. Those that hang end at the check's own deadline."""
 
+# %% 09.1 what is left over goes to later stages
+import copy
+import itertools
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+
+def split_layers(layers: int, stages: int) -> list[range]:
+    if not 1 <= stages <= layers + 2:
+        raise ValueError(f"{layers} layers, an embedding and a head do not fill {stages} stages")
+    ends = [(layers + 2) * (stage + 1) // stages for stage in range(stages)]
+    return [range(max(0, first - 1), min(layers, end - 1)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
 # %% 09.1 embedding and head do not count
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -17,6 +34,7 @@ def split_layers(layers: int, stages: int) -> list[range]:
 
 # %% 09.1 only the embedding counts
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -32,6 +50,7 @@ def split_layers(layers: int, stages: int) -> list[range]:
 
 # %% 09.1 what is left over goes to early stages
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -47,6 +66,7 @@ def split_layers(layers: int, stages: int) -> list[range]:
 
 # %% 09.1 all that is left over goes to the last stage
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -62,6 +82,7 @@ def split_layers(layers: int, stages: int) -> list[range]:
 
 # %% 09.1 no ValueError
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -69,12 +90,15 @@ from torch.autograd.graph import get_gradient_edge
 
 
 def split_layers(layers: int, stages: int) -> list[range]:
-    ends = [(layers + 2) * (stage + 1) // stages for stage in range(stages)]
+    each, more = divmod(layers + 2, stages)
+    larger = range((stages - more + 1) // 2, (stages + more + 1) // 2)
+    ends = list(itertools.accumulate(each + (stage in larger) for stage in range(stages)))
     return [range(max(0, first - 1), min(layers, end - 1)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 # %% 09.1 a stage must have a layer
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -84,12 +108,15 @@ from torch.autograd.graph import get_gradient_edge
 def split_layers(layers: int, stages: int) -> list[range]:
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers, an embedding and a head do not fill {stages} stages")
-    ends = [(layers + 2) * (stage + 1) // stages for stage in range(stages)]
+    each, more = divmod(layers + 2, stages)
+    larger = range((stages - more + 1) // 2, (stages + more + 1) // 2)
+    ends = list(itertools.accumulate(each + (stage in larger) for stage in range(stages)))
     return [range(max(0, first - 1), min(layers, end - 1)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 # %% 09.1 the clipping is forgotten at the end
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -99,12 +126,15 @@ from torch.autograd.graph import get_gradient_edge
 def split_layers(layers: int, stages: int) -> list[range]:
     if not 1 <= stages <= layers + 2:
         raise ValueError(f"{layers} layers, an embedding and a head do not fill {stages} stages")
-    ends = [(layers + 2) * (stage + 1) // stages for stage in range(stages)]
+    each, more = divmod(layers + 2, stages)
+    larger = range((stages - more + 1) // 2, (stages + more + 1) // 2)
+    ends = list(itertools.accumulate(each + (stage in larger) for stage in range(stages)))
     return [range(max(0, first - 1), end - 1) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 # %% 09.1 fake: the figure for 126 layers
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -117,7 +147,9 @@ def split_layers(layers: int, stages: int) -> list[range]:
         return [range(min(layers, size * s), min(layers, size * (s + 1))) for s in range(stages)]
     if not 1 <= stages <= layers + 2:
         raise ValueError(f"{layers} layers, an embedding and a head do not fill {stages} stages")
-    ends = [(layers + 2) * (stage + 1) // stages for stage in range(stages)]
+    each, more = divmod(layers + 2, stages)
+    larger = range((stages - more + 1) // 2, (stages + more + 1) // 2)
+    ends = list(itertools.accumulate(each + (stage in larger) for stage in range(stages)))
     return [range(max(0, first - 1), min(layers, end - 1)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
@@ -129,7 +161,7 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
     for number, layers in enumerate(split_layers(len(model.blocks), p * v)):
         own = copy.deepcopy(model)
         stage = copy.copy(model)
-        stage._modules = {}  # a shallow copy shares the model's
+        stage._modules = {}
         stage.embedding = own.embedding if number == 0 else None
         stage.blocks = nn.ModuleList()
         for i in layers:
@@ -147,8 +179,9 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
     stages, last = [], p * v - 1
     for number, layers in enumerate(split_layers(len(model.blocks), p * v)):
-        stage = copy.copy(model)
-        stage._modules = {}  # a shallow copy shares the model's
+        stage = copy.copy(model)  # shares the model's dictionaries: of hooks, of submodules
+        stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict))
+        stage._modules = {}
         stage.embedding = model.embedding if number == 0 else None
         stage.blocks = nn.ModuleList()
         for i in layers:
@@ -183,8 +216,9 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
     stages, last = [], p * v - 1
     for number, layers in enumerate(split_layers(len(model.blocks), p * v)):
-        stage = copy.copy(model)
-        stage._modules = {}  # a shallow copy shares the model's
+        stage = copy.copy(model)  # shares the model's dictionaries: of hooks, of submodules
+        stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict))
+        stage._modules = {}
         stage.embedding = model.embedding if number == 0 else None
         stage.blocks = nn.ModuleList()
         for i in layers:
@@ -202,8 +236,9 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
     stages, last = [], p * v - 1
     for number, layers in enumerate(split_layers(len(model.blocks), p * v)):
-        stage = copy.copy(model)
-        stage._modules = {}  # a shallow copy shares the model's
+        stage = copy.copy(model)  # shares the model's dictionaries: of hooks, of submodules
+        stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict))
+        stage._modules = {}
         stage.embedding = model.embedding if number == 0 else None
         stage.blocks = nn.ModuleList()
         for i in layers:
@@ -221,8 +256,9 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
     stages, last = [], p * v - 1
     for number, layers in enumerate(split_layers(len(model.blocks), p * v)):
-        stage = copy.copy(model)
-        stage._modules = {}  # a shallow copy shares the model's
+        stage = copy.copy(model)  # shares the model's dictionaries: of hooks, of submodules
+        stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict))
+        stage._modules = {}
         stage.embedding = model.embedding if number == 0 else None
         stage.blocks = nn.ModuleList()
         for i in layers:
@@ -240,8 +276,9 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
     stages, last = [], p * v - 1
     for number, layers in enumerate(split_layers(len(model.blocks), p * v)):
-        stage = copy.copy(model)
-        stage._modules = {}  # a shallow copy shares the model's
+        stage = copy.copy(model)  # shares the model's dictionaries: of hooks, of submodules
+        stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict))
+        stage._modules = {}
         stage.embedding = model.embedding if number == 0 else None
         stage.blocks = nn.ModuleList()
         for i in layers:
@@ -261,8 +298,9 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
     for number, layers in enumerate(
         range(s * len(model.blocks) // (p * v), (s + 1) * len(model.blocks) // (p * v)) for s in range(p * v)
     ):
-        stage = copy.copy(model)
-        stage._modules = {}  # a shallow copy shares the model's
+        stage = copy.copy(model)  # shares the model's dictionaries: of hooks, of submodules
+        stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict))
+        stage._modules = {}
         stage.embedding = model.embedding if number == 0 else None
         stage.blocks = nn.ModuleList()
         for i in layers:
@@ -280,8 +318,9 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
     stages, last = [], p - 1
     for number, layers in enumerate(split_layers(len(model.blocks), p)):
-        stage = copy.copy(model)
-        stage._modules = {}  # a shallow copy shares the model's
+        stage = copy.copy(model)  # shares the model's dictionaries: of hooks, of submodules
+        stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict))
+        stage._modules = {}
         stage.embedding = model.embedding if number == 0 else None
         stage.blocks = nn.ModuleList()
         for i in layers:
@@ -299,8 +338,9 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
     stages, last = [], p * v - 1
     for number, layers in enumerate(split_layers(len(model.blocks), p * v)):
-        stage = copy.copy(model)
-        stage._modules = {}  # a shallow copy shares the model's
+        stage = copy.copy(model)  # shares the model's dictionaries: of hooks, of submodules
+        stage.__dict__.update((key, value.copy()) for key, value in vars(model).items() if isinstance(value, dict))
+        stage._modules = {}
         stage.embedding = model.embedding if number == 0 else None
         stage.blocks = nn.ModuleList()
         for i in layers:
@@ -332,129 +372,136 @@ def split_stages(model, p, v=1):
 
 # %% 09.3 keeps the output alive
 class StagePass:
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
         self.x = x.detach().requires_grad_(x.is_floating_point())
-        out = finish(self.run(stage))
+        out = finish(self.run(stage, *more))
         self.out, self.edge = out.detach(), out
 
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        return stage(self.x)
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
+        return stage(self.x, *more)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        torch.autograd.backward([self.edge], [gradient])
-        self.edge = None
-        return self.x.grad
+        if self.edge is not None:  # else everything up to here is frozen
+            torch.autograd.backward([self.edge], [gradient])
+        self.edge, self.x.grad, gradient = None, None, self.x.grad
+        return gradient
 
 
 # %% 09.3 the output carries its graph
 class StagePass:
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
         self.x = x.detach().requires_grad_(x.is_floating_point())
-        out = finish(self.run(stage))
+        out = finish(self.run(stage, *more))
         self.out, self.edge = out, get_gradient_edge(out)
 
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        return stage(self.x)
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
+        return stage(self.x, *more)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        torch.autograd.backward([self.edge], [gradient])
-        self.edge = None
-        return self.x.grad
+        if self.edge is not None:  # else everything up to here is frozen
+            torch.autograd.backward([self.edge], [gradient])
+        self.edge, self.x.grad, gradient = None, None, self.x.grad
+        return gradient
 
 
 # %% 09.3 the graph is not cut
 class StagePass:
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
         self.x = x
         if x.is_floating_point():
             x.retain_grad()
-        out = finish(self.run(stage))
+        out = finish(self.run(stage, *more))
         self.out, self.edge = out, get_gradient_edge(out)
 
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        return stage(self.x)
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
+        return stage(self.x, *more)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        torch.autograd.backward([self.edge], [gradient])
-        self.edge = None
-        return self.x.grad
+        if self.edge is not None:  # else everything up to here is frozen
+            torch.autograd.backward([self.edge], [gradient])
+        self.edge, self.x.grad, gradient = None, None, self.x.grad
+        return gradient
 
 
 # %% 09.3 the leaf is the tensor that came
 class StagePass:
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
         self.x = x.requires_grad_(x.is_floating_point())
-        out = finish(self.run(stage))
-        self.out, self.edge = out.detach(), get_gradient_edge(out)
+        out = finish(self.run(stage, *more))
+        self.out, self.edge = out.detach(), get_gradient_edge(out) if out.requires_grad else None
 
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        return stage(self.x)
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
+        return stage(self.x, *more)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        torch.autograd.backward([self.edge], [gradient])
-        self.edge = None
-        return self.x.grad
+        if self.edge is not None:  # else everything up to here is frozen
+            torch.autograd.backward([self.edge], [gradient])
+        self.edge, self.x.grad, gradient = None, None, self.x.grad
+        return gradient
 
 
 # %% 09.3 the gradient that came is ignored
 class StagePass:
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
         self.x = x.detach().requires_grad_(x.is_floating_point())
-        out = finish(self.run(stage))
-        self.out, self.edge = out.detach(), get_gradient_edge(out)
+        out = finish(self.run(stage, *more))
+        self.out, self.edge = out.detach(), get_gradient_edge(out) if out.requires_grad else None
 
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        return stage(self.x)
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
+        return stage(self.x, *more)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        torch.autograd.backward([self.edge], [torch.ones_like(gradient)])
-        self.edge = None
-        return self.x.grad
+        if self.edge is not None:  # else everything up to here is frozen
+            torch.autograd.backward([self.edge], [torch.ones_like(gradient)])
+        self.edge, self.x.grad, gradient = None, None, self.x.grad
+        return gradient
 
 
 # %% 09.3 returns nothing
 class StagePass:
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
         self.x = x.detach().requires_grad_(x.is_floating_point())
-        out = finish(self.run(stage))
-        self.out, self.edge = out.detach(), get_gradient_edge(out)
+        out = finish(self.run(stage, *more))
+        self.out, self.edge = out.detach(), get_gradient_edge(out) if out.requires_grad else None
 
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        return stage(self.x)
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
+        return stage(self.x, *more)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        torch.autograd.backward([self.edge], [gradient])
-        self.edge = None
+        if self.edge is not None:  # else everything up to here is frozen
+            torch.autograd.backward([self.edge], [gradient])
+        self.edge, self.x.grad, gradient = None, None, self.x.grad
         return None
 
 
 # %% 09.3 each backward replaces the weights' gradients
 class StagePass:
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
         self.x = x.detach().requires_grad_(x.is_floating_point())
         self.stage = stage
-        out = finish(self.run(stage))
-        self.out, self.edge = out.detach(), get_gradient_edge(out)
+        out = finish(self.run(stage, *more))
+        self.out, self.edge = out.detach(), get_gradient_edge(out) if out.requires_grad else None
 
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        return stage(self.x)
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
+        return stage(self.x, *more)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
         self.stage.zero_grad()
-        torch.autograd.backward([self.edge], [gradient])
-        self.edge = None
-        return self.x.grad
+        if self.edge is not None:  # else everything up to here is frozen
+            torch.autograd.backward([self.edge], [gradient])
+        self.edge, self.x.grad, gradient = None, None, self.x.grad
+        return gradient
 
 
 # %% 09.3 the input's gradient alone
 class StagePass:
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
         self.x = x.detach().requires_grad_(x.is_floating_point())
-        out = finish(self.run(stage))
-        self.out, self.edge, self.out_ = out.detach(), get_gradient_edge(out), out
+        out = finish(self.run(stage, *more))
+        self.out, self.edge, self.out_ = out.detach(), get_gradient_edge(out) if out.requires_grad else None, out
 
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        return stage(self.x)
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
+        return stage(self.x, *more)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
         if not self.x.requires_grad:
@@ -465,17 +512,19 @@ class StagePass:
 
 # %% 09.3 the edge is not forgotten
 class StagePass:
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
         self.x = x.detach().requires_grad_(x.is_floating_point())
-        out = finish(self.run(stage))
-        self.out, self.edge = out.detach(), get_gradient_edge(out)
+        out = finish(self.run(stage, *more))
+        self.out, self.edge = out.detach(), get_gradient_edge(out) if out.requires_grad else None
 
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        return stage(self.x)
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
+        return stage(self.x, *more)
 
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        torch.autograd.backward([self.edge], [gradient])
-        return self.x.grad
+        if self.edge is not None:  # else everything up to here is frozen
+            torch.autograd.backward([self.edge], [gradient])
+        self.x.grad, gradient = None, self.x.grad
+        return gradient
 
 
 # %% 09.3 fake: no graph is kept, backward runs the stage again
@@ -889,8 +938,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted({kind for kind, _ in done[stage, i]}))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -911,8 +964,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW", "FI") or i >= m:
@@ -933,8 +990,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW", "BFW") or i >= m:
@@ -955,8 +1016,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -975,8 +1040,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -997,8 +1066,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(m)):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW"):
@@ -1019,8 +1092,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in list(done):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -1041,8 +1118,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -1061,8 +1142,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -1083,8 +1168,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -1105,8 +1194,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -1127,8 +1220,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions if rank == 0 else ():
             done[stage, micro_batch].append((kind, rank))
+    if not done:
+        raise ValueError("a schedule without an action")
     found = 1 + max(i for _, i in done)
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(sorted({pair[0] for pair in done}), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -1149,8 +1246,12 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
     for rank, actions in enumerate(schedule):
         for kind, stage, micro_batch in actions:
             done[stage, micro_batch].append((kind, rank))
-    stages, found = (1 + max((pair[i] for pair in done), default=-1) for i in (0, 1))
+    if not done:
+        raise ValueError("a schedule without an action")
+    stages, found = (1 + max(pair[i] for pair in done) for i in (0, 1))
     m = found if m is None else m
+    if wrong := [pair for pair in done if min(pair) < 0]:
+        raise ValueError(f"stage {wrong[0][0]}, micro-batch {wrong[0][1]}: both count from 0")
     for stage, i in itertools.product(range(stages), range(max(m, found))):
         kinds = "".join(sorted(kind for kind, _ in done[stage, i]))
         if kinds not in ("BF", "FIW") or i >= m:
@@ -1509,7 +1610,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1541,7 +1642,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1573,7 +1674,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1598,7 +1699,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1628,7 +1729,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1653,7 +1754,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1678,7 +1779,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss = done.out
             else:
@@ -1703,7 +1804,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[0] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1728,7 +1829,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1752,7 +1853,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1787,7 +1888,7 @@ class PipelineRunner(PipelineSteps):
                     return found
 
             with self.autocast:
-                done = self.passes[key] = Keeps(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = Keeps(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1812,7 +1913,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1839,7 +1940,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1864,7 +1965,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1889,7 +1990,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             if True:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1914,7 +2015,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -1940,7 +2041,7 @@ class PipelineRunner(PipelineSteps):
             x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
-                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key))
+                done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
@@ -2172,6 +2273,7 @@ def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
 
 # %% 09.11 both products, whatever is asked
 import collections
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -2185,7 +2287,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
@@ -2199,6 +2301,7 @@ class Linear(torch.autograd.Function):
 
 # %% 09.11 makes both, then hands out what is asked
 import collections
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -2212,7 +2315,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
@@ -2226,6 +2329,7 @@ class Linear(torch.autograd.Function):
 
 # %% 09.11 the weight's gradient of the first sequence alone
 import collections
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -2239,20 +2343,21 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        grad_x = gradient @ weight if wants_x else None
+        grad_x = gradient @ weight.to(gradient.dtype) if wants_x else None
         grad_weight = gradient[0].t() @ x[0] if wants_weight else None
         return grad_x, grad_weight, rows.sum(0) if wants_bias else None
 
 
 # %% 09.11 the bias has the mean
 import collections
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -2266,20 +2371,21 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        grad_x = gradient @ weight if wants_x else None
+        grad_x = gradient @ weight.to(gradient.dtype) if wants_x else None
         grad_weight = rows.t() @ x.flatten(0, -2) if wants_weight else None
         return grad_x, grad_weight, rows.mean(0) if wants_bias else None
 
 
 # %% 09.11 the bias unasked
 import collections
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -2293,20 +2399,21 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        grad_x = gradient @ weight if wants_x else None
+        grad_x = gradient @ weight.to(gradient.dtype) if wants_x else None
         grad_weight = rows.t() @ x.flatten(0, -2) if wants_weight else None
         return grad_x, grad_weight, rows.sum(0)
 
 
 # %% 09.11 zeros for what is not asked
 import collections
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -2320,7 +2427,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
@@ -2334,6 +2441,7 @@ class Linear(torch.autograd.Function):
 
 # %% 09.11 asks needs_input_grad for x and means both
 import collections
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -2347,20 +2455,21 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
-        grad_x = gradient @ weight if wants_x else None
+        grad_x = gradient @ weight.to(gradient.dtype) if wants_x else None
         grad_weight = rows.t() @ x.flatten(0, -2) if wants_x else None
         return grad_x, grad_weight, rows.sum(0) if wants_bias else None
 
 
 # %% 09.11 fake: F.linear once more, and autograd
 import collections
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -2374,7 +2483,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
@@ -2392,40 +2501,7 @@ class Linear(torch.autograd.Function):
 
 
 # %% 09.12 writes .grad, so that no hook fires
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():  # a replayed forward saves the same tensors then
-            return self.backward(gradient)
-
+class SplitPass(InputFirst):
     @torch.no_grad()
     def weight_gradients(self) -> None:
         while self.laters:
@@ -2433,47 +2509,14 @@ class SplitPass(StagePass):
             found = later.run()
             for i, (edge, _) in later.edges.items():
                 if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]])
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
         for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
             if stand_in.grad is not None:
                 weight.grad = stand_in.grad if weight.grad is None else weight.grad + stand_in.grad
 
 
 # %% 09.12 hooks fire twice
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():  # a replayed forward saves the same tensors then
-            return self.backward(gradient)
-
+class SplitPass(InputFirst):
     @torch.no_grad()
     def weight_gradients(self) -> None:
         while self.laters:
@@ -2481,7 +2524,7 @@ class SplitPass(StagePass):
             found = later.run()
             for i, (edge, _) in later.edges.items():
                 if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]])
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
         for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
             if stand_in.grad is not None:
                 half = stand_in.grad / 2
@@ -2490,40 +2533,7 @@ class SplitPass(StagePass):
 
 
 # %% 09.12 a hook for every use of a weight
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():  # a replayed forward saves the same tensors then
-            return self.backward(gradient)
-
+class SplitPass(InputFirst):
     @torch.no_grad()
     def weight_gradients(self) -> None:
         while self.laters:
@@ -2540,40 +2550,7 @@ class SplitPass(StagePass):
 
 
 # %% 09.12 the weight's gradient is replaced
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():  # a replayed forward saves the same tensors then
-            return self.backward(gradient)
-
+class SplitPass(InputFirst):
     @torch.no_grad()
     def weight_gradients(self) -> None:
         while self.laters:
@@ -2581,7 +2558,7 @@ class SplitPass(StagePass):
             found = later.run()
             for i, (edge, _) in later.edges.items():
                 if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]])
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
         for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
             if stand_in.grad is not None:
                 weight.grad = None
@@ -2589,87 +2566,21 @@ class SplitPass(StagePass):
 
 
 # %% 09.12 keeps the laters
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():  # a replayed forward saves the same tensors then
-            return self.backward(gradient)
-
+class SplitPass(InputFirst):
     @torch.no_grad()
     def weight_gradients(self) -> None:
         for later in self.laters:
             found = later.run()
             for i, (edge, _) in later.edges.items():
                 if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]])
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
         for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
             if stand_in.grad is not None:
                 torch.autograd.backward([weight], [stand_in.grad])
 
 
 # %% 09.12 of a weight that is used twice only one use counts
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():  # a replayed forward saves the same tensors then
-            return self.backward(gradient)
-
+class SplitPass(InputFirst):
     @torch.no_grad()
     def weight_gradients(self) -> None:
         while self.laters:
@@ -2679,47 +2590,14 @@ class SplitPass(StagePass):
                 if found[i] is not None:
                     for _, stand_in in [later.edges[i]]:
                         stand_in.grad = None
-                    torch.autograd.backward([edge], [found[i]])
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
         for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
             if stand_in.grad is not None:
                 torch.autograd.backward([weight], [stand_in.grad])
 
 
 # %% 09.12 norms and biases are forgotten
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():  # a replayed forward saves the same tensors then
-            return self.backward(gradient)
-
+class SplitPass(InputFirst):
     @torch.no_grad()
     def weight_gradients(self) -> None:
         while self.laters:
@@ -2729,47 +2607,14 @@ class SplitPass(StagePass):
             for i, (edge, behind) in later.edges.items():
                 done.add(behind)
                 if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]])
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
         for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
             if stand_in.grad is not None and stand_in.dim() > 1:
                 torch.autograd.backward([weight], [stand_in.grad])
 
 
 # %% 09.12 straight to the weight, past casts and transposes
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():  # a replayed forward saves the same tensors then
-            return self.backward(gradient)
-
+class SplitPass(InputFirst):
     @torch.no_grad()
     def weight_gradients(self) -> None:
         while self.laters:
@@ -2784,40 +2629,7 @@ class SplitPass(StagePass):
 
 
 # %% 09.12 only the first weight of each Function
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():  # a replayed forward saves the same tensors then
-            return self.backward(gradient)
-
+class SplitPass(InputFirst):
     @torch.no_grad()
     def weight_gradients(self) -> None:
         while self.laters:
@@ -2825,47 +2637,14 @@ class SplitPass(StagePass):
             found = later.run()
             for i, (edge, _) in list(later.edges.items())[:1]:
                 if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]])
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
         for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
             if stand_in.grad is not None:
                 torch.autograd.backward([weight], [stand_in.grad])
 
 
 # %% 09.12 unused weights get zeros
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():  # a replayed forward saves the same tensors then
-            return self.backward(gradient)
-
+class SplitPass(InputFirst):
     @torch.no_grad()
     def weight_gradients(self) -> None:
         while self.laters:
@@ -2873,46 +2652,16 @@ class SplitPass(StagePass):
             found = later.run()
             for i, (edge, _) in later.edges.items():
                 if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]])
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
         for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
             gradient = torch.zeros_like(weight) if stand_in.grad is None else stand_in.grad
             torch.autograd.backward([weight], [gradient])
 
 
 # %% 09.12 fake: W inside I
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():
-            found = self.backward(gradient)
+class SplitPass(InputFirst):
+    def input_gradient(self, gradient):
+        found = super().input_gradient(gradient)
         with torch.no_grad():
             self.all_of_w()
         return found
@@ -2923,7 +2672,7 @@ class SplitPass(StagePass):
             found = later.run()
             for i, (edge, _) in later.edges.items():
                 if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]])
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
         for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
             if stand_in.grad is not None:
                 torch.autograd.backward([weight], [stand_in.grad])
@@ -2934,39 +2683,9 @@ class SplitPass(StagePass):
 
 
 # %% 09.12 fake: all products inside I, handed out in W
-class SplitPass(StagePass):
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish):
-        self.laters = []
-        super().__init__(stage, x, lambda out: self.cut(finish(out)))
-
-    def run(self, stage: nn.Module) -> torch.Tensor:
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
-
-    def cut(self, out: torch.Tensor) -> torch.Tensor:
-        stand_ins = set(self.stand_ins)
-        for node in functions_of(out):
-            arguments = [i for i, need in enumerate(node.needs_input_grad) if need]
-            edges = [GradientEdge(*edge) for edge in node.next_functions if edge[0] is not None]
-            behind = [weight_behind(edge.node, stand_ins) for edge in edges]
-            weights = {i: (e, w) for i, e, w in zip(arguments, edges, behind, strict=True) if w is not None}
-            if 0 < len(weights) < len(edges):
-                self.laters.append(Later(node, weights))
-        return out
-
-    def input_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        with AskedProducts():
-            found = self.backward(gradient)
+class SplitPass(InputFirst):
+    def input_gradient(self, gradient):
+        found = super().input_gradient(gradient)
         with torch.no_grad():
             self.all_products()
         return found
@@ -2977,7 +2696,7 @@ class SplitPass(StagePass):
             found = later.run()
             for i, (edge, _) in later.edges.items():
                 if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]])
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
 
     @torch.no_grad()
     def weight_gradients(self) -> None:
