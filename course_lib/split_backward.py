@@ -129,7 +129,9 @@ class Later:
         weak = weakref.ref(node)  # node and function must not keep each other alive
 
         def first_half(*gradients):
-            kept = Kept(weak(), inputs)
+            node = weak()
+            del node.apply
+            kept = Kept(node, inputs)
             found = kept.backward(gradients)
             kept.needs_input_grad = tuple(i in edges for i in range(len(inputs)))
             asked = all(found[i] is None for i in edges)  # it has made no more than it was asked for
@@ -184,7 +186,7 @@ class InputFirst(StagePass):
         """I: returns the gradient of x [b, s, h], None for tokens; gradient: of `out`."""
         with AskedProducts():  # a replayed forward saves the same tensors then
             torch.autograd.backward([self.edge], [gradient], inputs=self.leaves) if self.edge is not None else None
-        self.edge, self.x.grad, gradient = None, None, self.x.grad
+        self.edge, self.leaves, self.x.grad, gradient = None, (), None, self.x.grad
         return gradient
 
 # %% ../notebooks/09_pipeline.ipynb #ex-09-12
