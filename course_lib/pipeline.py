@@ -147,9 +147,7 @@ class PipelineSteps:
         self.passes, self.loss = {}, torch.zeros((), device=device)
         self.copies.set_aside()
         with casting_once(device, dtype) as self.autocast:
-            self.mail = Mail(
-                self.plan, self.group, self.shapes_of(None if inputs is None else inputs.shape, dtype), device
-            )
+            self.mail = Mail(self.plan, self.group, self.shapes_of(inputs, dtype), device)
             for place, action in enumerate(self.actions):
                 self.mail.start(place)
                 with contextlib.nullcontext() if no_sync is None or place in self.final else no_sync():
@@ -159,8 +157,10 @@ class PipelineSteps:
         self.copies.sum_gradients()
         return self.loss
 
-    def shapes_of(self, *key) -> list:
+    def shapes_of(self, inputs: torch.Tensor | None, dtype: torch.dtype) -> list:
         """(shape, dtype) of what enters each stage: negotiated once for each shape of a batch. Collective then."""
+        known = next((shape for shape, kind in self.shapes if kind == dtype), None)
+        key = known if inputs is None else inputs.shape, dtype
         if key not in self.shapes:
             with self.autocast:
                 self.shapes[key] = negotiate(
@@ -264,7 +264,7 @@ SCHEDULES = {"naive": naive, "afab": afab, "1f1b": one_f_one_b, "zb-h1": zero_bu
 SCHEDULES |= {"zb-v": zero_bubble_v, "dualpipe": dualpipe}
 
 
-def schedule_by_name(name: str, p: int, m: int, v: int = 1, run: int | None = None) -> Schedule:
+def schedule_by_name(name: str, p: int, m: int, v: int = 2, run: int | None = None) -> Schedule:
     """One of SCHEDULES, or "interleaved" with v stages a rank. Raises ValueError where it is not defined."""
     return interleaved(p, m, v, run) if name == "interleaved" else SCHEDULES[name](p, m)
 

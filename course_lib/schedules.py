@@ -14,7 +14,7 @@ rank between its first and its last action; live: micro-batches whose activation
     dualpipe         (p/2-1) (t_f + 2 t_i - t_w)          p + 1             2, of which each is on two ranks
 
 Times are those of an action: one of interleaved takes 1/v of a whole rank's. zero_bubble: t_w at most t_f and t_i, m
-at least p (H1), 2p - 1 (H2), 2p (V); dualpipe: t_f at most t_i. Huang et al. 2018 (GPipe: afab); Narayanan et al.
+at least p (H1), 2p - 1 (H2 and V); dualpipe: t_f at most t_i. Huang et al. 2018 (GPipe: afab); Narayanan et al.
 2019, 2021 (PipeDream, Megatron-LM: 1F1B, interleaved); Llama Team 2024, §3.3.2 (runs); Qi et al. 2023 (zero bubble:
 H1, H2, V); DeepSeek-V3 2024, §3.2.1 (DualPipe).
 """
@@ -324,12 +324,12 @@ def numbered(words: Sequence[tuple[str, int | None]], first: dict[int, int]) -> 
 
 
 def zero_bubble_v(p: int, m: int) -> Schedule:
-    """ZB-V: stages r and 2p - 1 - r on rank r; no bubble where F, I, W take the same time and m is at least 2p.
+    """ZB-V: stages r and 2p - 1 - r on rank r; no bubble where F, I, W take the same time and m is at least 2p - 1.
 
     A rank holds 2p halves. Qi et al. 2023, §6.
     """
     check_sizes(p, m)
-    schedule, full = [], max(m, 2 * p)
+    schedule, full = [], max(m, 2 * p - 1)
     for rank in range(p):
         down, up, rest = rank, 2 * p - 1 - rank, p - rank
         F0, I0, F1, I1, W = ([word] for word in (("F", down), ("I", down), ("F", up), ("I", up), ("W", None)))

@@ -74,6 +74,23 @@ class Own(nn.Module):
         return self.function.apply(self.mlp(x), self.scale)
 
 
+class Twice(nn.Module):
+    """An MLP behind itself: each weight is used two times."""
+
+    def __init__(self, mlp: nn.Module):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x):
+        return self.mlp(self.mlp(x))
+
+
+def twice(model: Transformer) -> Transformer:
+    for block in model.blocks:
+        block.mlp = Twice(block.mlp)
+    return model
+
+
 def with_own(model: Transformer, function) -> Transformer:
     for block in model.blocks:
         block.mlp = Own(block.mlp, function)
@@ -111,6 +128,7 @@ CASES = {
     "tied, the head": (lambda: whole_model(TIED), 2, 1),
     "biases": (lambda: with_biases(whole_model(OF)), 3, 1),
     "dropout": (lambda: whole_model(DROPOUT), 3, 1),
+    "weights used twice": (lambda: twice(whole_model(OF)), 3, 1),
     "partly frozen": (lambda: frozen(whole_model(OF)), 3, 1),
     "experts": (lambda: whole_model(OF, SOFTMAX), 3, 1),
     "experts one by one": (lambda: looped(whole_model(OF, SOFTMAX)), 3, 1),

@@ -122,6 +122,21 @@ def test_a_receive_starts_before_its_action_and_a_send_after_its_producer(kind):
                     assert place <= used, (name, rank, place)
 
 
+@pytest.mark.parametrize("kind", [SCHEDULES, RANDOM], ids=["by hand", "at random"])
+def test_what_comes_is_on_its_way_while_the_action_before_runs(kind):
+    """A receive starts an action ahead of its use, or, later than that, right after a send that goes before it."""
+    for name, schedule in kind.items():
+        for rank, actions in enumerate(schedule):
+            uses, made = {key_of(a): k for k, a in enumerate(actions) if a.kind != "W"}, 0
+            for place, batches in enumerate(plan_transfers(schedule, rank)):
+                for transfer in (t for batch in batches for t in batch):
+                    if transfer.source == rank:
+                        made = place
+                    else:
+                        used = uses[transfer.kind == "F", transfer.stage, transfer.micro_batch]
+                        assert place <= max(0, used - 1, made), (name, rank, transfer)
+
+
 def key_of(action: Action) -> tuple:
     return action.kind == "F", action.stage, action.micro_batch
 
