@@ -202,14 +202,16 @@ def fully_shard(
     reduce_dtype: torch.dtype | None = None,
     units: Iterable | None = None,
     init: Callable[[str, torch.Tensor], None] | None = None,
-) -> FullyShard:
+    wrapper: type[UnitRunner] = FullyShard,
+) -> UnitRunner:
     """Share the parameters of `module` out over `group`; returns it wrapped. Its parameters are this rank's pieces.
 
     compute_dtype: what parameters are gathered in, and floating-point inputs cast to; reduce_dtype: of gradients on
     their way (None: as they are made). units: modules, or lists of modules, gathered at a time; None: `find_blocks`.
     encode: what travels in place of values; None: values in compute_dtype. init(name, tensor): fills a whole tensor of
     a meta-device module, on the default device; one is made at a time. A parameter's `reduce_group` is read as by
-    DataParallel. What no rank has used of a unit that ran counts as having a gradient of 0. Make the optimizer later.
+    DataParallel. What no rank has used of a unit that ran counts as having a gradient of 0. wrapper: who decides when
+    units are gathered (notebook 10 has another one). Make the optimizer later.
 
     Raises ValueError, on all ranks, for meta tensors without `init`, units inside of one another, a module that is
     sharded already, and different models or arguments on the ranks.
@@ -247,7 +249,7 @@ def fully_shard(
         for kind, part in zip(alike, parts, strict=True):
             part.join(norm_group(group, part.layout.group, kind[3]), *kind[3])
         made.append(Unit(modules, parts))
-    return FullyShard(module, group, [unit for unit in made[:-1] if unit.parts], made[-1], compute_dtype)
+    return wrapper(module, group, [unit for unit in made[:-1] if unit.parts], made[-1], compute_dtype)
 
 # %% ../notebooks/05_zero.ipynb #full-state-dict
 @torch.no_grad()

@@ -17,8 +17,8 @@ Huang et al. 2018 (GPipe); Narayanan et al. 2021 (Megatron-LM), §2.2; Qi et al.
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'micro_batches_of', 'negotiate', 'check_runner', 'check_step', 'arguments_of', 'casting_once',
-           'PipelineSteps', 'PipelineRunner', 'clip_grad_norm_', 'pipeline_ratio', 'schedule_by_name', 'stages_of',
-           'options', 'main', 'split_stages']
+           'PipelineSteps', 'PipelineRunner', 'gradients_of', 'clip_grad_norm_', 'pipeline_ratio', 'schedule_by_name',
+           'stages_of', 'options', 'main', 'split_stages']
 
 # %% ../notebooks/09_pipeline.ipynb #pipeline-imports
 import contextlib
@@ -120,14 +120,19 @@ class PipelineSteps:
     """What a PipelineRunner does once a step; its `run` does what there is to do for an action."""
 
     def __init__(self, stages, schedule: Schedule, group=None, loss_of=summed_loss, dp_group=None):
-        self.group, self.schedule, self.loss_of = group or dist.group.WORLD, schedule, loss_of
+        self.group, self.loss_of, self.shapes = group or dist.group.WORLD, loss_of, {}
         self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
-        self.actions, self.plan = schedule[self.group.rank()], plan_transfers(schedule, self.group.rank())
+        self.copies = share_copies(self.stages, schedule, self.group, dp_group)
+        self.use(schedule)
+        self.prepare = lambda: None  # called at the beginning of a step; notebook 10 puts something else in its place
+
+    def use(self, schedule: Schedule) -> None:
+        """Run this schedule from now on: the same stages on the same ranks, more or fewer micro-batches."""
+        self.schedule, self.actions = schedule, schedule[self.group.rank()]
+        self.plan = plan_transfers(schedule, self.group.rank())
         self.last, self.m = (1 + max(a[i] for actions in schedule for a in actions) - (i == 1) for i in (1, 2))
         self.split = {action[1:] for action in self.actions if action.kind == "I"}
-        self.copies = share_copies(self.stages, schedule, self.group, dp_group)
         self.final = final_backwards(self.stages, self.actions)
-        self.shapes = {}
 
     def step(
         self, inputs, targets, dtype: torch.dtype = torch.float32, tokens=None, no_sync=None, positions=None
@@ -141,6 +146,7 @@ class PipelineSteps:
         divide b or a batch is missing, RuntimeError where weights are not the constructor's, and without gradients.
         """
         check_step(self, inputs, targets)
+        self.prepare()
         self.inputs, self.targets = (micro_batches_of(each, self.m) for each in (inputs, targets))
         self.more = arguments_of(positions, self.m)
         self.tokens = (targets != IGNORED).sum().clamp(min=1) if tokens is None and targets is not None else tokens
@@ -211,34 +217,55 @@ class PipelineRunner(PipelineSteps):
                 self.mail.put("B", stage - 1, micro_batch, gradient)
 
 # %% ../notebooks/09_pipeline.ipynb #clip
-from .shards import nested_norm, outer_groups
+import math
+
+from .shards import outer_groups
+
+
+def gradients_of(runner: PipelineRunner, zero=None) -> list[tuple[torch.Tensor, float]]:
+    """This rank's gradients, whole or in pieces, each with the number of ranks of the default group that have the same.
+
+    zero: the ZeroOptimizer that has them, if one has. Pieces of fully_shard are in `.grad`.
+    """
+    pipeline = dist.get_process_group_ranks(runner.group)
+
+    def copies(outer: tuple, holders: int, pieces: int = 1) -> float:
+        """outer: the groups that split the tensor; holders: ranks of a pipeline that have it, or pieces of it."""
+        return dist.get_world_size() * holders / (len(pipeline) * math.prod(each.size() for each in outer) * pieces)
+
+    def of_piece(outer: tuple, group) -> float:
+        members = dist.get_process_group_ranks(group)
+        return copies(outer, sum(rank in members for rank in pipeline), len(members))
+
+    if zero is not None:
+        return [(each.gradient, of_piece(outer_groups(each.parameters[0]), each.group)) for each in zero.gradients]
+    found = []
+    for weight, holders in runner.copies.holders.items():
+        if weight.grad is not None and hasattr(weight, "shard_group"):
+            found.append((weight.grad, of_piece(outer_groups(weight)[1:], weight.shard_group)))
+        elif weight.grad is not None:
+            found.append((weight.grad, copies(outer_groups(weight), len(holders))))
+    return found
 
 
 @torch.no_grad()
 def clip_grad_norm_(runner: PipelineRunner, max_norm: float, zero=None) -> torch.Tensor:
-    """As torch.nn.utils.clip_grad_norm_, of all stages together; a weight with copies counts once. Returns the norm.
+    """As torch.nn.utils.clip_grad_norm_, of all stages together, whoever holds which part. Returns the norm.
 
-    zero: the ZeroOptimizer that has the gradients, if one has. Collective over the pipeline, and over zero's group.
-    Parameters' `norm_groups` are read as by shards.clip_grad_norm_.
+    Every rank adds up its squares, each divided by the number of ranks that have the same: one all-reduce over the
+    default group, whose ranks train one model. zero: the ZeroOptimizer that has the gradients, if one has.
     """
-    if zero is None:
-        weights = [weight for weight in runner.copies.holders if weight.grad is not None]
-        gradients, first = [weight.grad for weight in weights], [runner.copies.holders[weight][0] for weight in weights]
-        counted = [
-            g if rank == runner.group.rank() else g.new_zeros(0) for g, rank in zip(gradients, first, strict=True)
-        ]
-    else:
+    if zero is not None:
         zero.finish()
-        weights = [bucket.parameters[0] for bucket in zero.gradients]  # pieces: no number is on two ranks
-        counted = gradients = [bucket.gradient for bucket in zero.gradients]
-    empty = next(runner.stages.parameters()).new_zeros(0)
-    parts = [(gradient, outer_groups(weight)) for gradient, weight in zip(counted, weights, strict=True)]
-    square = nested_norm([(empty, ()), *parts]).square()
-    for group in [runner.group] if zero is None else [zero.group, runner.group]:
-        dist.all_reduce(square, group=group)
+    gradients = gradients_of(runner, zero)
+    square = torch.zeros((), device=next(runner.stages.parameters()).device)
+    for gradient, copies in gradients:
+        square += torch.linalg.vector_norm(gradient, dtype=torch.float32).square() / copies
+    dist.all_reduce(square)
     norm = square.sqrt()
-    for gradient in gradients:
-        gradient.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient, _ in gradients:
+        gradient.mul_(factor)
     return norm
 
 # %% ../notebooks/09_pipeline.ipynb #ex-09-17

@@ -88,7 +88,8 @@ def share_copies(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None
 
     groups = {weight: made[members(over[weight])] for weight in sorted(over, key=order)}
     for weight, its_group in groups.items():
-        dist.broadcast(weight.detach(), group=its_group, group_src=0)
+        if not weight.is_meta:
+            dist.broadcast(weight.detach(), group=its_group, group_src=0)
         if dp_group is not None:
             weight.reduce_group = its_group
     trained = {weight: its_group for weight, its_group in groups.items() if weight.requires_grad}

@@ -112,6 +112,8 @@ class ShardedParameters:
             self.sharded.append(nn.Parameter(piece, self.trained))
             self.sharded[i].shard_group, self.sharded[i].span = group, self.layout.span(i)
             self.sharded[i].whole_shape = parameter.shape
+            if hasattr(parameter, "tensor_shard"):  # a piece of a part (notebook 06)
+                self.sharded[i].tensor_shard = parameter.tensor_shard
         dtype = compute_dtype if compute_dtype and first.is_floating_point() else first.dtype
         self.buffer = GatheredBuffer(self.layout, self.shard, dtype, encoding)
         views = self.layout.views(self.buffer.values.data)  # .data: to autograd, a gather is no change of the weights

@@ -8,7 +8,7 @@ appendix B). MFU is that, times tokens per second, over what the device can do a
 
 # %% auto #0
 __all__ = ['PEAK_TFLOPS', 'ADAMW', 'flops_per_token', 'mfu', 'peak_flops', 'peak_memory', 'train_step', 'train', 'out_file',
-           'training_parser', 'parse', 'options', 'describe', 'adamw', 'run', 'main']
+           'training_parser', 'parse', 'options', 'describe', 'adamw', 'training_text', 'run', 'main']
 
 # %% ../notebooks/01_single_gpu.ipynb #single-docstring
 
@@ -203,6 +203,14 @@ def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=lr, **ADAMW)
 
 # %% ../notebooks/01_single_gpu.ipynb #main
+def training_text(chosen: argparse.Namespace) -> tuple[torch.Tensor, int]:
+    """The tokens [n] that the options name, and the size of their vocabulary; the corpus where they name none."""
+    if chosen.dataset:
+        tokens, tokenizer = hf_tokens(chosen.dataset, chosen.tokenizer)
+        return tokens, len(tokenizer)
+    return ByteTokenizer().encode(corpus()), ByteTokenizer.vocab_size
+
+
 def run(
     chosen: argparse.Namespace,
     step: Callable = train_step,
@@ -220,11 +228,7 @@ def run(
     from tqdm import tqdm
 
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-    if chosen.dataset:
-        tokens, tokenizer = hf_tokens(chosen.dataset, chosen.tokenizer)
-        vocab = len(tokenizer)
-    else:
-        tokens, vocab = ByteTokenizer().encode(corpus()), ByteTokenizer.vocab_size
+    tokens, vocab = training_text(chosen)
     config = dataclasses.replace(PRESETS[chosen.preset], vocab=vocab)
     with device:
         model = build(config, chosen.seed)
