@@ -289,10 +289,15 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         chosen.moe = None
         if chosen.experts is not None:
             chosen.moe = {"experts": chosen.experts, "top_k": chosen.top_k, "ffn_hidden": chosen.expert_hidden}
-        for batch in (chosen.batch, chosen.start_batch):
+        if (
+            not 1 <= chosen.start_batch <= chosen.batch
+            or min(chosen.warmup, chosen.ramp) < 0
+            or not chosen.max_norm > 0
+        ):
+            raise ValueError("--start-batch is 1 to --batch, --warmup and --ramp 0 or more, --max-norm above 0")
+        ramp = (chosen.start_batch, chosen.batch, chosen.ramp)
+        for batch in sorted({batch_at(step, *ramp) for step in range(1, chosen.ramp + 2)}):
             check_layout(PRESETS[chosen.preset], chosen.layout, None, batch, chosen.seq, chosen.moe)
-        if chosen.start_batch > chosen.batch or min(chosen.warmup, chosen.ramp) < 0 or not chosen.max_norm > 0:
-            raise ValueError("--start-batch is --batch at most, --warmup and --ramp 0 or more, --max-norm above 0")
     except ValueError as error:
         parser.error(str(error))
     return chosen
@@ -305,7 +310,7 @@ def train(parallel: ParallelModel, batches: TokenBatches, chosen: argparse.Names
     memory = torch.zeros(dist.get_world_size(), device=device, dtype=torch.int64)
     for number in range(1, chosen.steps + 1):
         start = time.perf_counter()
-        batch = batch_at(number, chosen.start_batch, chosen.batch, chosen.ramp, layout.dp * layout.micro_batch)
+        batch = batch_at(number, chosen.start_batch, chosen.batch, chosen.ramp)
         batches.batch = batch // layout.dp
         rate = learning_rate(number, chosen.lr, chosen.warmup, chosen.steps)
         for group in parallel.optimizer.param_groups:

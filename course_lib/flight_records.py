@@ -19,6 +19,7 @@ __all__ = ['Flight', 'dump_records', 'read_records', 'Watchdog', 'described', 'f
 import json
 import statistics
 import threading
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,23 +37,19 @@ class Flight(NamedTuple):
     time_ns: int  # when it was asked for
 
 
-def dump_records(folder: str | Path) -> Path:
-    """Write this rank's records, and who is in its groups, to folder/rank_N.json. Returns the file."""
+def dump_records(folder: str | Path, since_ns: int = 0) -> Path:
+    """Write what this rank has asked for since then (time.time_ns()), and who is in its groups, to folder/rank_N.json.
+
+    Returns the file.
+    """
     found = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())
-    groups = {
-        name: dist.get_process_group_ranks(group) for group, name in dist.distributed_c10d._world.pg_names.items()
-    }
+    names = dist.distributed_c10d._world.pg_names
     flights = [
-        (
-            e["process_group"][0],
-            e["collective_seq_id"],
-            e["profiling_name"].split(":")[-1],
-            e["input_sizes"],
-            e["time_created_ns"],
-        )
+        (e["process_group"][0], e["collective_seq_id"], e["profiling_name"].split(":")[-1], e["input_sizes"], at)
         for e in found.get("entries", [])
-        if not e["is_p2p"]
+        if not e["is_p2p"] and (at := e["time_created_ns"]) >= since_ns
     ]
+    groups = {name: dist.get_process_group_ranks(group) for group, name in names.items()}
     file = Path(folder) / f"rank_{dist.get_rank()}.json"
     file.write_text(json.dumps({"groups": groups, "flights": flights}))
     return file
@@ -73,13 +70,17 @@ def read_records(folder: str | Path) -> tuple[dict[str, list[int]], dict[int, li
 
 
 class Watchdog:
-    """`with Watchdog(folder, timeout_s):` writes this rank's records to the folder if the block takes longer."""
+    """`with Watchdog(folder, timeout_s):` writes what this rank has asked for inside, if the block takes longer.
+
+    All ranks begin such a block at the same point of the program: then its records begin with the same collectives.
+    """
 
     def __init__(self, folder: str | Path, timeout_s: float):
-        self.timer = threading.Timer(timeout_s, dump_records, [folder])
-        self.timer.daemon = True
+        self.folder, self.timeout_s = folder, timeout_s
 
     def __enter__(self):
+        self.timer = threading.Timer(self.timeout_s, dump_records, [self.folder, time.time_ns()])
+        self.timer.daemon = True
         self.timer.start()
         return self
 
@@ -107,18 +108,16 @@ def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) 
     for name, ranks in groups.items():
         seen = {rank: {f.number: f for f in records.get(rank, ()) if f.group == name} for rank in ranks}
         oldest = max((min(flights) for flights in seen.values() if flights), default=1)  # the buffers are rings
-        for number in range(oldest, 1 + max((max(flights) for flights in seen.values() if flights), default=0)):
-            came = {rank: seen[rank][number] for rank in ranks if number in seen[rank]}
-            absent = [rank for rank in ranks if rank not in came]
-            kinds = {rank: described(flight) for rank, flight in came.items()}
-            if absent:
-                what = next(iter(kinds.values()))
-                found.append(f"group {ranks}: ranks {sorted(came)} wait in {what} (number {number}) for {absent}")
-            elif len(set(kinds.values())) > 1:
-                found.append(f"group {ranks}: number {number} is not the same everywhere: {kinds}")
-            else:
-                continue
-            break
+        newest = max((max(flights) for flights in seen.values() if flights), default=0)
+        for number in range(oldest, newest + 1):
+            absent, came = [rank for rank in ranks if number not in seen[rank]], {}
+            for rank in ranks:
+                if number in seen[rank]:
+                    came.setdefault(described(seen[rank][number]), []).append(rank)
+            if absent or len(came) > 1:
+                there = "; ".join(f"{who} in {what}" for what, who in came.items())
+                found.append(f"group {ranks}, number {number}: {there}" + (f"; not there: {absent}" if absent else ""))
+                break
     return found
 
 # %% ../notebooks/10_5d.ipynb #ex-10-13

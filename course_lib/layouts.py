@@ -164,7 +164,7 @@ def micro_batches(layout: Layout, batch: int) -> int:
         raise ValueError(f"batch {batch} is no multiple of dp {layout.dp} x mb {layout.micro_batch}: make it {fits}")
     return batch // each
 
-# %% ../notebooks/10_5d.ipynb #check-model
+# %% ../notebooks/10_5d.ipynb #model-checks
 def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
     """Raise ValueError where the degrees do not divide the model; the message names the number to change."""
     check_degree(config, layout.tp)

@@ -1,7 +1,7 @@
 """What changes from step to step whatever the layout: the learning rate, and the size of the batch.
 
     learning rate    0 -> peak in `warmup` steps, then a half cosine down to a tenth of it
-    batch            `start` -> `full` in `ramp` steps, in multiples of what the layout can share out
+    batch            `start` -> `full` in `ramp` steps, in multiples of `start`
 
 (Loshchilov and Hutter 2016, SGDR, for the cosine; Brown et al. 2020, GPT-3, appendix B, for both.)
 """
@@ -25,11 +25,11 @@ def learning_rate(step: int, peak: float, warmup: int, steps: int, least: float 
     return peak * (least + (1 - least) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
 
 
-def batch_at(step: int, start: int, full: int, ramp: int, multiple: int) -> int:
+def batch_at(step: int, start: int, full: int, ramp: int) -> int:
     """Sequences of a step, which count from 1: `start` at step 1, growing evenly to `full` after `ramp` steps, rounded
-    down to a multiple of `multiple`, of which start and full are multiples too.
+    down to a multiple of `start`: no layout has a say in it.
     """
     if step > ramp:
         return full
     grown = start + (full - start) * (step - 1) // max(1, ramp)
-    return grown // multiple * multiple
+    return grown // start * start
