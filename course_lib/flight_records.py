@@ -96,7 +96,7 @@ def described(flight: Flight) -> str:
         else f"{flight.name} {[list(each) for each in flight.sizes]}"
     )
 
-# %% ../notebooks/10_5d.ipynb #ex-10-11
+# %% ../notebooks/10_5d.ipynb #ex-10-12
 def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> list[str]:
     """What keeps the ranks from going on: a line for each group whose ranks do not agree, about its first collective on
     which they do not. Groups of one rank, and those in step, are left out.
@@ -120,7 +120,7 @@ def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) 
                 break
     return found
 
-# %% ../notebooks/10_5d.ipynb #ex-10-13
+# %% ../notebooks/10_5d.ipynb #ex-10-14
 def lateness(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> dict[int, float]:
     """For how many seconds others have waited for each rank: of each collective that all ranks of a group of two or
     more have come to, from the median of the times at which they came to the last one's, which is charged with it.

@@ -10,7 +10,7 @@ and its piece of weights and states between steps. (The Ultra-Scale Playbook, ch
 # %% auto #0
 __all__ = ['KeptGathers']
 
-# %% ../notebooks/10_5d.ipynb #ex-10-8
+# %% ../notebooks/10_5d.ipynb #ex-10-10
 from .fully_shard import FullyShard
 from .sharded_parameters import Unit
 

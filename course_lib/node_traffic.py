@@ -27,7 +27,7 @@ def slots(layout: Layout, order: tuple[str, ...] = ("dp", "pp", "cp", "tp")) -> 
         found.append(slot)
     return found
 
-# %% ../notebooks/10_5d.ipynb #ex-10-14
+# %% ../notebooks/10_5d.ipynb #ex-10-15
 def bytes_across(traffic: Traffic, slots: list[int], ranks_per_node: int) -> int:
     """Bytes of `traffic` that leave a node. slots: by rank; node n has the slots from n · ranks_per_node on.
 

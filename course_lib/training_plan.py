@@ -11,7 +11,7 @@
 # %% auto #0
 __all__ = ['learning_rate', 'batch_at']
 
-# %% ../notebooks/10_5d.ipynb #ex-10-10
+# %% ../notebooks/10_5d.ipynb #ex-10-11
 import math
 
 
