@@ -142,7 +142,8 @@ class ParallelModel(ParallelSteps):
         layout, mesh, runner = self.layout, self.mesh, self.runner
         if len(inputs) % layout.micro_batch:
             raise ValueError(f"{len(inputs)} sequences are no multiple of micro_batch {layout.micro_batch}")
-        runner.use(schedule_of(layout, len(inputs) // layout.micro_batch))
+        if (m := len(inputs) // layout.micro_batch) != runner.m:
+            runner.use(schedule_of(layout, m))
         inputs, targets = (shard_sequence(each, mesh.cp, layout.cp_order) for each in (inputs, targets))
         tokens = (targets != IGNORED).sum().float()
         dist.all_reduce(tokens, group=mesh.replicas)
