@@ -173,8 +173,8 @@ def parallelize(
     """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
 
     extra: verbs that change the split model (kernels, FP8); moe: arguments of apply_moe; dtype: of the matrix products;
-    settings: the optimizer's. No rank has more than its own part and one whole tensor at a time. Raises ValueError
-    where the layout does not fit the ranks or the model.
+    settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
+    one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
     check_layout(config, layout, dist.get_world_size(), moe=moe)
     model = split_model(config, layout, mesh, extra, moe)
@@ -261,6 +261,7 @@ def program_parser() -> argparse.ArgumentParser:
         prog="five_d",
         description="Train with data, tensor, context, expert and pipeline parallelism together.",
         parents=[single_gpu.training_parser("five_d", "")],
+        allow_abbrev=False,  # --conf would not be read
         conflict_handler="resolve",  # --batch and --out mean something else here
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -290,6 +291,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         chosen.moe = None
         if chosen.experts is not None:
             chosen.moe = {"experts": chosen.experts, "top_k": chosen.top_k, "ffn_hidden": chosen.expert_hidden}
+        if min(*(1 if n is None else n for n in (chosen.expert_hidden, chosen.peak_tflops)), 1) <= 0:
+            raise ValueError("--expert-hidden and --peak-tflops are above 0")
         if (
             not 1 <= chosen.start_batch <= chosen.batch
             or min(chosen.warmup, chosen.ramp) < 0

@@ -104,19 +104,21 @@ def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) 
     groups: their ranks, by name; records: of each rank, in the order of issue. A rank without records counts as
     one that has come to nothing.
     """
-    found = []
+    found, first_ns = [], {rank: flights[0].time_ns for rank, flights in records.items() if flights}
     for name, ranks in groups.items():
         seen = {rank: {f.number: f for f in records.get(rank, ()) if f.group == name} for rank in ranks}
         oldest = max((min(flights) for flights in seen.values() if flights), default=1)  # the buffers are rings
         newest = max((max(flights) for flights in seen.values() if flights), default=0)
         for number in range(oldest, newest + 1):
-            absent, came = [rank for rank in ranks if number not in seen[rank]], {}
-            for rank in ranks:
-                if number in seen[rank]:
-                    came.setdefault(described(seen[rank][number]), []).append(rank)
-            if absent or len(came) > 1:
-                there = "; ".join(f"{who} in {what}" for what, who in came.items())
-                found.append(f"group {ranks}, number {number}: {there}" + (f"; not there: {absent}" if absent else ""))
+            there = {rank: seen[rank][number] for rank in ranks if number in seen[rank]}
+            at = min((flight.time_ns for flight in there.values()), default=0)
+            absent = [rank for rank in ranks if rank not in there and first_ns.get(rank, 0) <= at]  # else: lost
+            came = {}
+            for rank, flight in there.items():
+                came.setdefault(described(flight), []).append(rank)
+            if there and absent or len(came) > 1:
+                words = "; ".join(f"{who} in {what}" for what, who in came.items())
+                found.append(f"group {ranks}, number {number}: {words}" + (f"; not there: {absent}" if absent else ""))
                 break
     return found
 

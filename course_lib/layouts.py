@@ -15,7 +15,7 @@ before a process starts, and the message names the number to change. (The Ultra-
 
 # %% auto #0
 __all__ = ['NUMBERS', 'WORDS', 'Layout', 'coordinates', 'groups_along', 'check_ranks', 'check_pairs', 'schedule_of',
-           'micro_batches', 'check_model', 'check_sizes', 'check_layout']
+           'micro_batches', 'check_words', 'check_model', 'check_sizes', 'check_layout']
 
 # %% ../notebooks/10_5d.ipynb #layout
 import dataclasses
@@ -27,6 +27,7 @@ from .context_attention import check_heads
 from .context_parallel import METHODS
 from .model import ModelConfig
 from .pipeline import SCHEDULES, schedule_by_name, stages_of
+from .router import Routing
 from .schedules import Schedule
 from .sequence_shards import ORDERS
 from .stages import split_layers
@@ -165,9 +166,20 @@ def micro_batches(layout: Layout, batch: int) -> int:
     return batch // each
 
 # %% ../notebooks/10_5d.ipynb #model-checks
+def check_words(layout: Layout) -> None:
+    """Raise ValueError where a setting is none of those that there are."""
+    for name in ("schedule", "recompute", "cp_method", "cp_order"):
+        known = dict.fromkeys([getattr(Layout(), name), *(value for field, value in WORDS.values() if field == name)])
+        if getattr(layout, name) not in known:
+            raise ValueError(f"{name} {getattr(layout, name)!r}: make it one of {', '.join(known)}")
+
+
 def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
     """Raise ValueError where the degrees do not divide the model; the message names the number to change."""
-    check_degree(config, layout.tp)
+    try:
+        check_degree(config, layout.tp)
+    except ValueError as error:
+        raise ValueError(f"{error}; change tp") from None
     try:
         stages = stages_of(schedule_of(layout, 2 * layout.pp))  # as many micro-batches as any schedule asks for
         split_layers(config.layers, stages)
@@ -180,6 +192,8 @@ def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
             raise ValueError(f"cp {layout.cp} with tp {layout.tp}: {error}; change cp") from None
     if moe is None and layout.ep > 1:
         raise ValueError(f"ep {layout.ep}, and the model has no experts: make ep 1")
+    if moe is not None:
+        Routing(**{name: value for name, value in moe.items() if name not in ("ffn_hidden", "shared", "seed")})
     if moe is not None and moe["experts"] % layout.ep:
         raise ValueError(f"ep {layout.ep} does not divide experts, which is {moe['experts']}: change ep")
     width = (moe or {}).get("ffn_hidden") or config.ffn_hidden
@@ -215,6 +229,7 @@ def check_layout(
     world_size: ranks; batch: sequences of all ranks together; seq: tokens of each; moe: arguments of apply_moe. What is
     None is not looked at.
     """
+    check_words(layout)
     check_ranks(layout, layout.ranks if world_size is None else world_size)
     check_pairs(layout)
     check_model(layout, config, moe)

@@ -13,6 +13,7 @@ __all__ = ['POLL_S', 'MAX_RESULT_MIB', 'LOST_PEER', 'main', 'end_with_kernel', '
 
 # %% ../notebooks/03_collectives.ipynb #worker-life
 import contextlib
+import gc
 import json
 import os
 import random
@@ -214,10 +215,13 @@ def leave_other_groups() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
-                with contextlib.suppress(Exception):
-                    dist.destroy_process_group(group)
+        others = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+        for group in others:
+            with contextlib.suppress(Exception):
+                dist.destroy_process_group(group)
+        if others:
+            others.clear()
+            gc.collect()  # a DeviceMesh is a reference cycle: without this its groups' threads stay
 
 
 def pickled_result(result) -> bytes:

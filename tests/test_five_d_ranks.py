@@ -1,0 +1,549 @@
+"""course_lib.five_d on 2, 4, 8 and 16 ranks against one process: each pair of dimensions, and all five. CPU, gloo."""
+
+import dataclasses
+import functools
+import itertools
+import json
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from calls import peak_bytes, said
+from course_lib import five_d
+from course_lib.data import TokenBatches
+from course_lib.five_d import main, options, parallelize, whole_weights
+from course_lib.fully_shard import FullyShard
+from course_lib.kept_gathers import KeptGathers
+from course_lib.layouts import Layout, coordinates, groups_along
+from course_lib.meshes import build_mesh
+from course_lib.mixture import apply_moe
+from course_lib.model import ModelConfig, Transformer
+from course_lib.ranks import Ranks
+from course_lib.recompute import IGNORED, summed_loss
+from course_lib.router import routers_of
+from course_lib.tensor_shards import TensorShard
+from course_lib.traffic import count_traffic
+from split_models import differing, stored
+
+# 97 tokens go on no 2 ranks, 2 K/V heads are copied on 4; 2 layers, embedding and head fill 4 stages.
+OF = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=44, vocab=97)
+MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 12, "balance": 0.02, "z": 0.01}
+SEQ, MAX_NORM = 16, 0.5
+OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4}),
+    "SGD": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),  # unlike AdamW, it does not forgive a wrong scale
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A layout, and what is trained on it."""
+
+    words: str
+    moe: bool = False
+    tied: bool = False
+    optimizer: str = "AdamW"
+    batches: tuple[int, ...] = (4, 4, 4)  # sequences of each step
+    max_norm: float = MAX_NORM
+
+    @property
+    def layout(self) -> Layout:
+        return Layout.parse(self.words)
+
+    @property
+    def config(self) -> ModelConfig:
+        return dataclasses.replace(OF, tied=self.tied, layers=6 if self.layout.pp == 4 else 2)
+
+
+WAYS = {
+    2: [
+        Way("dp2,zero3", tied=True, batches=(4, 2, 6)),
+        Way("pp2,zb-h2,selective", tied=True),
+        Way("tp2,sp,full", tied=True),
+        Way("cp2,zero1", optimizer="SGD"),
+        Way("dp2,ep2,zero2,mb2", moe=True),
+    ],
+    4: [
+        Way("dp2,ep2,tp2,zero1,sp", moe=True),
+        Way("dp2,ep2,tp2,zero2,sp,mb2", moe=True, optimizer="SGD"),
+        Way("dp2,ep2,tp2,zero3,sp", moe=True, tied=True),
+        Way("dp2,pp2,ep2,zero1,zb-h1", moe=True, tied=True, batches=(8, 4, 6)),
+        Way("dp2,pp2,ep2,zero2,zb-v,full", moe=True),
+        Way("dp2,pp2,ep2,zero3,interleaved,keep", moe=True, tied=True, optimizer="SGD"),
+        Way("dp2,cp2,ep2,zero1,ulysses", moe=True),
+        Way("dp2,cp2,ep2,zero2,all_gather,contiguous", moe=True, tied=True),
+        Way("dp2,cp2,ep2,zero3", moe=True),
+        Way("dp4,ep2,full", moe=True),
+        Way("pp2,tp2,sp,dualpipe", tied=True, batches=(4, 6, 4)),
+        Way("pp2,tp2,sp,zero1,zb-h1", optimizer="SGD"),
+        Way("pp2,cp2,zero3,zb-v,keep,mb2", tied=True),
+        Way("pp2,cp2,zero1,interleaved,contiguous", tied=True, batches=(4, 8, 6)),
+        Way("cp2,tp2,sp,zero2,mb2", tied=True),
+        Way("dp2,pp2,zero2,dualpipe", tied=True, batches=(8, 12, 8)),
+        Way("dp2,pp2,zb-h2,selective", optimizer="SGD", batches=(2, 8, 4)),
+        Way("tp4,sp,full,mb4"),
+        Way("tp4,mb3", tied=True, batches=(3, 9, 6)),
+        Way("pp4,zb-v", tied=True, batches=(8, 3, 8)),
+        Way("pp4,afab,full,mb2", optimizer="SGD", batches=(8, 8, 8)),
+    ],
+    8: [
+        Way("dp2,pp2,tp2,zero3,sp,interleaved,keep", tied=True),
+        Way("dp2,cp2,tp2,zero2,sp", optimizer="SGD"),
+        Way("pp2,cp2,tp2,zero1,sp,zb-v,mb2", tied=True),
+        Way("dp4,ep2,tp2,zero3,sp", moe=True),
+    ],
+    16: [Way("dp2,pp2,cp2,tp2,ep2,zero1,sp", moe=True, tied=True)],
+}
+
+
+def batch_of(step: int, sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets of a step, [b, s] each; some targets do not count, of the first sequence more."""
+    tokens = torch.randint(97, (sequences, SEQ + 1), generator=torch.Generator().manual_seed(step))
+    inputs, targets = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    targets[0, : step + 3] = targets[-1, -1:] = IGNORED
+    return inputs, targets
+
+
+@functools.cache
+def one_process(way: Way, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Losses and norms of each step, first gradients and last weights, by name. The balance loss of a mixture is that
+    of a micro-batch of all ranks together: it gets the same ones.
+    """
+    layout, (make, settings) = way.layout, OPTIMIZERS[way.optimizer]
+    model, found = Transformer(way.config), {}
+    if way.moe:
+        apply_moe(model, **MOE)
+    optimizer = make(model.parameters(), **settings)
+    for step, sequences in enumerate(way.batches):
+        inputs, targets = batch_of(step, sequences)
+        m = sequences // (layout.dp * layout.micro_batch)
+        for router in routers_of(model):
+            router.loss_weight = 1 / m
+        optimizer.zero_grad()
+        found[f"loss {step}"] = torch.zeros(())
+        for rows in torch.arange(sequences).view(layout.dp, m, -1).transpose(0, 1).flatten(1):  # of a micro-batch
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                logits = model(inputs[rows])
+            part = summed_loss(logits, targets[rows]) / (targets != IGNORED).sum()
+            part.backward()
+            found[f"loss {step}"] += part.detach()
+        if step == 0:
+            named = model.named_parameters(remove_duplicate=False)
+            found |= {f"gradient {name}": p.grad.clone() for name, p in named}
+        found[f"norm {step}"] = nn.utils.clip_grad_norm_(model.parameters(), way.max_norm)
+        optimizer.step()
+    return found | {f"weight {name}": p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
+def parallel_of(way: Way, dtype: torch.dtype = torch.float32, **more):
+    """On a rank: what `parallelize` makes of a way."""
+    make, settings = OPTIMIZERS[way.optimizer]
+    mesh = build_mesh(way.layout)
+    choices = {"moe": MOE if way.moe else None, "dtype": dtype, "optimizer_cls": make}
+    return parallelize(way.config, way.layout, mesh, **choices, **settings, **more)
+
+
+def own_batch(parallel, step: int, sequences: int) -> list[torch.Tensor]:
+    """What this rank's dp place has of a batch."""
+    return [each.chunk(parallel.layout.dp)[parallel.mesh.dp.rank()] for each in batch_of(step, sequences)]
+
+
+def whole_gradients(parallel) -> dict[str, torch.Tensor]:
+    """Of a layout whose gradients are in .grad: those of this rank's stages, put together over tp. Collective."""
+    found = {}
+    for stage in parallel.stages.values():
+        for name, p in stage.named_parameters(remove_duplicate=False):
+            shard = getattr(p, "tensor_shard", None)
+            found[f"gradient {name}"] = shard.gather(p.grad) if shard else p.grad.clone()
+    return found
+
+
+def trained(ways: list[Way], dtype: torch.dtype = torch.float32) -> list[dict[str, torch.Tensor]]:
+    """On a rank, of each way: as one_process, of this rank's stages; gradients where they are whole."""
+    of_all = []
+    for way in ways:
+        parallel, found = parallel_of(way, dtype), {}
+        if way.layout.zero_stage == 0:
+            parallel.gradients(*own_batch(parallel, 0, way.batches[0]))
+            found |= whole_gradients(parallel)
+        for step, sequences in enumerate(way.batches):
+            inputs, targets = own_batch(parallel, step, sequences)
+            found[f"loss {step}"], found[f"norm {step}"] = parallel.step(inputs, targets, way.max_norm)
+        found |= {f"weight {name}": whole for name, whole in whole_weights(parallel).items()}
+        of_all.append({name: tensor.clone() for name, tensor in found.items()})
+    return of_all
+
+
+def check(of_ranks: list[list[dict]], ways: list[Way], relative: float = 1e-5, **options) -> None:
+    """Every rank has the numbers of one process; together the ranks have all of its weights."""
+    for number, way in enumerate(ways):
+        expected, seen = one_process(way, **options), set()
+        for rank, found in enumerate(each[number] for each in of_ranks):
+            wrong = differing(found, {name: expected[name] for name in found.keys() & expected.keys()}, relative)
+            assert not wrong, (way, f"rank {rank}", wrong)
+            seen |= found.keys()
+        parts = {name for name in expected if way.layout.zero_stage == 0 or not name.startswith("gradient")}
+        assert seen == parts, (way, seen ^ parts)
+
+
+# The same as one process.
+
+
+def test_four_ranks_train_as_one_process(ranks):
+    """Losses, gradients, norms, and weights after 3 clipped steps, within 1e-5, float32."""
+    check(ranks(trained, WAYS[4]), WAYS[4])
+
+
+@pytest.mark.parametrize("n", [2, 8, 16])
+def test_two_to_sixteen_ranks_train_as_one_process(n):
+    """The same; and the groups of their meshes."""
+    with Ranks(n, "gloo", timeout_s=120) as several:
+        check(several(trained, WAYS[n]), WAYS[n])
+        check_groups(several, [way.words for way in WAYS[n]])
+
+
+def kinds(layout: Layout) -> set[str]:
+    """What a layout puts together, of dp, tp, pp, cp, ep, sp and the stages of ZeRO."""
+    found = {axis for axis in ("dp", "tp", "pp", "cp", "ep") if getattr(layout, axis) > 1}
+    found |= {"sp"} if layout.sequence_parallel else set()
+    return found | ({f"zero{layout.zero_stage}"} if layout.zero_stage else set())
+
+
+def test_each_pair_of_kinds_is_trained_together():
+    everything = {"dp", "tp", "pp", "cp", "ep", "sp", "zero1", "zero2", "zero3"}
+    layouts = [way.layout for ways in WAYS.values() for way in ways]
+    trained_together = {frozenset(pair) for each in layouts for pair in itertools.combinations(kinds(each), 2)}
+    pairs = {frozenset(pair) for pair in itertools.combinations(everything, 2)}
+    assert pairs - trained_together == {frozenset(p) for p in itertools.combinations(("zero1", "zero2", "zero3"), 2)}
+    schedules = {layout.schedule for layout in layouts if layout.pp > 1}
+    assert schedules >= {"1f1b", "afab", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe"}
+
+
+def test_clipping_is_by_the_norm_of_all_gradients(ranks):
+    """SGD, clipped to a hundredth of the norm: a weight that moves is a weight clipped by the right factor."""
+    words = [f"dp2,{axis}2,{zero}" for axis in ("tp", "pp", "cp") for zero in ("zero0", "zero1", "zero2", "zero3")]
+    words = [each + ",keep" * ("pp" in each and "zero3" in each) for each in words]
+    ways = [Way(each, tied=True, optimizer="SGD", batches=(4, 4), max_norm=0.02) for each in words]
+    check(ranks(trained, ways), ways)
+    assert one_process(ways[0])["norm 0"] > 1
+
+
+BFLOAT16 = [Way("dp2,pp2,zero1", tied=True), Way("dp2,tp2,sp,zero3"), Way("pp2,cp2,zero3,keep"), Way("pp2,tp2,sp,zb-v")]
+
+
+def test_bfloat16_products(ranks):
+    """Losses within 0.5 %, norms and first gradients within 5 % of one process with autocast: 8 significant bits."""
+    of_ranks = ranks(trained, BFLOAT16, torch.bfloat16)
+    for number, way in enumerate(BFLOAT16):
+        expected = one_process(way, torch.bfloat16)
+        for found in (each[number] for each in of_ranks):
+            assert all(tensor.dtype == torch.float32 for tensor in found.values()), way
+            for kind, relative in (("loss", 0.005), ("norm", 0.05), ("gradient", 0.05)):
+                names = [name for name in found if name.startswith(kind)]
+                wrong = differing({n: found[n] for n in names}, {n: expected[n] for n in names}, relative)
+                assert not wrong, (way, wrong)
+
+
+# Groups.
+
+
+def own_groups(text: str) -> dict[str, list[int]]:
+    mesh = build_mesh(Layout.parse(text))
+    groups = mesh._asdict()
+    del groups["device_mesh"]
+    return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+
+
+def expected_groups(layout: Layout, rank: int) -> dict[str, list[int]]:
+    """By hand, from the places of all ranks: which of them differ in what."""
+    places = [coordinates(other, layout) for other in range(layout.ranks)]
+    places = [place | {"copy": place["dp"] // layout.ep, "ep": place["dp"] % layout.ep} for place in places]
+
+    def alike(*axes: str) -> list[int]:
+        return [other for other, place in enumerate(places) if all(place[a] == places[rank][a] for a in axes)]
+
+    found = {
+        "dp": alike("pp", "cp", "tp"),
+        "pp": alike("dp", "cp", "tp"),
+        "cp": alike("dp", "pp", "tp"),
+        "tp": alike("dp", "pp", "cp"),
+        "ep": alike("copy", "pp", "cp", "tp"),
+        "replicas": alike("pp", "tp"),
+        "experts": alike("ep", "pp", "tp"),
+    }
+    return found | {"tokens": alike("pp") if layout.sequence_parallel else found["replicas"]}
+
+
+def check_groups(several: Ranks, texts: list[str]) -> None:
+    for text in texts:
+        layout = Layout.parse(text)
+        for rank, found in enumerate(several(own_groups, text)):
+            assert found == expected_groups(layout, rank), (text, rank)
+            for name, axes in {"replicas": ("dp", "cp"), **{a: (a,) for a in ("dp", "pp", "cp", "tp")}}.items():
+                assert found[name] in groups_along(layout, *axes), (text, rank, name)
+
+
+def test_groups_of_a_mesh(ranks):
+    check_groups(ranks, ["dp4,ep2", "dp2,tp2,ep2,sp", "pp2,cp2", "dp1,cp2,tp2,sp"])
+    errors = ranks(lambda: said(lambda: build_mesh(Layout.parse("dp3"))))
+    assert all(error.startswith("ValueError: dp 3 x pp 1 x cp 1 x tp 1 = 3 ranks, and there are 4") for error in errors)
+
+
+# What a rank keeps, and what it sends.
+
+
+WIDE = dataclasses.replace(OF, layers=8, hidden=64, ffn_hidden=176)
+
+
+def built(texts: list[str]) -> dict[str, tuple[int, int]]:
+    """On a rank: bytes at the peak while parallelize runs, and those of its own parameters, of each layout."""
+    found = {}
+    for text in texts:
+        layout, kept = Layout.parse(text), []
+        mesh = build_mesh(layout)
+        peak = peak_bytes(lambda: kept.append(parallelize(WIDE, layout, mesh, lr=1e-3)))  # noqa: B023
+        found[text] = peak, stored(kept[0].stages.parameters())
+    return found
+
+
+def test_no_rank_ever_holds_the_whole_model(ranks):
+    """At the peak of parallelize: a rank's own parts, one whole tensor, its copy laid out, and 8 KiB. DataParallel has
+    its buckets already, as much as the parts again; fully_shard the buffer of one block, which it gives back.
+    """
+    texts = ["tp4,sp", "pp4", "pp2,tp2", "dp4,zero3", "dp2,tp2,sp,zero3", "dp2,pp2,zero3,keep"]
+    whole = Transformer(WIDE)
+    sizes, block = [4 * p.numel() for p in whole.parameters()], stored(whole.blocks[0].parameters())
+    for found in ranks(built, texts):
+        for text, (peak, own) in found.items():
+            more = block if "zero3" in text else own
+            assert own <= peak <= own + more + 2 * max(sizes) + 8192, (text, peak, own)
+            assert own < 0.4 * sum(sizes) and peak < 0.75 * sum(sizes), (text, peak / sum(sizes))
+
+
+def sent_by(text: str, batches: list[int]) -> tuple[type, list[dict[str, int]], list[int]]:
+    """On a rank: what shards, the bytes it sends over the replicas in a step of each batch, by collective; and the
+    bytes of gathered weights that are left after it.
+    """
+    parallel, sent, left = parallel_of(Way(text, optimizer="SGD")), [], []
+    for sequences in [batches[0], *batches]:  # the first negotiates shapes
+        with count_traffic() as traffic:
+            parallel.step(*own_batch(parallel, 0, sequences))
+        group = tuple(dist.get_process_group_ranks(parallel.mesh.replicas))
+        over = traffic.select(group=group)
+        sent.append({kind: over.select(kind).bytes for kind in ("all_gather", "reduce_scatter")})
+        units = [*parallel.sharding.units, parallel.sharding.root]
+        left.append(sum(stored([part.buffer.values]) for unit in units for part in unit.parts))
+    return type(parallel.sharding), sent[1:], left
+
+
+def test_kept_gathers_send_weights_once_a_step_and_leave_nothing(ranks):
+    """(N - 1)/N of this rank's stages are gathered, and as much reduced, for 2 and for 8 micro-batches."""
+    for kind, sent, left in ranks(sent_by, "dp2,pp2,zero3,keep", [4, 16]):
+        assert kind is KeptGathers and left == [0, 0, 0]
+        assert sent[0] == sent[1] and sent[0]["all_gather"] == sent[0]["reduce_scatter"] > 0, sent
+    for kind, sent, left in ranks(sent_by, "dp4,zero3", [4, 8]):
+        assert kind is FullyShard and left == [0, 0, 0]
+        assert sent[1]["reduce_scatter"] == 2 * sent[0]["reduce_scatter"], sent
+        assert 1.7 < sent[1]["all_gather"] / sent[0]["all_gather"] <= 2, sent  # the root is kept
+
+
+# What a user may ask for.
+
+
+def extended() -> list:
+    """On a rank: what verbs of one's own are called with, in order; and whether attention is what they made of it."""
+    seen = []
+
+    def note(model: nn.Module) -> None:
+        weight = model.blocks[1].mlp.gate_proj.weight
+        seen.append(
+            (weight.is_meta, list(weight.shape), isinstance(weight.tensor_shard, TensorShard), len(model.blocks))
+        )
+
+    def without_attention(model: nn.Module) -> None:
+        for block in model.blocks:
+            block.attention.core = lambda q, k, v: torch.zeros_like(q)
+
+    parallel = parallel_of(Way("pp2,tp2,sp"), extra=[note, without_attention, note])
+    parallel.gradients(*own_batch(parallel, 0, 8))
+    return [*seen, [p.grad is None for name, p in parallel.stages.named_parameters() if "q_proj" in name]]
+
+
+def test_verbs_of_ones_own_are_called_on_the_split_model(ranks):
+    for found in ranks(extended):
+        assert found == [(True, [22, 32], True, 2)] * 2 + [[True]]
+
+
+def refused() -> list[str]:
+    """On a rank: what wrong lengths and layouts raise; and a step that goes well afterwards."""
+    layout = Layout.parse("cp2,pp2,interleaved,mb2")
+    parallel = parallelize(OF, layout, build_mesh(layout), lr=1e-3)
+
+    def step(sequences: int, seq: int):
+        return lambda: parallel.gradients(*torch.zeros(2, sequences, seq, dtype=torch.int64))
+
+    found = [said(step(*sizes)) for sizes in ((5, 16), (6, 16), (0, 16), (4, 18), (4, 16))]
+    mesh = build_mesh(Layout.parse("dp4"))
+    return found + [said(lambda: parallelize(OF, Layout.parse("dp2"), mesh))]
+
+
+def test_lengths_and_layouts_that_do_not_fit_are_a_value_error(ranks):
+    for uneven, schedule, empty, tokens, fits, layout in ranks(refused):
+        assert uneven == "ValueError: 5 sequences are no multiple of micro_batch 2"
+        assert schedule.startswith("ValueError: interleaved: ")
+        assert empty.startswith("ValueError: ")
+        assert tokens == "ValueError: a sequence of 18 tokens can't be split into 4 equal parts"
+        assert fits == "nothing"
+        assert layout.startswith("ValueError: dp 2 ") and "and there are 4: make dp 4" in layout
+
+
+# The program.
+
+
+ARGUMENTS = ["--preset", "debug", "--dtype", "fp32", "--seq", "16"]
+
+
+class Noted(TokenBatches):
+    """Notes the windows that this rank has seen, step by step."""
+
+    seen: list[list[list[int]]] = []
+
+    def __next__(self):
+        inputs, targets = super().__next__()
+        self.seen.append(inputs.tolist())
+        return inputs, targets
+
+
+def run_program(texts: list[str]) -> list[tuple]:
+    """On a rank, of each layout: the sequences of each step, and the losses."""
+    found = []
+    for text in texts:
+        Noted.seen = []
+        with mock.patch.object(five_d, "TokenBatches", Noted):
+            records = main([*ARGUMENTS, "--layout", text, "--batch", "4", "--steps", "2"])
+        found.append((Noted.seen, [record["loss"] for record in records]))
+    return found
+
+
+def test_all_layouts_see_the_same_batches(ranks):
+    """Rank by rank, those of one dp place see the same sequences; all places together, the same for each layout."""
+    texts = ["dp4", "dp2,tp2,sp,zero1", "pp2,cp2", "dp2,pp2,zero3,keep"]
+    of_ranks, steps, losses = ranks(run_program, texts), [], []
+    for number, text in enumerate(texts):
+        by_place = {}
+        for rank, found in enumerate(each[number] for each in of_ranks):
+            place = coordinates(rank, Layout.parse(text))["dp"]
+            assert by_place.setdefault(place, found[0]) == found[0], (text, rank)
+            losses.append(found[1])
+        steps.append([sorted(sum(parts, [])) for parts in zip(*by_place.values(), strict=True)])
+    assert all(each == steps[0] for each in steps) and all(len(step) == 4 for step in steps[0])
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(losses[:1]).expand(16, 2), rtol=1e-5, atol=0)
+
+
+def test_main_with_a_file_of_options(ranks, tmp_path):
+    """The file's options hold, and the command line's win; a JSON line a step, a memory for each rank."""
+    file, out = tmp_path / "run.toml", tmp_path / "run.jsonl"
+    file.write_text('layout = "dp4"\nbatch = 16\nsteps = 50\nstart_batch = 8\nramp = 4\nwarmup = 3\nlr = 0.01\n')
+    argv = [*ARGUMENTS, "--config", str(file), "--layout", "dp2,pp2,zero1", "--steps=12", "--out", str(out)]
+    of_ranks = ranks(main, argv)
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines == of_ranks[0] and [line["step"] for line in lines] == list(range(1, 13))
+    for records in of_ranks:
+        assert [record["loss"] for record in records] == [line["loss"] for line in lines]
+        assert [record["memory"] for record in records] == [line["memory"] for line in lines]
+    assert [line["batch"] for line in lines] == [8, 10, 12, 14] + [16] * 8
+    assert [line["tokens"] for line in lines] == list(16 * n for n in itertools.accumulate(x["batch"] for x in lines))
+    assert lines[0]["lr"] == pytest.approx(0.01 / 3) and lines[2]["lr"] == 0.01
+    assert lines[-1]["lr"] == pytest.approx(0.001)
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5 and all(line["norm"] > 0 for line in lines)
+    for line in lines:
+        assert len(line["memory"]) == 4 and max(line["memory"]) == line["peak_memory"] > 0
+        assert line["layout"] == "dp2,pp2,zero1" and line["tokens_per_s"] > 0
+
+
+def test_a_growing_batch_fits_the_schedule(ranks):
+    """The ramp is the same whatever the layout, in multiples of its first batch."""
+    for layout, sizes in (("pp2,cp2,interleaved", [2, 2, 4, 6, 8]), ("pp2,tp2,zb-h1", [2, 2, 4, 6, 8])):
+        argv = [*ARGUMENTS, "--layout", layout, "--batch", "8", "--start-batch", "2", "--ramp", "4", "--steps", "5"]
+        assert [record["batch"] for record in ranks(main, argv)[0]] == sizes
+
+
+def test_main_trains_a_mixture(ranks):
+    more = [
+        "--layout",
+        "dp2,ep2,tp2,sp,zero2",
+        "--experts",
+        "4",
+        "--top-k",
+        "1",
+        "--expert-hidden",
+        "32",
+        "--batch",
+        "8",
+    ]
+    for records in ranks(main, [*ARGUMENTS, *more, "--steps", "6", "--lr", "0.01", "--peak-tflops", "0.1"]):
+        assert records[-1]["loss"] < records[0]["loss"] - 0.3
+        assert all(0 < record["mfu"] < 1 for record in records)
+
+
+def test_main_refuses_a_layout_of_other_ranks(ranks):
+    argv = [*ARGUMENTS, "--layout", "dp2", "--batch", "8"]
+    for error in ranks(lambda: said(lambda: main(argv))):
+        assert error.startswith("ValueError: dp 2 ") and error.endswith("make dp 4")
+
+
+@pytest.mark.parametrize(
+    "argv, text",
+    [
+        (["--layout", "dp2,qp2"], "'qp2' is none of"),
+        (["--layout", "dp2,dp2"], "a second time"),
+        (["--layout", "dp3", "--batch", "8"], "make it 9"),
+        (["--layout", "cp8"], "seq 24 is no multiple of 16"),
+        (["--layout", "tp3"], "tp 3"),
+        (["--layout", "pp2,zero3"], "make zero_stage 1"),
+        (["--layout", "dp2,ep2"], "make ep 1"),
+        (["--layout", "dp4,ep4", "--experts", "6"], "change ep"),
+        (["--experts", "2", "--top-k", "3"], "top_k"),
+        (["--layout", "pp2,dualpipe", "--batch", "8", "--start-batch", "2"], "batch 2"),
+        (["--start-batch", "32", "--batch", "16"], "--start-batch"),
+        (["--warmup", "-1"], "--warmup"),
+        (["--ramp", "-1"], "--ramp"),
+        (["--max-norm", "0"], "--max-norm"),
+        (["--max-norm", "nan"], "--max-norm"),
+        (["--steps", "0"], "--steps"),
+        (["--lr", "0"], "--lr"),
+        (["--peak-tflops", "-1"], "--peak-tflops"),
+        (["--experts", "0"], "top_k"),
+        (["--experts", "4", "--expert-hidden", "-4"], "--expert-hidden"),
+        (["--conf", "run.toml"], "--conf"),
+        (["--colour", "red"], "--colour"),
+        (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["--config", "broken.toml"], "broken.toml"),
+        (["--config", "unknown.toml"], "--colour"),
+        (["--config", "wrong.toml"], "--batch"),
+        (["--out", "nowhere/run.jsonl"], "no folder"),
+    ],
+)
+def test_wrong_options_end_with_status_2_and_a_line(argv, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.toml").write_text("layout = dp2")
+    (tmp_path / "unknown.toml").write_text('colour = "red"')
+    (tmp_path / "wrong.toml").write_text('batch = "many"')
+    before = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    with pytest.raises(SystemExit) as stopped:
+        options(["--preset", "debug", "--seq", "24", *argv])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stopped.value.code == 2 and "error: " in error and text in error, error
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
+
+
+def test_options_of_a_file_and_of_the_command_line(tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('preset = "debug"\nlayout = "dp2,tp2"\nbatch = 32\npeak_tflops = 1.5\n')
+    chosen = options(["--batch", "8", "--config", str(file)])
+    assert (chosen.preset, str(chosen.layout), chosen.batch, chosen.start_batch) == ("debug", "dp2,tp2", 8, 8)
+    assert chosen.peak_tflops == 1.5 and chosen.moe is None
+    assert options(["--experts", "4"]).moe == {"experts": 4, "top_k": 2, "ffn_hidden": None}
