@@ -891,3 +891,22 @@ def test_ranks_on_gpus_have_one_each():
             on_gpus(time.sleep, 600)
         on_gpus.timeout_s = 30
         assert on_gpus(lambda: dist.get_world_size()) == [n] * n
+
+
+def meshes(count: int) -> int:
+    """On a rank: the threads of its process, before it makes so many meshes of two by two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    before = len(os.listdir("/proc/self/task"))
+    for number in range(count):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"a{number}", f"b{number}"))
+        dist.all_reduce(torch.ones(1), group=mesh[f"b{number}"].get_group())
+    return before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux does")
+def test_the_threads_of_a_mesh_are_gone_after_the_call(ranks):
+    """A DeviceMesh is a reference cycle; left to itself it keeps its groups, and their threads, for many calls."""
+    first = ranks(meshes, 3)
+    for _ in range(3):
+        assert max(b - a for a, b in zip(first, ranks(meshes, 3), strict=True)) <= 2
