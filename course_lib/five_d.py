@@ -49,7 +49,7 @@ from .zero import ZeroOptimizer
 
 # %% ../notebooks/10_5d.ipynb #five-d-own-imports
 from .kept_gathers import KeptGathers
-from .layouts import Layout, check_layout, schedule_of
+from .layouts import Layout, check_layout, check_sizes, schedule_of
 from .meshes import Mesh, build_mesh
 
 _all_ = ["Layout", "Mesh", "build_mesh"]
@@ -140,17 +140,18 @@ class ParallelModel(ParallelSteps):
         all ranks. Raises ValueError where sequences, tokens or micro-batches do not come out.
         """
         layout, mesh, runner = self.layout, self.mesh, self.runner
+        check_sizes(layout, None, inputs.shape[1])
         if len(inputs) % layout.micro_batch:
             raise ValueError(f"{len(inputs)} sequences are no multiple of micro_batch {layout.micro_batch}")
         if (m := len(inputs) // layout.micro_batch) != runner.m:
             runner.use(schedule_of(layout, m))
-        inputs, targets = (shard_sequence(each, mesh.cp, layout.cp_order) for each in (inputs, targets))
+        inputs, targets = (shard_sequence(each, mesh.cp, layout.order) for each in (inputs, targets))
         tokens = (targets != IGNORED).sum().float()
         dist.all_reduce(tokens, group=mesh.replicas)
         tokens = tokens.clamp(min=1) / mesh.replicas.size()  # gradients are averaged over the replicas
         for router in routers_of(runner.stages):
             router.loss_weight = 1 / runner.m
-        positions = own_positions(inputs.shape[1], mesh.cp, layout.cp_order, inputs.device)
+        positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
         loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
         self.sharding.finish()
@@ -186,19 +187,22 @@ def parallelize(
     init, sharding, loss_of = initial_values(config, seed), None, summed_loss
     if layout.tp > 1:
         loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
-    if layout.zero_stage == 3:
-        sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
-    else:
-        materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
-    runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
-    if layout.keep_gathered:
-        runner.prepare = sharding.gather
-    if layout.zero_stage == 0:
-        sharding = DataParallel(runner.stages, mesh.replicas)
-    if layout.zero_stage in (1, 2):
-        sharding = optimizer = ZeroOptimizer(runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings)
-    else:
-        optimizer = optimizer_cls(runner.stages.parameters(), **settings)
+    with torch.device(mesh.device_mesh.device_type):
+        if layout.zero_stage == 3:
+            sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+        else:
+            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+        runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+        if layout.keep_gathered:
+            runner.prepare = sharding.gather
+        if layout.zero_stage == 0:
+            sharding = DataParallel(runner.stages, mesh.replicas)
+        if layout.zero_stage in (1, 2):
+            sharding = optimizer = ZeroOptimizer(
+                runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
+            )
+        else:
+            optimizer = optimizer_cls(runner.stages.parameters(), **settings)
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
 
 # %% ../notebooks/10_5d.ipynb #whole-weights
@@ -243,7 +247,7 @@ def from_file(argv: list[str]) -> list[str]:
 
     Raises ValueError where the file can't be read or is no TOML.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first = argparse.ArgumentParser(prog="five_d", add_help=False, allow_abbrev=False)
     first.add_argument("--config", type=Path)
     file = first.parse_known_args(argv)[0].config
     if file is None:
@@ -252,6 +256,9 @@ def from_file(argv: list[str]) -> list[str]:
         settings = tomllib.loads(file.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"--config {file}: {error}") from None
+    for name, value in settings.items():
+        if isinstance(value, (dict, list)):
+            raise ValueError(f"--config {file}: {name} is a table or a list; options are words and numbers")
     return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()] + argv
 
 
@@ -299,6 +306,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
             or not chosen.max_norm > 0
         ):
             raise ValueError("--start-batch is 1 to --batch, --warmup and --ramp 0 or more, --max-norm above 0")
+        if chosen.start_batch < chosen.batch and not chosen.ramp:
+            raise ValueError("--start-batch goes with --ramp, the steps in which it grows to --batch")
         ramp = (chosen.start_batch, chosen.batch, chosen.ramp)
         for batch in sorted({batch_at(step, *ramp) for step in range(1, chosen.ramp + 2)}):
             check_layout(PRESETS[chosen.preset], chosen.layout, None, batch, chosen.seq, chosen.moe)
@@ -353,8 +362,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     check_layout(config, layout, dist.get_world_size(), chosen.batch, chosen.seq, chosen.moe)
     mesh = build_mesh(layout)
     settings = {"seed": chosen.seed, "dtype": torch.bfloat16 if chosen.dtype == "bf16" else torch.float32}
-    with torch.device(mesh.device_mesh.device_type):
-        parallel = parallelize(config, layout, mesh, moe=chosen.moe, **settings, lr=chosen.lr, **single_gpu.ADAMW)
+    parallel = parallelize(config, layout, mesh, moe=chosen.moe, **settings, lr=chosen.lr, **single_gpu.ADAMW)
     active = config
     if chosen.moe:
         active = dataclasses.replace(config, ffn_hidden=chosen.top_k * (chosen.expert_hidden or config.ffn_hidden))

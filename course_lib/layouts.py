@@ -58,6 +58,11 @@ class Layout:
         """How many ranks it takes."""
         return self.dp * self.pp * self.cp * self.tp
 
+    @property
+    def order(self) -> str:
+        """cp_order; "contiguous" where there is nothing to split, which takes odd lengths too."""
+        return self.cp_order if self.cp > 1 else "contiguous"
+
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """Of words such as dp2,tp4,sp. Raises ValueError for a word that is none, and for a field named twice."""
@@ -148,7 +153,8 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError("schedule dualpipe has each stage on two ranks, zero_stage 3 on none whole: make zero_stage 1")
     if layout.recompute == "selective" and layout.cp > 1:
         raise ValueError(
-            f"recompute selective would repeat the exchange of cp {layout.cp}: make recompute none or full"
+            f"recompute selective drops scores, and cp {layout.cp} keeps none: it would only repeat the exchange; make "
+            "recompute none or full"
         )
 
 # %% ../notebooks/10_5d.ipynb #schedule-of
@@ -185,6 +191,11 @@ def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
         split_layers(config.layers, stages)
     except ValueError as error:
         raise ValueError(f"pp {layout.pp}, schedule {layout.schedule}: {error}; change pp") from None
+    if (layout.zero_stage, layout.schedule) == (2, "interleaved") and layout.pp > 1 and config.tied:
+        raise ValueError(
+            "zero_stage 2 sums the tied embedding after every backward, and under schedule interleaved its stages would "
+            "wait for each other: make zero_stage 1"
+        )
     if layout.cp_method == "ulysses":
         try:
             check_heads(config.heads // layout.tp, max(1, config.kv_heads // layout.tp), layout.cp)
@@ -209,7 +220,7 @@ def check_sizes(layout: Layout, batch: int | None, seq: int | None) -> None:
             schedule_of(layout, m)
         except ValueError as error:
             raise ValueError(f"batch {batch} makes {m} micro-batches a rank: {error}; change batch or mb") from None
-    chunks = layout.cp * (2 if layout.cp > 1 and layout.cp_order == "zigzag" else 1)
+    chunks = layout.cp * (2 if layout.order == "zigzag" else 1)
     parts = math.lcm(chunks, layout.cp * (layout.tp if layout.sequence_parallel else 1))
     if seq is not None and (seq < 1 or seq % parts):
         fits = max(1, -(-seq // parts)) * parts

@@ -52,7 +52,7 @@ def micro_batches_of(tensor: torch.Tensor | None, m: int) -> list:
 def negotiate(
     stages: nn.ModuleDict, schedule: Schedule, inputs: torch.Tensor | None, more: tuple, group, device
 ) -> list:
-    """(shape, dtype) of what enters each stage, the same on all ranks: each stage runs on zeros, the first on `inputs`,
+    """(shape, dtype) of what enters each stage, the same on all ranks: each stage runs on noise, the first on `inputs`,
     and the rank that has it tells the others. more: a stage's other arguments. Collective.
     """
     holder = {each.stage: rank for rank, actions in reversed(list(enumerate(schedule))) for each in actions}
@@ -62,7 +62,7 @@ def negotiate(
             told = [None]
             if holder[stage] == group.rank():
                 shape, dtype = found[stage] or (None, None)
-                x = inputs if stage == 0 else torch.zeros(shape, dtype=dtype, device=device)
+                x = inputs if stage == 0 else torch.randn(shape, dtype=dtype, device=device)
                 out = stages[str(stage)](x, *more)
                 told = [(out.shape, out.dtype)]
             dist.broadcast_object_list(told, group=group, group_src=holder[stage])
@@ -120,15 +120,17 @@ class PipelineSteps:
     """What a PipelineRunner does once a step; its `run` does what there is to do for an action."""
 
     def __init__(self, stages, schedule: Schedule, group=None, loss_of=summed_loss, dp_group=None):
-        self.group, self.loss_of, self.shapes = group or dist.group.WORLD, loss_of, {}
+        self.group, self.loss_of = group or dist.group.WORLD, loss_of
         self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
         self.copies = share_copies(self.stages, schedule, self.group, dp_group)
         self.use(schedule)
-        self.prepare = lambda: None  # called at the beginning of a step; notebook 10 puts something else in its place
+
+    def prepare(self) -> None:
+        """Called at the beginning of a step. Notebook 10 puts something else in its place."""
 
     def use(self, schedule: Schedule) -> None:
         """Run this schedule from now on: the same stages on the same ranks, more or fewer micro-batches."""
-        self.schedule, self.actions = schedule, schedule[self.group.rank()]
+        self.schedule, self.actions, self.shapes = schedule, schedule[self.group.rank()], {}
         self.plan = plan_transfers(schedule, self.group.rank())
         self.last, self.m = (1 + max(a[i] for actions in schedule for a in actions) - (i == 1) for i in (1, 2))
         self.split = {action[1:] for action in self.actions if action.kind == "I"}
@@ -234,7 +236,7 @@ def gradients_of(runner: PipelineRunner, zero=None) -> list[tuple[torch.Tensor, 
         return dist.get_world_size() * holders / (len(pipeline) * math.prod(each.size() for each in outer) * pieces)
 
     def of_piece(outer: tuple, group) -> float:
-        members = dist.get_process_group_ranks(group)
+        members = set(dist.get_process_group_ranks(group))
         return copies(outer, sum(rank in members for rank in pipeline), len(members))
 
     if zero is not None:

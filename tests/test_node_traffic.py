@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from course_lib.layouts import Layout, groups_along
-from course_lib.node_traffic import bytes_across, slots
+from course_lib.node_traffic import bytes_across, slots_of
 from course_lib.traffic import Record, Traffic
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -16,11 +16,11 @@ RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 def test_slots_are_those_of_a_grid_with_its_axes_in_another_order():
     layout = Layout(2, 3, 2, 4)
-    assert slots(layout) == list(range(48))
+    assert slots_of(layout) == list(range(48))
     for order in itertools.permutations(AXES):
         placed = torch.arange(48).view([getattr(layout, axis) for axis in order])  # by place: the slot
         by_rank = placed.permute([order.index(axis) for axis in AXES]).flatten()
-        assert slots(layout, order) == by_rank.tolist(), order
+        assert slots_of(layout, order) == by_rank.tolist(), order
 
 
 def edges(record: Record, places: list[int]) -> list[tuple[int, int, float]]:
@@ -37,7 +37,7 @@ def edges(record: Record, places: list[int]) -> list[tuple[int, int, float]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_bytes_across_against_a_count_edge_by_edge(seed):
     by_chance, layout, records = random.Random(seed), Layout(2, 2, 1, 4), []
-    places = slots(layout, tuple(by_chance.sample(AXES, 4)))
+    places = slots_of(layout, tuple(by_chance.sample(AXES, 4)))
     for _ in range(100):
         axes = by_chance.sample(AXES, by_chance.randint(1, 3))
         group = tuple(by_chance.choice(groups_along(layout, *axes)))
@@ -79,6 +79,6 @@ def step_traffic(layout: Layout, layers: int, hidden: int, tokens: int) -> Traff
 def test_tp_innermost_is_never_worse_than_outermost(dp, tp, node, hidden, tokens):
     layout = Layout(dp=dp, tp=tp)
     traffic = step_traffic(layout, 16, hidden, tokens)
-    inner, outer = (bytes_across(traffic, slots(layout, order), node) for order in (AXES, ("tp", "dp", "pp", "cp")))
+    inner, outer = (bytes_across(traffic, slots_of(layout, order), node) for order in (AXES, ("tp", "dp", "pp", "cp")))
     assert inner <= outer
-    assert bytes_across(traffic.select("all_reduce", tuple(range(tp))), slots(layout), node) == 0  # stays in its node
+    assert bytes_across(traffic.select("all_reduce", tuple(range(tp))), slots_of(layout), node) == 0
