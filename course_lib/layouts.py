@@ -193,7 +193,7 @@ def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
         raise ValueError(f"pp {layout.pp}, schedule {layout.schedule}: {error}; change pp") from None
     if (layout.zero_stage, layout.schedule) == (2, "interleaved") and layout.pp > 1 and config.tied:
         raise ValueError(
-            "zero_stage 2 sums the tied embedding after every backward, and under schedule interleaved its stages would "
+            "zero_stage 2 sums the tied embedding after every backward: with schedule interleaved its stages would "
             "wait for each other: make zero_stage 1"
         )
     if layout.cp_method == "ulysses":

@@ -395,7 +395,7 @@ def test_lengths_and_layouts_that_do_not_fit_are_a_value_error(ranks):
         assert uneven == "ValueError: 5 sequences are no multiple of micro_batch 2"
         assert schedule.startswith("ValueError: interleaved: ")
         assert empty.startswith("ValueError: ")
-        assert tokens == "ValueError: a sequence of 18 tokens can't be split into 4 equal parts"
+        assert tokens == "ValueError: seq 18 is no multiple of 4, into which cp and sp cut it: make it 20"
         assert fits == "nothing"
         assert layout.startswith("ValueError: dp 2 ") and "and there are 4: make dp 4" in layout
 
@@ -446,7 +446,7 @@ def test_all_layouts_see_the_same_batches(ranks):
 def test_main_with_a_file_of_options(ranks, tmp_path):
     """The file's options hold, and the command line's win; a JSON line a step, a memory for each rank."""
     file, out = tmp_path / "run.toml", tmp_path / "run.jsonl"
-    file.write_text('layout = "dp4"\nbatch = 16\nsteps = 50\nstart_batch = 8\nramp = 4\nwarmup = 3\nlr = 0.01\n')
+    file.write_text('layout = "dp4"\nbatch = 16\nsteps = 50\nstart_batch = 4\nramp = 4\nwarmup = 3\nlr = 0.01\n')
     argv = [*ARGUMENTS, "--config", str(file), "--layout", "dp2,pp2,zero1", "--steps=12", "--out", str(out)]
     of_ranks = ranks(main, argv)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
@@ -454,7 +454,7 @@ def test_main_with_a_file_of_options(ranks, tmp_path):
     for records in of_ranks:
         assert [record["loss"] for record in records] == [line["loss"] for line in lines]
         assert [record["memory"] for record in records] == [line["memory"] for line in lines]
-    assert [line["batch"] for line in lines] == [8, 10, 12, 14] + [16] * 8
+    assert [line["batch"] for line in lines] == [4, 4, 8, 12] + [16] * 8
     assert [line["tokens"] for line in lines] == list(16 * n for n in itertools.accumulate(x["batch"] for x in lines))
     assert lines[0]["lr"] == pytest.approx(0.01 / 3) and lines[2]["lr"] == 0.01
     assert lines[-1]["lr"] == pytest.approx(0.001)
@@ -507,7 +507,7 @@ def test_main_refuses_a_layout_of_other_ranks(ranks):
         (["--layout", "dp2,ep2"], "make ep 1"),
         (["--layout", "dp4,ep4", "--experts", "6"], "change ep"),
         (["--experts", "2", "--top-k", "3"], "top_k"),
-        (["--layout", "pp2,dualpipe", "--batch", "8", "--start-batch", "2"], "batch 2"),
+        (["--layout", "pp2,dualpipe", "--batch", "8", "--start-batch", "2", "--ramp", "3"], "batch 2"),
         (["--start-batch", "32", "--batch", "16"], "--start-batch"),
         (["--warmup", "-1"], "--warmup"),
         (["--ramp", "-1"], "--ramp"),
