@@ -283,6 +283,7 @@ def program_parser() -> argparse.ArgumentParser:
     add("--experts", type=int, help="experts a layer; a model without them by default")
     add("--top-k", type=int, default=2, help="experts a token")
     add("--expert-hidden", type=int, help="width of an expert; that of the preset's MLP by default")
+    add("--balance", type=float, default=0.01, help="weight of the balance loss")
     add("--peak-tflops", type=float, help="of a device, for MFU, where the course does not know it")
     add("--out", type=single_gpu.out_file, help="a file of JSON lines, one a step")
     return parser
@@ -297,7 +298,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         chosen.start_batch = chosen.batch if chosen.start_batch is None else chosen.start_batch
         chosen.moe = None
         if chosen.experts is not None:
-            chosen.moe = {"experts": chosen.experts, "top_k": chosen.top_k, "ffn_hidden": chosen.expert_hidden}
+            sizes = {"experts": chosen.experts, "top_k": chosen.top_k, "ffn_hidden": chosen.expert_hidden}
+            chosen.moe = sizes | {"balance": chosen.balance}
         if min(*(1 if n is None else n for n in (chosen.expert_hidden, chosen.peak_tflops)), 1) <= 0:
             raise ValueError("--expert-hidden and --peak-tflops are above 0")
         if (
