@@ -546,4 +546,4 @@ def test_options_of_a_file_and_of_the_command_line(tmp_path):
     chosen = options(["--batch", "8", "--config", str(file)])
     assert (chosen.preset, str(chosen.layout), chosen.batch, chosen.start_batch) == ("debug", "dp2,tp2", 8, 8)
     assert chosen.peak_tflops == 1.5 and chosen.moe is None
-    assert options(["--experts", "4"]).moe == {"experts": 4, "top_k": 2, "ffn_hidden": None}
+    assert options(["--experts", "4"]).moe == {"experts": 4, "top_k": 2, "ffn_hidden": None, "balance": 0.01}
