@@ -1,6 +1,6 @@
 """A layout: how many ranks each kind of parallelism gets, and the settings that go with it.
 
-    Layout.parse("dp2,pp2,tp4,sp,zero1,zb-h1")     str() gives the same words back
+    Layout.parse("dp2,pp2,tp4,sp,zero1,zb-h1")     str() gives the words back, in the order of the fields
 
     dp    sequences           other sequences; ep of these ranks share the experts (zero: and share states over dp x cp)
     pp    layers              other layers
