@@ -89,7 +89,7 @@ class Layout:
         ]
         return ",".join(f"{words[n]}{v}" if n in words else words[n, v] for n, v in changed) or "dp1"
 
-
+# %% ../notebooks/10_5d.ipynb #layout-words
 NUMBERS = {name: name for name in ("dp", "pp", "cp", "tp", "ep")}  # word: field
 NUMBERS |= {"zero": "zero_stage", "mb": "micro_batch", "v": "virtual"}
 WORDS = {"sp": ("sequence_parallel", True), "keep": ("keep_gathered", True)}  # word: field and value
