@@ -15,7 +15,7 @@ before a process starts, and the message names the number to change. (The Ultra-
 
 # %% auto #0
 __all__ = ['NUMBERS', 'WORDS', 'Layout', 'coordinates', 'groups_along', 'check_ranks', 'check_pairs', 'schedule_of',
-           'micro_batches', 'check_words', 'check_model', 'check_sizes', 'check_layout']
+           'micro_batches', 'check_words', 'check_model', 'check_sizes', 'check_layout', 'fitted']
 
 # %% ../notebooks/10_5d.ipynb #layout
 import dataclasses
@@ -245,3 +245,14 @@ def check_layout(
     check_pairs(layout)
     check_model(layout, config, moe)
     check_sizes(layout, batch, seq)
+
+# %% ../notebooks/10_5d.ipynb #fitted
+def fitted(layout: Layout, ranks: int) -> Layout:
+    """The layout with as many dp ranks as it takes to use `ranks` ranks, for a job whose size changes.
+
+    Raises ValueError where the other dimensions do not divide them.
+    """
+    others = layout.ranks // layout.dp
+    if ranks % others:
+        raise ValueError(f"{ranks} ranks are no multiple of the {others} that {layout} has beside dp")
+    return dataclasses.replace(layout, dp=ranks // others)

@@ -13,7 +13,7 @@ Touvron et al. 2023 (Llama); Su et al. 2021 (RoPE); Ainslie et al. 2023 (GQA); S
 
 # %% auto #0
 __all__ = ['PRESETS', 'HF_NAMES', 'ModelConfig', 'rope_angles', 'apply_rope', 'causal_attention', 'Attention', 'swiglu', 'MLP',
-           'Block', 'Transformer', 'init_parameter', 'loss', 'hf_name', 'to_hf', 'hf_config', 'from_hf']
+           'Block', 'Transformer', 'init_parameter', 'loss', 'hf_name', 'llama_config', 'to_hf', 'hf_config', 'from_hf']
 
 # %% ../notebooks/01_single_gpu.ipynb #model-imports
 import math
@@ -234,24 +234,28 @@ def hf_name(name: str) -> str:
     return "model.norm.weight" if name == "norm.weight" else name
 
 
+def llama_config(c: ModelConfig):
+    """The same sizes as a `transformers.LlamaConfig`. Needs the extra `[hf]`."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        num_hidden_layers=c.layers,
+        hidden_size=c.hidden,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        intermediate_size=c.ffn_hidden,
+        vocab_size=c.vocab,
+        tie_word_embeddings=c.tied,
+        rms_norm_eps=c.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+    )
+
+
 def to_hf(model: Transformer):
     """A `transformers.LlamaForCausalLM` with the weights of `model`. Needs the extra `[hf]`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    c = model.config
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=c.layers,
-            hidden_size=c.hidden,
-            num_attention_heads=c.heads,
-            num_key_value_heads=c.kv_heads,
-            intermediate_size=c.ffn_hidden,
-            vocab_size=c.vocab,
-            tie_word_embeddings=c.tied,
-            rms_norm_eps=c.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        )
-    )
+    theirs = LlamaForCausalLM(llama_config(model.config))
     theirs.to(model.norm.weight.dtype)
     theirs.load_state_dict({hf_name(name): tensor for name, tensor in model.state_dict().items()})
     return theirs

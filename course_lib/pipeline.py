@@ -17,8 +17,8 @@ Huang et al. 2018 (GPipe); Narayanan et al. 2021 (Megatron-LM), §2.2; Qi et al.
 
 # %% auto #0
 __all__ = ['SCHEDULES', 'micro_batches_of', 'negotiate', 'check_runner', 'check_step', 'arguments_of', 'casting_once',
-           'PipelineSteps', 'PipelineRunner', 'gradients_of', 'clip_grad_norm_', 'pipeline_ratio', 'schedule_by_name',
-           'stages_of', 'options', 'main', 'split_stages']
+           'PipelineSteps', 'PipelineRunner', 'pipeline_ratio', 'schedule_by_name', 'stages_of', 'options', 'main',
+           'split_stages', 'clip_grad_norm_']
 
 # %% ../notebooks/09_pipeline.ipynb #pipeline-imports
 import contextlib
@@ -33,10 +33,11 @@ from .recompute import IGNORED, summed_loss
 from .schedules import Action, Schedule, validate
 from .pipeline_copies import final_backwards, share_copies
 from .split_backward import SplitPass
+from .pipeline_norm import clip_grad_norm_
 from .stages import StagePass, split_stages
 from .transfers import Mail, plan_transfers
 
-_all_ = ["split_stages"]
+_all_ = ["split_stages", "clip_grad_norm_"]
 
 # %% ../notebooks/09_pipeline.ipynb #micro-batch-steps
 def micro_batches_of(tensor: torch.Tensor | None, m: int) -> list:
@@ -217,58 +218,6 @@ class PipelineRunner(PipelineSteps):
             gradient = done.input_gradient(gradient) if kind == "I" else done.backward(gradient)
             if stage > 0:
                 self.mail.put("B", stage - 1, micro_batch, gradient)
-
-# %% ../notebooks/09_pipeline.ipynb #clip
-import math
-
-from .shards import outer_groups
-
-
-def gradients_of(runner: PipelineRunner, zero=None) -> list[tuple[torch.Tensor, float]]:
-    """This rank's gradients, whole or in pieces, each with the number of ranks of the default group that have the same.
-
-    zero: the ZeroOptimizer that has them, if one has. Pieces of fully_shard are in `.grad`.
-    """
-    pipeline = dist.get_process_group_ranks(runner.group)
-
-    def copies(outer: tuple, holders: int, pieces: int = 1) -> float:
-        """outer: the groups that split the tensor; holders: ranks of a pipeline that have it, or pieces of it."""
-        return dist.get_world_size() * holders / (len(pipeline) * math.prod(each.size() for each in outer) * pieces)
-
-    def of_piece(outer: tuple, group) -> float:
-        members = set(dist.get_process_group_ranks(group))
-        return copies(outer, sum(rank in members for rank in pipeline), len(members))
-
-    if zero is not None:
-        return [(each.gradient, of_piece(outer_groups(each.parameters[0]), each.group)) for each in zero.gradients]
-    found = []
-    for weight, holders in runner.copies.holders.items():
-        if weight.grad is not None and hasattr(weight, "shard_group"):
-            found.append((weight.grad, of_piece(outer_groups(weight)[1:], weight.shard_group)))
-        elif weight.grad is not None:
-            found.append((weight.grad, copies(outer_groups(weight), len(holders))))
-    return found
-
-
-@torch.no_grad()
-def clip_grad_norm_(runner: PipelineRunner, max_norm: float, zero=None) -> torch.Tensor:
-    """As torch.nn.utils.clip_grad_norm_, of all stages together, whoever holds which part. Returns the norm.
-
-    Every rank adds up its squares, each divided by the number of ranks that have the same: one all-reduce over the
-    default group, whose ranks train one model. zero: the ZeroOptimizer that has the gradients, if one has.
-    """
-    if zero is not None:
-        zero.finish()
-    gradients = gradients_of(runner, zero)
-    square = torch.zeros((), device=next(runner.stages.parameters()).device)
-    for gradient, copies in gradients:
-        square += torch.linalg.vector_norm(gradient, dtype=torch.float32).square() / copies
-    dist.all_reduce(square)
-    norm = square.sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient, _ in gradients:
-        gradient.mul_(factor)
-    return norm
 
 # %% ../notebooks/09_pipeline.ipynb #ex-09-17
 def pipeline_ratio(hidden: int, layers: float, bandwidth: float, peak: float, number_bytes: float = 2) -> float:

@@ -98,16 +98,17 @@ def report_error(error: BaseException, reports: Path | None) -> None:
     report, others = describe(error), OtherNodes(job_here())
     write_report(report, reports)
     attempt, last = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    last_attempt = attempt == last
     if reports is None:
         traceback.print_exception(error)
-    elif attempt != last and not report["lost_peer"]:
+    elif not last_attempt and not report["lost_peer"]:
         restart = f"restart {int(attempt) + 1} of {last}"
         print(f"launch: rank {report['rank']}: {report['headline']}; {restart}", file=sys.stderr)
     if report["lost_peer"]:
         time.sleep(GRACE_S)
-    elif not others.alone:
+    elif last_attempt and not others.alone:
         others.tell(report["rank"], report["host"], report["headline"])
-    if not others.alone:
+    if last_attempt and not others.alone:  # before a restart nobody reads it, and the store may have gone with its node
         write_report(report | {"first": others.first()}, reports)
 
 

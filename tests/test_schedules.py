@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from course_lib.actions import play
 from course_lib.schedules import (
     Action,
     Overlapped,
@@ -18,7 +19,6 @@ from course_lib.schedules import (
     interleaved,
     naive,
     one_f_one_b,
-    play,
     simulate,
     validate,
     zero_bubble_h1,

@@ -406,10 +406,13 @@ def peaks() -> dict[int, float]:
 
 def test_stage_2_has_two_whole_gradients_at_a_time_and_stage_1_all(ranks):
     """Measured, without the copies that gloo makes: 8 weights; 8 gradients, or 8 quarters and two; the one that
-    backward makes; little else.
+    backward makes; little else. The least of four measurements: gloo's thread may keep what it has sent last, here the
+    weight that the constructor has sent before it moved it, until it is given time again.
     """
-    for found in ranks(peaks):
-        assert 17 <= found[1] < 17.2 and 13 <= found[2] < 13.2, found
+    tries = [ranks(peaks) for _ in range(4)]
+    for rank in range(4):
+        least = {stage: min(found[rank][stage] for found in tries) for stage in (1, 2)}
+        assert 17 <= least[1] < 17.2 and 13 <= least[2] < 13.2, (rank, least)
 
 
 def weights_on_their_way() -> list[str]:
