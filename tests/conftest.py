@@ -2,7 +2,10 @@
 
 import pytest
 
+from course_lib import rank_processes
 from course_lib.ranks import Ranks
+
+rank_processes.ANSWER_S = 30.0  # a rank of a busy machine may say late where it is; the tests want to hear it
 
 
 @pytest.fixture(scope="session")
