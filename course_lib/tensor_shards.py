@@ -89,7 +89,7 @@ def materialize(model: nn.Module, init: Callable[[str, torch.Tensor], None]) -> 
     fill = shard_init(model, init)
     for parameter, places in places_of(model).items():
         real = nn.Parameter(torch.empty_like(parameter, device=torch.get_default_device()), parameter.requires_grad)
-        real.__dict__.update(parameter.__dict__)
+        vars(real).update(vars(parameter) | vars(real))  # what is said of the parameter, not where it is (fake tensors)
         fill(places[0][0], real)
         for _, owner, name in places:
             owner.register_parameter(name, real)
