@@ -148,7 +148,6 @@ class OptimizerShard:
         for parameter, view in zip(parameters, self.layout.views(self.values), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        self.places = [parameter.data_ptr() for parameter in parameters]
         self.own_values = self.layout.own(self.values)
         dtype = torch.promote_types(first.dtype, torch.float32)
         self.is_copy = offload or dtype != first.dtype
@@ -158,7 +157,8 @@ class OptimizerShard:
     @property
     def moved(self) -> bool:
         """Whether a parameter is no longer a view of `values`: somebody has given it another memory."""
-        return any(p.data_ptr() != place for p, place in zip(self.parameters, self.places, strict=True))
+        own = self.values.untyped_storage()._cdata  # not data_ptr(): fake tensors have none
+        return any(parameter.untyped_storage()._cdata != own for parameter in self.parameters)
 
     def step(self, optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> None:
         """Update the piece alone: an optimizer passes over what has no gradient."""
