@@ -197,7 +197,7 @@ class OwnerTracker(StorageTracker):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """A storage has new memory, of another size, and no operation made it. It is the same owner's as the old."""
-        if storage.device == self.device:
+        if storage._cdata in self.alive or storage.device == self.device:  # a fake tensor's storage is on meta
             new = Allocation(storage.nbytes(), self.now(), in_backward=self.in_backward())
             if storage._cdata in self.alive:  # its old memory is given up after the new is there
                 old, _ = self.alive[storage._cdata]
