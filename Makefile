@@ -6,10 +6,10 @@ RUN := PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/python
 # Every notebook, or those whose name starts with NB: make render NB=01
 NOTEBOOKS = notebooks/$(NB)*.ipynb
 
-.PHONY: help lab test lint export workbook render bench solution progress cheatsheet
+.PHONY: help lab test lint export workbook render bench bench-planner solution progress cheatsheet
 
 help: ## list these commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 # The set-up runs again only when what is to be installed has changed.
 .venv/installed-lab: pyproject.toml constraints.txt
@@ -48,6 +48,9 @@ render: .venv/installed-test ## run the notebooks and keep their outputs; NB=01 
 
 bench: .venv/installed-test ## run the comparisons of benchmarks/, which write benchmarks/results/
 	@status=0; for script in $(filter-out benchmarks/measure.py,$(wildcard benchmarks/*.py)); do echo "$$script"; $(RUN) "$$script" || status=1; done; exit $$status
+
+bench-planner: .venv/installed-test ## hold the planner against measured and published runs: benchmarks/results/planner.json
+	@$(RUN) benchmarks/planner.py
 
 solution: .venv/installed-lab ## show the solution of an exercise: make solution EX=01.3
 	@$(RUN) scripts/exercises.py solution "$(EX)"

@@ -1,0 +1,147 @@
+"""course_lib.dry_run and fake_ranks in one process: sizes, errors, and nothing is left behind. CPU."""
+
+import dataclasses
+import gc
+import resource
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from calls import peak_bytes
+from course_lib.dry_run import DryRun, axes_between, by_axes, dry_run, measured_step, settle_shapes
+from course_lib.fake_ranks import fake_ranks, moved, said_by
+from course_lib.five_d import parallelize
+from course_lib.layouts import Layout, groups_along
+from course_lib.memory import param_count
+from course_lib.meshes import build_mesh
+from course_lib.model import PRESETS, ModelConfig
+from course_lib.traffic import Record, Traffic
+
+SIZES = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=176, vocab=256)
+SEQ = 64
+
+
+def state() -> tuple:
+    """What a dry run might leave behind in the process."""
+    gc.collect()
+    hooks = len(_global_optimizer_pre_hooks)
+    modes, default = _get_current_dispatch_mode_stack(), torch.get_default_device()
+    random = torch.get_rng_state().sum().item()
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+    functions = dist.all_gather_object, torch.UntypedStorage.resize_, sys.excepthook
+    return dist.is_initialized(), hooks, modes, default, random, autocast, functions
+
+
+# The allocator's own events know nothing of MemoryProfile. Real tensors, fake ranks: gloo's buffers are not ours.
+@pytest.mark.parametrize("words", ["dp2,zero1", "dp2,zero3", "tp2,sp,full", "pp2,zb-h1"])
+def test_the_peak_is_that_of_the_allocator(words):
+    layout = Layout.parse(words)
+    found = dry_run(SIZES, layout, 4 * layout.dp, SEQ, dtype=torch.float32, lr=1e-3)
+    with fake_ranks(layout):
+        parallel = parallelize(SIZES, layout, build_mesh(layout, "cpu"), lr=1e-3)
+        tokens = settle_shapes(parallel, 4, SEQ)
+        parallel.step(tokens, tokens)
+        held = sum(measured_step(parallel, tokens, tokens)[0].values())
+        if layout.zero_stage == 3:  # these gradients go at the beginning of a step, unseen by the profiler
+            held -= found.at_rest["gradients"]
+            parallel.optimizer.zero_grad()
+        peak = held + peak_bytes(lambda: parallel.step(tokens, tokens))
+    assert found.peak_bytes == pytest.approx(peak, rel=0.03)
+
+
+def test_a_model_that_fits_nowhere_here_takes_no_memory():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    config = dataclasses.replace(PRESETS["llama3-405B"], layers=14)  # of 16 stages: one layer or the embedding each
+    layout = Layout.parse("dp128,pp16,tp8,sp,zero1")
+    found = dry_run(config, layout, 128 * 4, 8192, rank=8)  # rank 8 of 16,384 has the second stage
+    weights = 4 * param_count(dataclasses.replace(config, layers=1, vocab=0)) // 8
+    assert found.at_rest["parameters"] == pytest.approx(weights, rel=1e-3)
+    assert found.peak_bytes > 8 * 2**30
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10 < 300  # MiB
+
+
+def test_8b_on_8_ranks_is_what_zero_3_promises():
+    found = dry_run(PRESETS["llama3-8B"], Layout.parse("dp8,zero3"), 8, 8192)
+    weights = param_count(PRESETS["llama3-8B"])
+    for category, copies in (("parameters", 1), ("gradients", 1), ("optimizer states", 2)):
+        assert found.at_rest[category] == pytest.approx(4 * copies * weights / 8, rel=1e-6)
+    assert found.bytes_sent["dp", "reduce_scatter"] == pytest.approx(7 / 8 * 4 * weights, rel=1e-6)  # float32
+    assert found.peak["parameters"] > found.at_rest["parameters"]  # gathered ones
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"layout": Layout(tp=3)}, "tp"),
+        ({"layout": Layout(dp=4)}, "batch 2 is no multiple of dp 4 x mb 1: make it 4"),
+        ({"layout": Layout(cp=2), "seq": 30}, "seq 30"),
+        ({"layout": Layout(dp=2), "rank": 2}, "rank 2 of 2: it is 0 to 1"),
+        ({"moe": {"experts": 4, "top_k": 2}}, "leave out moe"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(arguments, message):
+    before = state()
+    with pytest.raises(ValueError, match=message) as caught:
+        dry_run(**{"config": SIZES, "layout": Layout(), "batch": 2, "seq": SEQ} | arguments)
+    assert "\n" not in str(caught.value)
+    assert state() == before
+
+
+def test_nothing_is_left_behind():
+    before = state()
+    words = ["dp2,zero3", "pp2,tp2,sp,zero1", "dp2,zero3"]
+    first, _, again = (dry_run(SIZES, Layout.parse(each), 4, SEQ) for each in words)
+    assert first == again
+    assert state() == before
+
+    def breaks(model):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        dry_run(SIZES, Layout.parse("dp2,zero3"), 4, SEQ, extra=[breaks])
+    assert state() == before
+
+
+def test_a_process_group_stays_as_it_is():
+    with fake_ranks(Layout(dp=4), 1):
+        with pytest.raises(ValueError, match="a rank of a process group already") as caught:
+            dry_run(SIZES, Layout(dp=2), 2, SEQ)
+        assert "\n" not in str(caught.value)
+        assert (dist.get_rank(), dist.get_world_size()) == (1, 4)
+
+
+@pytest.mark.parametrize("axis", ["dp", "pp", "cp", "tp"])
+def test_every_rank_says_which_group_it_is_in(axis):
+    layout = Layout.parse("dp4,pp3,cp2,tp2,ep2")
+    groups = {rank: group for group in groups_along(layout, axis) for rank in group}
+    for own in (0, 17, 47):
+        said = groups[own], "a word", (groups[own], [])
+        for other in range(layout.ranks):
+            assert said_by(other, own, said, layout) == (groups[other], "a word", (groups[other], []))
+    assert moved([0, 12], [0, 0, 0, 0, 0], layout) == [0, 12]
+
+
+def test_bytes_are_sorted_by_the_axes_of_their_group():
+    layout = Layout.parse("dp4,pp2,tp2,ep2")
+    names = {(0, 1): "tp", (0, 2): "pp", (0, 4): "ep", (0, 8): "copies", (0, 4, 8, 12): "dp", tuple(range(16)): "all"}
+    for ranks, name in names.items():
+        assert axes_between(ranks, layout) == {"all": "dp x pp x tp"}.get(name, name)
+    calls = [("send", (0, 2), 5), ("all_reduce", (0, 1), 7), ("recv", (0, 2), 0), ("send", (0, 2), 1)]
+    traffic = Traffic([Record(name, ranks, 0, sent, None) for name, ranks, sent in calls])
+    assert by_axes(traffic, layout) == {("pp", "send"): 6, ("tp", "all_reduce"): 7}
+
+
+def test_the_table_adds_up():
+    gib = 2**30
+    at_rest = {"parameters": gib, "optimizer states": 2 * gib, "activations": 0, "gradients": gib, "temporary": 0}
+    peak = at_rest | {"activations": 3 * gib}
+    found = DryRun(Layout(dp=8), 3, at_rest, peak, {("dp", "all_reduce"): 7 * gib})
+    assert found.peak_bytes == 7 * gib
+    lines = str(found).splitlines()
+    assert lines[0] == "rank 3 of 8, dp8"
+    assert lines[-3].split() == ["together", "4.000", "7.000"]
+    assert lines[-1].split() == ["dp", "all_reduce", "7.000"]

@@ -1,0 +1,48 @@
+"""course_lib.dry_run against steps of real ranks: memory by category, bytes by axes and collective. CPU, gloo."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from course_lib.dry_run import dry_run, measured_step
+from course_lib.five_d import parallelize
+from course_lib.layouts import Layout
+from course_lib.meshes import build_mesh
+from course_lib.model import ModelConfig
+
+SIZES = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=44, vocab=97)  # 97 tokens go on no 2 ranks
+SEQ = 64
+WAYS = [  # words, tied, dtype of the products
+    ("dp4,zero3,full", False, torch.bfloat16),
+    ("dp2,cp2,zero1", True, torch.bfloat16),
+    ("dp2,tp2,sp,zero2", False, torch.bfloat16),
+    ("tp4", False, torch.float32),  # 2 K/V heads, each on 2 ranks
+    ("dp2,pp2,zb-h1", True, torch.bfloat16),  # a tied embedding, summed over both stages' ranks
+    ("dp2,pp2,zero3,keep", False, torch.bfloat16),
+]
+
+
+def real_step(words: str, tied: bool, dtype: torch.dtype, batch: int) -> tuple:
+    """On a rank: what the second step takes there."""
+    layout = Layout.parse(words)
+    config = dataclasses.replace(SIZES, tied=tied)
+    parallel = parallelize(config, layout, build_mesh(layout), dtype=dtype, lr=1e-3)
+    inputs, targets = torch.randint(SIZES.vocab, (2, batch // layout.dp, SEQ)).unbind()
+    parallel.step(inputs, targets)
+    return measured_step(parallel, inputs, targets)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way[0])
+def test_a_dry_run_takes_what_a_real_rank_takes(way, ranks):
+    words, tied, dtype = way
+    layout = Layout.parse(words)
+    batch = 2 * layout.dp * layout.micro_batch
+    measured = ranks(real_step, *way, batch)
+    for rank in (0, layout.ranks - 1):  # in the first stage and in the last
+        at_rest, peak, sent = measured[rank]
+        found = dry_run(dataclasses.replace(SIZES, tied=tied), layout, batch, SEQ, rank=rank, dtype=dtype, lr=1e-3)
+        assert found.bytes_sent == sent
+        assert found.at_rest == at_rest
+        # a real rank's collective may let go of its tensors a little later
+        assert found.peak_bytes == pytest.approx(sum(peak.values()), rel=0.03)

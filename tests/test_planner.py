@@ -1,0 +1,334 @@
+"""The planner's figures show what the search found: every bar is as long as its part, and no text lies on another.
+
+CPU, no processes. The oracles are `estimate` and `search` themselves, a slow `distinct`, and matplotlib's own layout.
+"""
+
+import itertools
+
+import pytest
+from matplotlib.colors import to_hex
+
+from course_lib import planner as planner_module
+from course_lib.best_config import Ranking, search
+from course_lib.clusters import CLUSTERS
+from course_lib.layouts import Layout
+from course_lib.memory import memory_figure
+from course_lib.model import PRESETS
+from course_lib.planner import HEATMAP_NODES, HEATMAP_SETTINGS, family, planner
+from course_lib.ranking_figures import (
+    MEMORY_COLORS,
+    distinct,
+    heatmap_figure,
+    heatmap_row,
+    mfu_heatmap,
+    ranking_figure,
+    rejections_figure,
+    two_lines,
+)
+
+GIB = 2**30
+H100 = CLUSTERS["H100"]
+CASES = {  # model, GPUs, batch, tokens of a sequence
+    "8B": ("llama3-8B", 8, 256, 4096),
+    "70B": ("llama3-70B", 128, 1024, 4096),
+    "small": ("small", 4, 12, 512),
+    "one GPU": ("debug", 1, 8, 512),
+}
+
+
+@pytest.fixture(scope="module")
+def rankings() -> dict[str, Ranking]:
+    """The search of each case."""
+    return {name: search(PRESETS[model], H100, *sizes) for name, (model, *sizes) in CASES.items()}
+
+
+def bars(ax) -> dict[int, float]:
+    """The length of each row's bar: the sum of its parts, which must lie end to end."""
+    ends = {}
+    for patch in ax.patches:
+        y = round(patch.get_y() + patch.get_height() / 2)
+        assert patch.get_x() == pytest.approx(ends.get(y, 0.0))
+        ends[y] = patch.get_x() + patch.get_width()
+    return ends
+
+
+def tick_labels(axis) -> list:
+    """Those that are shown: the ticks of an axis go on beyond its ends."""
+    low, high = sorted(axis.get_view_interval())
+    return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+
+
+def boxes(figure) -> list:
+    """The places, in pixels, of all texts that a figure shows."""
+    figure.draw_without_rendering()
+    texts = list(figure.texts)
+    for ax in figure.axes:
+        legend = ax.get_legend()
+        texts += [*tick_labels(ax.xaxis), *tick_labels(ax.yaxis), ax.xaxis.label, ax.yaxis.label, ax.title, *ax.texts]
+        texts += legend.get_texts() if legend else []
+    return [text.get_window_extent() for text in texts if text.get_visible() and text.get_text()]
+
+
+def check_readable(figure) -> None:
+    """All texts lie in the figure, and none on another."""
+    found = boxes(figure)
+    assert figure.dpi == 100 and figure.bbox.width <= 910
+    for box in found:
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, box
+        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, box
+    for one, other in itertools.combinations(found, 2):
+        wide, high = min(one.x1, other.x1) - max(one.x0, other.x0), min(one.y1, other.y1) - max(one.y0, other.y0)
+        assert wide <= 1 or high <= 1, (one, other)  # a pixel of a letter's box is blank
+
+
+# What is shown.
+
+
+def slow_distinct(ranking: Ranking, n: int) -> list[int]:
+    """Row by row against all that were chosen, as the docstring says it."""
+    chosen, step_s = [], ranking.estimate.step_s
+    for row in ranking.order[:3000]:
+        layout = ranking.table[row]
+        degrees = (layout.dp * layout.cp, layout.pp, layout.tp)
+        if not any(degrees == others and step_s[row] / step_s[other] - 1 <= 1e-3 for other, others in chosen):
+            chosen.append((row, degrees))
+    return [row for row, _ in chosen[:n]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layouts_of_the_same_degrees_and_time_are_shown_once(rankings, case):
+    ranking = rankings[case]
+    rows = distinct(ranking, 8)
+    assert rows == slow_distinct(ranking, 8)
+    assert rows[0] == ranking.order[0] and (len(rows) == 8 or case == "one GPU")
+
+
+def test_there_are_layouts_to_leave_out(rankings):
+    assert sum(distinct(ranking, 8) != list(ranking.order[:8]) for ranking in rankings.values()) >= 3
+
+
+def test_fewer_layouts_than_asked_for_are_all_shown(rankings):
+    rows = distinct(rankings["one GPU"], 10_000)
+    assert 1 < len(rows) < len(rankings["one GPU"].order)
+    assert len(ranking_figure(rankings["one GPU"], n=3).axes[0].texts) == 3
+
+
+def test_a_layouts_words_stand_in_two_lines():
+    assert two_lines(Layout.parse("dp2,pp4,tp8,zero1,sp,mb2,zb-v")) == "dp2,pp4,tp8\nzero1,sp,mb2,zb-v"
+    assert two_lines(Layout.parse("dp8")) == "dp8" and two_lines(Layout()) == "dp1"
+    assert two_lines(Layout.parse("zero0,mb4,full")) == "dp1\nmb4,full"
+    assert two_lines(Layout.parse("pp4,ep1,dualpipe")) == "pp4\ndualpipe"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_bar_is_as_long_as_the_step_and_the_memory(rankings, case):
+    ranking = rankings[case]
+    figure, rows, e = ranking_figure(ranking, title="a title"), distinct(ranking, 8), ranking.estimate
+    time_ax, memory_ax = figure.axes
+    for y, row in enumerate(rows):
+        assert bars(time_ax)[y] == pytest.approx(e.step_s[row])
+        assert bars(memory_ax)[y] == pytest.approx(e.needed_bytes[row] / GIB)
+        assert f"{e.tokens_per_s[row]:,.0f} tokens/s" in time_ax.texts[y].get_text()
+        assert f"MFU {e.mfu[row]:.1%}" in time_ax.texts[y].get_text()
+        assert f"{e.needed_bytes[row] / GIB:.1f}" in memory_ax.texts[y].get_text()
+    labels = [label.get_text().replace("\n", ",") for label in time_ax.get_yticklabels()]
+    assert [str(Layout.parse(label)) for label in labels] == [str(ranking.table[row]) for row in rows]
+    (line,) = memory_ax.lines
+    assert list(line.get_xdata()) == [e.usable_bytes / GIB] * 2
+    assert time_ax.yaxis_inverted()  # the best on top
+
+
+def test_a_part_has_its_length_and_its_colour(rankings):
+    ranking = rankings["8B"]
+    rows = distinct(ranking, 8)
+    time_ax, memory_ax = ranking_figure(ranking).axes
+    for ax, parts, unit in ((time_ax, ranking.estimate.time, 1), (memory_ax, ranking.estimate.memory, GIB)):
+        drawn = {bar.get_label(): [patch.get_width() for patch in bar] for bar in ax.containers}
+        assert len(drawn) > 3 and set(drawn) - {"other"} <= set(parts)
+        for name in set(drawn) - {"other"}:
+            assert drawn[name] == pytest.approx(parts[name][rows] / unit), name
+        colors = [to_hex(bar[0].get_facecolor()) for bar in ax.containers]
+        assert len(set(colors)) == len(colors)
+    known = memory_figure({"": {name: GIB for name in MEMORY_COLORS}}, 80).axes[0].containers
+    known = {bar.get_label(): to_hex(bar[0].get_facecolor()) for bar in known}
+    shown = {bar.get_label(): to_hex(bar[0].get_facecolor()) for bar in memory_ax.containers}
+    assert len(known) == 4 and known.items() <= shown.items()
+
+
+def test_a_part_keeps_its_colour_in_every_figure(rankings):
+    found = {}
+    for ranking in rankings.values():
+        for panel, ax in enumerate(ranking_figure(ranking).axes):
+            for bar in ax.containers:
+                found.setdefault((panel, bar.get_label()), set()).add(bar[0].get_facecolor())
+    assert len(found) > 8 and all(len(colors) == 1 for colors in found.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_text_lies_on_another(rankings, case):
+    check_readable(ranking_figure(rankings[case], title=f"{case}: a title"))
+    check_readable(rejections_figure(rankings[case]))
+
+
+def test_where_no_layout_fits_one_line_says_why():
+    ranking = search(PRESETS["llama3-405B"], H100, 8, 8)
+    assert not len(ranking.order) and distinct(ranking, 8) == []
+    with pytest.raises(ValueError, match=r"^no layout fits: [\d,]+ out of memory[^\n]*$"):
+        ranking_figure(ranking)
+    check_readable(rejections_figure(ranking))  # which is of use then
+    with pytest.raises(ValueError, match="n 0: it is 1 or more"):
+        ranking_figure(ranking, n=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_rejections_are_those_of_the_search(rankings, case):
+    ranking = rankings[case]
+    (ax,) = rejections_figure(ranking).axes
+    names = [label.get_text().replace("\n", " ") for label in ax.get_yticklabels()]
+    shown = dict(zip(names, (patch.get_width() for patch in ax.patches), strict=True))
+    assert shown == {"fits": len(ranking.order), **ranking.rejected}
+    assert [text.get_text().strip() for text in ax.texts] == [f"{count:,.0f}" for count in shown.values()]
+    assert ax.get_xscale() == "log"
+
+
+# The heatmap.
+
+
+def test_a_cell_of_the_heatmap_is_the_best_of_its_search():
+    models = {name: PRESETS[name] for name in ("llama3-8B", "llama3-70B")}
+    figure = mfu_heatmap(models, (1, 4), H100, 64, 2048, HEATMAP_SETTINGS)
+    ax = figure.axes[0]
+    cells = {tuple(round(at) for at in text.get_position()): text.get_text() for text in ax.texts}
+    assert [label.get_text() for label in ax.get_yticklabels()] == list(models)
+    for (x, nodes), (y, config) in itertools.product(enumerate((1, 4)), enumerate(models.values())):
+        best = search(config, H100, 8 * nodes, 64, 2048, settings=HEATMAP_SETTINGS).best(1)
+        if not best:
+            assert cells[x, y] == "none\nfits"
+            continue
+        layout, _, mfu, _ = best[0]
+        value, degrees, settings = cells[x, y].split("\n")
+        assert value == f"{100 * mfu:.1f}%" and f"mb{layout.micro_batch}" in settings
+        assert two_lines(layout).split("\n")[0] == degrees.replace(" ", ",")
+    assert cells[0, 1] == "none\nfits" and list(cells.values()).count("none\nfits") == 1
+    assert [patch.get_hatch() for patch in ax.patches] == ["//"]
+    assert "64 sequences of 2,048 tokens" in ax.get_title() and "runs" not in ax.get_title()
+
+
+def test_long_words_stay_in_their_cell():
+    layout = Layout.parse("dp128,pp32,cp16,tp16,zero3,mb16,keep")
+    names = ("llama3-8B", "llama3-405B")
+
+    class Found:
+        def best(self, n):
+            return [(layout, 1.0, 0.4, 1.0)]
+
+    rows = [heatmap_row(name, Found(), nodes, 8, 64) for name in names for nodes in HEATMAP_NODES]
+    figure = heatmap_figure(rows, H100, 8, 64)
+    check_readable(figure)
+    ax = figure.axes[0]
+    cell = ax.transData.transform((1, 0))[0] - ax.transData.transform((0, 0))[0]
+    assert max(text.get_window_extent().width for text in ax.texts) <= cell
+
+
+def test_a_heatmap_without_a_layout_says_so():
+    with pytest.raises(ValueError, match="no layout of llama3-405B fits on H100"):
+        mfu_heatmap({"llama3-405B": PRESETS["llama3-405B"]}, (1, 2), H100, 8)
+    with pytest.raises(ValueError, match="batch 0"):
+        mfu_heatmap({"debug": PRESETS["debug"]}, (1,), H100, 0)
+
+
+def test_the_widgets_heatmap_comes_near_the_whole_search():
+    for name, nodes in (("llama3-8B", 1), ("llama3-70B", 8), ("bench-3B", 8)):
+        fast, whole = (
+            search(PRESETS[name], H100, 8 * nodes, 256, settings=settings).best(1)[0][2]
+            for settings in (HEATMAP_SETTINGS, None)
+        )
+        assert 0.95 * whole <= fast <= whole
+
+
+# The widget.
+
+
+@pytest.fixture(scope="module")
+def opened():
+    """The planner, its heatmap with two columns, to be quicker."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner_module, "HEATMAP_NODES", (1, 8))
+        yield planner()
+
+
+@pytest.fixture
+def parts(opened):
+    """Controls by description, and what it shows, at an 8B model on one node."""
+    row, words, best, why, across, below = opened.children
+    controls = {control.description: control for column in row.children for control in column.children}
+    start = {"batch, sequences": 64, "nodes": 1, "cluster": "H100", "sequence, tokens": 4096, "model": "bench-8B"}
+    for name, value in start.items():
+        controls[name].value = value
+    return controls, words, best, why, across, below
+
+
+def test_the_planner_opens_with_both_pictures(parts):
+    controls, words, best, why, across, below = parts
+    assert set(controls) == {"model", "cluster", "nodes", "batch, sequences", "sequence, tokens"}
+    for picture in (best, across):
+        assert bytes(picture.value).startswith(b"\x89PNG") and len(picture.value) > 5000
+        assert picture.layout.display is None
+    ranking = search(PRESETS["bench-8B"], H100, 8, 64)
+    assert f">{len(ranking.order):,}</td>" in why.value
+    assert all(f"{count:,}" in why.value and reason in why.value for reason, count in ranking.rejected.items())
+    assert "zb-v" in below.value and "<b></b>" == words.value
+
+
+@pytest.mark.parametrize(
+    "control, value, both",
+    [
+        ("model", "bench-3B", False),
+        ("nodes", 2, False),
+        ("batch, sequences", 128, True),
+        ("cluster", "H200", True),
+        ("sequence, tokens", 8192, True),
+    ],
+)
+def test_a_control_changes_what_it_should(parts, control, value, both):
+    controls, _, best, _, across, _ = parts
+    before = bytes(best.value), bytes(across.value)
+    controls[control].value = value
+    assert bytes(best.value) != before[0] and (bytes(across.value) != before[1]) == both
+
+
+def test_the_heatmap_is_drawn_anew_only_where_it_changes(parts, monkeypatch):
+    controls, *_ = parts
+    drawn = []
+
+    def counted(models, *others):
+        drawn.append(models)
+        raise ValueError("not now")
+
+    monkeypatch.setattr(planner_module, "mfu_heatmap", counted)
+    controls["nodes"].value = 4
+    controls["model"].value = "bench-3B"
+    assert drawn == []
+    controls["batch, sequences"].value = 96
+    assert [list(models) for models in drawn] == [["bench-1B", "bench-3B", "bench-8B", "bench-80B"]]
+
+
+@pytest.mark.parametrize(
+    "control, value, line, all_bad",
+    [("batch, sequences", 0, "batch 0", True), ("model", "bench-80B", "no layout fits: ", False)],
+)
+def test_bad_input_gets_one_line_in_place_of_the_figure(parts, control, value, line, all_bad):
+    controls, words, best, why, across, below = parts
+    before = controls[control].value
+    controls[control].value = value
+    assert line in words.value and "\n" not in words.value and "<br" not in words.value
+    assert best.layout.display == "none" and why.value == ""
+    assert (across.layout.display == "none") == all_bad and (below.value == "") == all_bad
+    controls[control].value = before
+    assert best.layout.display is None and across.layout.display is None and words.value == "<b></b>"
+
+
+def test_a_family_has_the_same_letters():
+    assert family("llama3-8B") == ("llama3.2-1B", "llama3-8B", "llama3-70B", "llama3-405B")
+    assert {name for name in PRESETS if name in family(name)} == set(PRESETS)
+    assert family("SmolLM-135M") == ("SmolLM-135M",)
