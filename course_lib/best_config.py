@@ -32,6 +32,7 @@ import torch.distributed as dist
 from . import single_gpu
 from .layouts import Layout
 from .model import PRESETS, ModelConfig
+from .router import Routing
 from .single_gpu import flops_per_token
 
 
@@ -55,7 +56,9 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> np.ndarray:
-        """Bytes at the peak; where they would not fit, buffers are given back earlier and the run gets slower."""
+        """Bytes at the peak. Near the end of its memory the allocator waits for buffers, so a run that fits barely
+        has fewer of them than it asked for.
+        """
         without = self.needed_bytes - self.memory["buffers"]
         return np.minimum(self.needed_bytes, np.maximum(without, 0.95 * self.usable_bytes))
 
@@ -158,18 +161,20 @@ def search(
     settings: dict[str, tuple] | None = None,
 ) -> Ranking:
     """Every layout of `gpus` GPUs for a global batch of sequences, by tokens/s. settings: values to try of each, in
-    place of SETTINGS. Raises ValueError where a number is below 1, or a setting is none.
+    place of SETTINGS. Raises ValueError where a number is below 1, a setting is none, or experts do not work out.
     """
     if min(gpus, batch, seq) < 1:
         raise ValueError(f"gpus {gpus}, batch {batch}, seq {seq}: each is 1 or more")
     chosen = SETTINGS | (settings or {})
     if unknown := set(chosen) - set(SETTINGS):
         raise ValueError(f"settings: {', '.join(sorted(unknown))} is none of {', '.join(SETTINGS)}")
+    if moe is not None:
+        Routing(**{name: value for name, value in moe.items() if name not in ("ffn_hidden", "shared", "seed")})
     reasons = ["fits"]
     table = degrees(gpus)
     reason = first_reason(degree_rules(config, table, batch, seq), reasons)
     numbers = [reason]
-    table = with_settings(table.where(reason == 0), batch, moe, chosen)
+    table = with_settings(table.where(reason == 0), batch, chosen)
     reason = first_reason(setting_rules(config, table, batch, seq, moe), reasons)
     numbers.append(reason)
     table = table.where(reason == 0)

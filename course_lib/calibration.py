@@ -20,7 +20,7 @@ import numpy as np
 TIME = (
     "matmul_efficiency", "half_rows", "layer_traffic", "head_efficiency", "nvlink_efficiency", "network_efficiency",
     "collective_s", "ring_step_s", "busy_step_s", "gradient_step_s", "layer_host_s", "step_host_s",
-    "stall_s", "overlap",
+    "stall_s",
 )  # fmt: skip
 MEMORY = ("kept_hidden", "kept_ffn", "reserved_bytes")
 MEMORY_PAIRS = ("logit_bytes", "held")
@@ -30,10 +30,11 @@ def fit(runs: list[MeasuredRun], cluster: Cluster) -> Cluster:
     """The cluster with its software's constants fitted to the runs that were ok, from those it has. Takes seconds."""
     ran = [run for run in runs if run.ok]
     times = np.log([run.step_s for run in ran])
-    start = np.log([getattr(cluster.software, name) for name in TIME])
+    names = [name for name in TIME if getattr(cluster.software, name) > 0]  # what is 0 stays so
+    start = np.log([getattr(cluster.software, name) for name in names])
 
     def timed(logarithms: np.ndarray) -> Cluster:
-        return cluster.with_software(**dict(zip(TIME, np.exp(logarithms).tolist(), strict=True)))
+        return cluster.with_software(**dict(zip(names, np.exp(logarithms).tolist(), strict=True)))
 
     found = _least_squares(lambda x: np.log(predict(ran, timed(x)).step_s) - times, start, (start - 2, start + 2), 0.07)
     cluster = timed(found)

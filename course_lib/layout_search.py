@@ -13,16 +13,17 @@ __all__ = ['SCHEDULES', 'degrees', 'first_reason', 'degree_rules', 'setting_rule
 from .layout_tables import LayoutTable
 from .stage_loads import is_schedule
 
-# %% ../notebooks/11_best_config.ipynb #ex-11-7
+# %% ../notebooks/11_best_config.ipynb #layout-search-schedules
 import itertools
 
 import numpy as np
 
+from .layouts import Layout
 from .model import ModelConfig
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")
 
-
+# %% ../notebooks/11_best_config.ipynb #ex-11-7
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -66,36 +67,40 @@ def setting_rules(config: ModelConfig, table, batch: int, seq: int, moe: dict | 
     chunks = np.where(is_schedule(table, "interleaved"), table.virtual, 1)
     chunks = np.where(is_schedule(table, "zb-v"), 2, chunks)
     two, even = is_schedule(table, "interleaved"), is_schedule(table, "dualpipe")
+    width = (moe or {}).get("ffn_hidden") or config.ffn_hidden
     zero = table.zero_stage
     cut = np.lcm(np.where(table.cp > 1, 2 * table.cp, 1), table.cp * np.where(table.sequence_parallel, table.tp, 1))
     return {
         "mb does not divide a rank's share of the batch": rest > 0,
         "sp cuts a sequence into pieces that do not come out": seq % cut > 0,
         "the schedule has more stages than there are layers": table.pp * chunks > config.layers + 2,
-        "interleaved wants micro-batches in runs of pp": two & (m % table.pp > 0),
+        "interleaved wants micro-batches in runs of pp": two & (table.virtual > 1) & (m % table.pp > 0),
         "dualpipe wants an even pp, and 2 pp micro-batches or more": even
         & ((table.pp % 2 > 0) | (m % 2 > 0) | (m < 2 * table.pp)),
         "dualpipe has a stage on two ranks, zero3 on none whole": even & (zero == 3),
         "zero2 sums a tied embedding too early for interleaved": two & (zero == 2) & config.tied,
         "ep does not divide dp, or the experts": (table.dp % table.ep > 0)
         | ((moe or {"experts": 1})["experts"] % table.ep > 0),
+        "tp does not divide the experts' width": (moe is not None) & (width % table.tp > 0),
         "recompute selective drops scores, and cp keeps none": (np.asarray(table.recompute) == "selective")
         & (table.cp > 1),
     }
 
 # %% ../notebooks/11_best_config.ipynb #layout-search-with-settings
-def with_settings(table: LayoutTable, batch: int, moe: dict | None, settings: dict[str, tuple]) -> LayoutTable:
-    """Each row with each combination of settings that could make a difference to it."""
+def with_settings(table: LayoutTable, batch: int, settings: dict[str, tuple]) -> LayoutTable:
+    """Each row with each combination of settings. A setting that makes no difference to a row keeps its default."""
     for name, values in settings.items():
         table = table.times(name, values)
+        column, first = getattr(table, name), getattr(table, name) == values[0]
         matters = {
-            "micro_batch": table.micro_batch <= batch // table.dp,
-            "sequence_parallel": ~table.sequence_parallel | (table.tp > 1),
-            "schedule": (table.schedule == "1f1b") | (table.pp > 1),
-            "virtual": (table.virtual == values[0]) | is_schedule(table, "interleaved"),
-            "zero_stage": (table.zero_stage == 0) | (table.dp * table.cp > 1),
-            "ep": table.ep <= table.dp,
-        }
-        table = table.where(matters[name]) if name in matters else table
+            "sequence_parallel": table.tp > 1,
+            "schedule": table.pp > 1,
+            "virtual": is_schedule(table, "interleaved"),
+            "zero_stage": table.dp * table.cp > 1,
+        }.get(name, np.ones(len(table), bool))
+        most = {"micro_batch": batch // table.dp, "ep": table.dp}
+        possible = column <= most[name] if name in most else True
+        settled = np.where(matters, column, getattr(Layout(), name))
+        table = LayoutTable(len(table), **{**vars(table), name: settled}).where((matters | first) & possible)
     keep = (table.zero_stage == 3) & (table.pp > 1)
     return LayoutTable(len(table), **{**vars(table), "keep_gathered": keep})

@@ -2,7 +2,7 @@
 
     planner()
 
-Every change is a search over all layouts (up to half a million, a second): the figure of the best (`ranking_figures`),
+Every change is a search over all layouts (hundreds of thousands, within a second): the figure of the best (`ranking_figures`),
 a table of why the others fell out, and below it the best MFU of the model's whole family, from 1 to 2,048 nodes. That
 heatmap is twenty searches more, so it tries fewer settings, and is kept until the batch, the length, the cluster or the
 family changes.

@@ -15,7 +15,7 @@ __all__ = ['expert_sizes', 'head_in_layers', 'stage_parameters', 'own_share', 'k
 
 # %% ../notebooks/11_best_config.ipynb #step-memory-own-imports
 from .clusters import Cluster
-from .stage_loads import in_flight, is_schedule, stage_layers
+from .stage_loads import is_schedule, later_in_flight, stage_layers
 
 # %% ../notebooks/11_best_config.ipynb #step-memory-expert-sizes
 import numpy as np
@@ -52,7 +52,7 @@ def stage_parameters(
     _, experts, whole = expert_sizes(config, moe)
     kv = parts["kv"] / np.minimum(tp, config.kv_heads)
     layer = parts["q_o"] / tp + kv + whole / tp + parts["norms"]
-    dense = layers * layer + (embedding + head) * parts["embedding"] / tp + head * parts["final_norm"]
+    dense = layers * layer + (1 * embedding + 1 * head) * parts["embedding"] / tp + head * parts["final_norm"]
     return dense, layers * experts / np.asarray(layout.ep) / tp
 
 
@@ -63,15 +63,14 @@ def own_share(layout, dense, experts, sharded) -> np.ndarray:
 
 # %% ../notebooks/11_best_config.ipynb #ex-11-3
 def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
+    """Elements that a layer keeps for backward where nothing is recomputed, on one GPU, for each of its tokens."""
     software, tp, h = cluster.software, layout.tp, config.hidden
     outside = np.where(layout.sequence_parallel, tp, 1)
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
     whole = software.kept_whole * h / outside
     keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
     inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
-    kept = whole + inside / tp
-    return np.where(np.asarray(layout.recompute) == "full", h / outside, kept)
+    return whole + inside / tp
 
 # %% ../notebooks/11_best_config.ipynb #step-memory-step-memory
 def step_memory(
@@ -83,10 +82,10 @@ def step_memory(
     layers = stage_layers(config, pp, software.split, head_in_layers(config))
     copies = np.where(is_schedule(layout, "dualpipe"), 2, 1)
     both_ends = (pp == 1) | is_schedule(layout, "zb-v", "dualpipe")  # the first rank has the last stage too
-    held_most = in_flight(layout, m)
-    kept = 2 * tokens * kept_elements(config, cluster, layout, moe)
+    layer_kept = 2 * tokens * kept_elements(config, cluster, layout, moe)
     full, zero = np.asarray(layout.recompute) == "full", np.asarray(layout.zero_stage)
-    again = 2 * tokens * (software.kept_hidden * h + software.kept_ffn * config.ffn_hidden) / tp  # one layer's, anew
+    inputs = 2 * tokens * h / np.where(layout.sequence_parallel, tp, 1)  # of a layer, from which it is computed again
+    kept, again = np.where(full, inputs, layer_kept), np.where(full, layer_kept, 0)
     sharded = (zero == 3) & ~np.asarray(layout.keep_gathered)  # between the layers; else as a stage's weights
     one_layer = sum(stage_parameters(config, layout, moe, 1, 0, 0))
     each, once = software.held
@@ -94,12 +93,8 @@ def step_memory(
     logits = tokens * config.vocab / tp * np.where(pp == 1, *software.logit_bytes)
     divided = {"weights": sharded, "gradients": (zero == 2) | sharded, "states": zero > 0}
     found = {}
-    for stage, flight in (
-        ("first", held_most),
-        ("second", np.minimum(held_most, pp - 1)),
-        ("last", np.minimum(held_most, 1)),
-    ):
-        flight = np.where(is_schedule(layout, "1f1b", "interleaved") | (pp == 1), flight, held_most)
+    for stage, later in (("first", 0), ("second", 1), ("last", pp - 1)):
+        flight = later_in_flight(layout, m, later)
         n, there = layers[stage], layers[stage] > 0 if stage == "second" else True
         head = both_ends & ~(config.tied & (pp == 1)) if stage == "first" else (pp > 1) & (stage == "last")
         dense, experts = stage_parameters(config, layout, moe, n, stage == "first", head)
@@ -108,7 +103,7 @@ def step_memory(
             "parameters": own["weights"] * software.weight_bytes,
             "gradients": own["gradients"] * software.gradient_bytes,
             "optimizer states": own["states"] * software.optimizer_bytes,
-            "activations": flight * n * kept + np.where(full, again, 0),
+            "activations": flight * n * kept + again,
             "logits": np.where(both_ends | (stage == "last"), logits, 0),
             "buffers": n * gathered * (each * flight + once),
             "gathered weights": np.where(sharded, 2 * one_layer * software.weight_bytes, 0),  # a layer's and the next

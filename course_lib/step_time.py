@@ -14,7 +14,7 @@ Playbook (2025), chapters 8, 9 and appendix A3.
 __all__ = ['tensor_parallel_time', 'layer_times', 'gradient_time', 'host_time', 'transfer_time', 'step_time']
 
 # %% ../notebooks/11_best_config.ipynb #step-time-own-imports
-from .clusters import Cluster, ring, stride_of
+from .clusters import Cluster, replica_ring, ring, stride_of
 from .stage_loads import bubble_share, is_schedule, stage_layers
 from .step_memory import expert_sizes, head_in_layers, own_share, stage_parameters
 
@@ -40,7 +40,8 @@ def layer_times(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: di
     tokens = layout.micro_batch * seq / cp
     full = np.asarray(layout.recompute) == "full"
     again = np.where(full, 4 / 3, 1.0)  # a forward more
-    products = 6 * tokens * (parts["q_o"] + parts["kv"] + expert_sizes(config, moe)[0]) / tp
+    used = (parts["q_o"] + expert_sizes(config, moe)[0]) / tp + parts["kv"] / np.minimum(tp, config.kv_heads)
+    products = 6 * tokens * used
     scores = 7 * seq * h * tokens / tp * np.where(full | (np.asarray(layout.recompute) == "selective"), 9 / 7, 1)
     rate = cluster.peak_flops * software.matmul_efficiency * tokens / (tokens + software.half_rows)
     outside = np.where(layout.sequence_parallel, tp, 1)
@@ -52,7 +53,7 @@ def layer_times(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: di
     }
     exchange = tensor_parallel_time(cluster, layout, 2 * tokens * h) * np.where(full, 1.5, 1)
     times["tensor parallel"] = np.where(tp > 1, exchange, 0)
-    keys = 2 * tokens * 2 * config.kv_heads * config.head_dim / tp  # bytes of a rank's K and V
+    keys = 2 * tokens * 2 * config.kv_heads * config.head_dim / np.minimum(tp, config.kv_heads)  # bytes of K and V
     bandwidth, beyond = ring(cluster, cp, stride_of(layout, "cp", software.order))
     latency = np.where(beyond, software.ring_step_s, software.collective_s)
     rings = 3 * (cp - 1) * (keys / bandwidth + latency)  # forward K and V; backward K, V and their gradients, in FP32
@@ -72,10 +73,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
-    nearest = np.where(
-        np.asarray(layout.cp) > 1, stride_of(layout, "cp", software.order), stride_of(layout, "dp", software.order)
-    )
-    bandwidth, beyond = ring(cluster, replicas, nearest)
+    bandwidth, beyond = replica_ring(cluster, layout)
     latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
@@ -104,10 +102,10 @@ def transfer_time(config: ModelConfig, cluster: Cluster, layout, seq: int) -> tu
     nodes = np.asarray(layout.ranks) / cluster.gpus_per_node
     stride = stride_of(layout, "pp", software.order)
     beyond = stride * pp > cluster.gpus_per_node
-    rate = np.where(beyond, cluster.network, cluster.nvlink * software.nvlink_efficiency)
+    rate = np.where(beyond, cluster.network, cluster.nvlink * software.nvlink_efficiency)  # the runs show no loss here
     size = 2 * layout.micro_batch * seq / np.asarray(layout.cp) * config.hidden / tp
     chunks = np.where(is_schedule(layout, "interleaved"), layout.virtual, 1)
-    chunks = np.where(is_schedule(layout, "zb-v", "dualpipe"), 2, chunks)
+    chunks = np.where(is_schedule(layout, "zb-v"), 2, chunks)
     stalls = beyond & ((nodes >= software.stall_nodes) | (tp > 2 * cluster.gpus_per_node))
     neighbours = np.minimum(pp - 1, 2)
     return np.where(pp > 1, 2 * size * chunks / rate, 0), np.where(stalls, software.stall_s * neighbours, 0)

@@ -1,0 +1,176 @@
+"""course_lib.best_config: the search leaves out nothing, counts everything, and its best is the best. Plain numpy."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from course_lib.best_config import SETTINGS, estimate, main, options, search
+from course_lib.clusters import CLUSTERS
+from course_lib.layout_search import degree_rules, degrees, first_reason, with_settings
+from course_lib.layouts import Layout, check_layout
+from course_lib.model import PRESETS
+from course_lib.single_gpu import flops_per_token
+from course_lib.stage_loads import bubble_share
+
+H100 = CLUSTERS["H100"]
+LLAMA = PRESETS["llama3-8B"]
+
+
+@pytest.mark.parametrize(
+    "name, gpus, batch", [("llama3-8B", 8, 64), ("llama3-70B", 64, 256), ("llama3-405B", 16384, 2048)]
+)
+def test_every_layout_is_counted_once(name, gpus, batch):
+    config = PRESETS[name]
+    ranking, table = search(config, H100, gpus, batch), degrees(gpus)
+    able = first_reason(degree_rules(config, table, batch, 4096), ["none"]) == 0
+    everything = with_settings(table.where(able), batch, SETTINGS)
+    assert sum(ranking.rejected.values()) + len(ranking.order) == np.count_nonzero(~able) + len(everything)
+    assert all(count > 0 for count in ranking.rejected.values())
+    assert len(ranking.order) == np.count_nonzero(ranking.estimate.fits) == len(set(ranking.order.tolist()))
+    assert ranking.rejected["out of memory"] == np.count_nonzero(ranking.estimate.runs & ~ranking.estimate.fits)
+    assert len(ranking.table) == len(ranking.order) + np.count_nonzero(~ranking.estimate.fits)
+
+
+def test_the_ranking_is_sorted_and_what_is_in_it_can_be_run():
+    ranking = search(PRESETS["llama3-70B"], H100, 64, 256)
+    e, order = ranking.estimate, ranking.order
+    assert (np.diff(e.step_s[order]) >= 0).all() and e.fits[order].all()
+    best = ranking.best(50)
+    assert len(best) == 50 and len({layout for layout, *_ in best}) == 50
+    speeds = [tokens_per_s for _, tokens_per_s, *_ in best]
+    assert speeds == sorted(speeds, reverse=True)
+    for layout, tokens_per_s, mfu, gib in best:
+        check_layout(PRESETS["llama3-70B"], layout, 64, 256, 4096)
+        alone = estimate(PRESETS["llama3-70B"], H100, layout, 256)
+        assert (tokens_per_s, mfu, gib) == pytest.approx((alone.tokens_per_s, alone.mfu, alone.peak_bytes / 2**30))
+        assert 0 < mfu < 1 and gib * 2**30 < H100.memory_bytes
+
+
+@pytest.mark.parametrize("name, cluster, gpus", [("llama3-8B", "H100", 8), ("llama3.2-1B", "H100, EFA", 4)])
+def test_the_best_is_that_of_a_loop_over_single_layouts(name, cluster, gpus):
+    config, of, batch = PRESETS[name], CLUSTERS[cluster], 32
+    settings = {"micro_batch": (1, 4), "recompute": ("none", "full"), "virtual": (2,)}
+    fastest = None
+    for degree in (degrees(gpus)[row] for row in range(len(degrees(gpus)))):
+        for layout in variants(degree):
+            try:
+                check_layout(config, layout, gpus, batch, 4096)
+            except ValueError:
+                continue
+            found = estimate(config, of, layout, batch)
+            if found.fits and (fastest is None or found.step_s < fastest[0]):
+                fastest = float(found.step_s), layout
+    layout, tokens_per_s, *_ = search(config, of, gpus, batch, settings=settings).best(1)[0]
+    assert tokens_per_s == pytest.approx(batch * 4096 / gpus / fastest[0])
+    assert estimate(config, of, layout, batch).step_s == pytest.approx(fastest[0])
+
+
+def variants(degree: Layout):
+    """A layout with the settings of the loop; those that cannot be are among them."""
+    for micro_batch in (1, 4):
+        for recompute in ("none", "full"):
+            for zero in range(4):
+                for schedule in SETTINGS["schedule"] if degree.pp > 1 else ("1f1b",):
+                    for sp in (False, True):
+                        yield dataclasses.replace(
+                            degree, micro_batch=micro_batch, recompute=recompute, zero_stage=zero, schedule=schedule,
+                            sequence_parallel=sp, keep_gathered=zero == 3 and degree.pp > 1,
+                        )  # fmt: skip
+
+
+def test_the_best_for_16384_gpus_does_not_starve_its_pipeline():
+    """Llama 3 405B on 16,384 H100 had 16 stages (Llama Team 2024, table 4); one micro-batch would leave them idle."""
+    for layout, _, mfu, _ in search(PRESETS["llama3-405B"], H100, 16384, 2048).best(5):
+        assert 2048 // (layout.dp * layout.micro_batch) >= layout.pp > 1 and 0.2 < mfu < 0.6, str(layout)
+
+
+def test_one_micro_batch_leaves_a_pipeline_idle():
+    """Whatever the schedule: of p stages one is at work, or two where gradients of weights are put off."""
+    for name in ("1f1b", "naive", "afab", "zb-h1", "zb-h2", "zb-v"):
+        layout = Layout(pp=8, schedule=name)
+        assert float(bubble_share(layout, 1)) > 0.6, name
+        assert estimate(PRESETS["llama3-70B"], H100, layout, 1).mfu < 0.12, name
+
+
+def test_numbers_of_an_estimate_go_together():
+    layout = Layout.parse("dp4,pp2,tp8,sp,zero1")
+    found = estimate(LLAMA, H100, layout, 256)
+    assert found.tokens == 256 * 4096 and found.gpus == 64
+    assert found.tokens_per_s == pytest.approx(256 * 4096 / 64 / sum(found.time.values()))
+    assert found.mfu == pytest.approx(found.tokens_per_s * flops_per_token(LLAMA, 4096) / 989e12)
+    assert found.needed_bytes == pytest.approx(sum(found.memory.values()))
+    assert found.peak_bytes <= found.needed_bytes
+
+
+def test_buffers_are_given_back_where_memory_is_short():
+    """Peak bytes are those that are needed, or what is left without buffers: never fewer."""
+    for micro_batch in (1, 2, 4, 8, 16):
+        found = estimate(LLAMA, H100, Layout.parse(f"tp8,sp,mb{micro_batch}"), 64)
+        without = found.needed_bytes - found.memory["buffers"]
+        assert found.memory["buffers"] > 0 and without <= found.peak_bytes <= found.needed_bytes
+        if found.needed_bytes <= 0.95 * found.usable_bytes:
+            assert found.peak_bytes == found.needed_bytes
+
+
+def test_more_memory_lets_more_fit_and_faster_gpus_are_faster():
+    eight, bigger = (search(LLAMA, CLUSTERS[name], 8, 64) for name in ("H100", "H200"))
+    assert len(bigger.order) > len(eight.order)
+    assert bigger.best(1)[0][1] >= eight.best(1)[0][1]
+    speeds = [search(LLAMA, CLUSTERS[name], 8, 64).best(1)[0][1] for name in ("A100", "H100", "B200")]
+    assert speeds == sorted(speeds) and speeds[0] < speeds[2] / 3
+
+
+def test_nothing_fits_on_too_few_gpus():
+    ranking = search(PRESETS["llama3-405B"], H100, 8, 64)
+    assert ranking.best() == [] and len(ranking.order) == 0 and ranking.rejected["out of memory"] > 0
+
+
+def test_settings_are_what_is_tried():
+    ranking = search(LLAMA, H100, 16, 64, settings={"micro_batch": (2,), "zero_stage": (0, 1), "recompute": ("full",)})
+    assert set(ranking.table.micro_batch) == {2} and set(ranking.table.recompute) == {"full"}
+    assert set(ranking.table.zero_stage) == {0, 1} and set(ranking.table.schedule) == set(SETTINGS["schedule"])
+
+
+def test_experts_are_shared_out():
+    moe = {"experts": 8, "top_k": 2}
+    ranking = search(PRESETS["llama3-8B"], H100, 32, 64, moe=moe, settings={"ep": (1, 2, 4, 8), "recompute": ("none",)})
+    assert set(ranking.table.ep) == {1, 2, 4, 8} and (ranking.table.dp % ranking.table.ep == 0).all()
+    dense = search(PRESETS["llama3-8B"], H100, 32, 64).best(1)[0]
+    assert ranking.best(1)[0][1] < dense[1], "each token uses two experts of the same width"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"gpus": 0, "batch": 8}, "gpus 0, batch 8, seq 4096: each is 1 or more"),
+        ({"gpus": 8, "batch": -1}, "batch -1"),
+        ({"gpus": 8, "batch": 8, "seq": 0}, "seq 0"),
+        ({"gpus": 8, "batch": 8, "settings": {"tp": (8,)}}, "settings: tp is none of micro_batch"),
+    ],
+)
+def test_bad_numbers_are_one_line(arguments, message):
+    with pytest.raises(ValueError, match=message) as error:
+        search(LLAMA, H100, **arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_the_program_prints_and_writes_the_best(tmp_path, capsys):
+    out = tmp_path / "best.jsonl"
+    records = main(["--gpus", "8", "--batch", "64", "--top", "3", "--out", str(out)])
+    printed = capsys.readouterr().out
+    best = search(LLAMA, H100, 8, 64).best(3)
+    assert [record["layout"] for record in records] == [str(layout) for layout, *_ in best]
+    assert [json.loads(line) for line in out.read_text().splitlines()] == records
+    assert all(f"  {layout}\n" in printed for layout, *_ in best) and "rejected: out of memory" in printed
+    assert main(["--preset", "llama3-405B", "--gpus", "8"]) == [] and "no layout fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "argv", [["--gpus", "0"], ["--top", "0"], ["--preset", "none"], ["--cluster", "V100"], ["--x"]]
+)
+def test_options_that_cannot_be_end_the_program(argv, capsys):
+    with pytest.raises(SystemExit) as ended:
+        options(argv)
+    assert ended.value.code == 2 and "usage" in capsys.readouterr().err

@@ -1,0 +1,231 @@
+"""course_lib.step_time: parts that add up, and what a change of cluster, model or layout does to them. Plain numpy."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from course_lib.best_config import estimate
+from course_lib.clusters import CLUSTERS
+from course_lib.layout_tables import LayoutTable
+from course_lib.layouts import Layout, groups_along
+from course_lib.memory import param_count, parameter_parts
+from course_lib.model import PRESETS, ModelConfig
+from course_lib.pipeline import schedule_by_name
+from course_lib.stage_loads import bubble_share
+from course_lib.step_time import gradient_time, step_time, tensor_parallel_time, transfer_time
+from course_lib.transfers import find_transfers
+from some_layouts import EXPERTS, some_rows
+
+SEQ = 4096
+SMALL, LLAMA, LARGE = (PRESETS[name] for name in ("llama3.2-1B", "llama3-8B", "llama3-70B"))
+H100 = CLUSTERS["H100"]
+BETWEEN_GPUS = ("tensor parallel", "context parallel", "transfers", "stalls", "bubble", "gradients")
+
+
+def times(words: str, config: ModelConfig = LLAMA, cluster=H100, m: int = 8, **more) -> dict[str, float]:
+    """Seconds by part of a layout in words."""
+    return {name: float(part) for name, part in step_time(config, cluster, Layout.parse(words), m, SEQ, **more).items()}
+
+
+@pytest.mark.parametrize("software", ["H100", "H100, EFA"])
+@pytest.mark.parametrize("moe", [None, EXPERTS])
+def test_arrays_are_row_by_row_the_same_and_nothing_is_negative(software, moe):
+    cluster, batch = CLUSTERS[software], 64
+    table = some_rows(LLAMA, 64, batch, SEQ, moe, 150)
+    m = batch / (table.dp * table.micro_batch)
+    found, whole = step_time(LLAMA, cluster, table, m, SEQ, moe), estimate(LLAMA, cluster, table, batch, SEQ, moe)
+    assert min(part.min() for part in found.values()) >= 0
+    np.testing.assert_allclose(whole.step_s, sum(found.values()), rtol=1e-12)
+    for row in range(len(table)):
+        single = step_time(LLAMA, cluster, table[row], m[row], SEQ, moe)
+        assert {name: part[row] for name, part in found.items()} == {n: pytest.approx(p) for n, p in single.items()}
+        one = estimate(LLAMA, cluster, table[row], batch, SEQ, moe)
+        for name in ("step_s", "peak_bytes", "needed_bytes", "fits", "mfu", "tokens_per_s", "runs", "gpus"):
+            assert getattr(whole, name)[row] == pytest.approx(getattr(one, name)), (name, str(table[row]))
+
+
+def test_one_gpu_has_no_communication():
+    for words in ("dp1", "mb2", "full", "zero3", "zb-v"):
+        found = times(words)
+        assert [found[name] for name in BETWEEN_GPUS] == [0] * len(BETWEEN_GPUS), words
+    assert times("dp1", moe=EXPERTS)["expert parallel"] == 0
+    assert times("dp8,ep8", moe=EXPERTS)["expert parallel"] > 0
+
+
+def test_the_matrices_take_their_flops():
+    """6 N a token at the efficiency of many rows, but for embedding, head and norms; scores, a head and K/V apart."""
+    found = times("mb64", cluster=H100.with_software(half_rows=0.0))
+    parts = parameter_parts(LLAMA)
+    matrices = LLAMA.layers * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    rate = H100.peak_flops * H100.software.matmul_efficiency
+    assert found["matrices"] == pytest.approx(6 * matrices * 8 * 64 * SEQ / rate)
+    assert param_count(LLAMA) - matrices == parts["embedding"] + parts["head"] + 65 * LLAMA.hidden
+
+
+@pytest.mark.parametrize("words", ["dp1", "dp8,zero1", "tp8,sp", "pp4", "pp4,tp2,sp,full", "cp4"])
+def test_a_gpu_twice_as_fast_halves_what_it_computes(words):
+    fast = dataclasses.replace(H100, peak_flops=2 * H100.peak_flops)
+    before, after = times(words, LARGE), times(words, LARGE, fast)
+    for name in ("matrices", "attention", "output layer"):
+        assert after[name] == pytest.approx(before[name] / 2)
+    for name in ("other kernels", "tensor parallel", "transfers", "optimizer"):
+        assert after[name] == pytest.approx(before[name])
+    assert after["gradients"] >= before["gradients"], "less to hide behind"
+    assert before["launch"] <= after["launch"] and sum(after.values()) < sum(before.values())
+
+
+def test_full_recomputation_is_a_forward_more():
+    for words in ("mb2", "mb2,tp4,sp", "mb2,pp4"):
+        none, full = times(words), times(f"{words},full")
+        assert full["matrices"] == pytest.approx(none["matrices"] * 4 / 3)
+        assert full["attention"] == pytest.approx(none["attention"] * 9 / 7), "of 7 matrix products, 2 are forward"
+        assert full["tensor parallel"] == pytest.approx(none["tensor parallel"] * 3 / 2)
+        assert full["output layer"] == none["output layer"]
+        assert 1.2 < sum(full.values()) / sum(none.values()) < 1.4
+    none, selective = times("mb2"), times("mb2,selective")
+    assert selective["matrices"] == none["matrices"] and selective["attention"] > none["attention"]
+
+
+def test_few_rows_are_slow():
+    per_sequence = [times(f"mb{mb}", m=1)["matrices"] / mb for mb in (1, 2, 4, 8)]
+    assert per_sequence == sorted(per_sequence, reverse=True)
+    half, whole = (times("dp1", m=1, cluster=H100.with_software(half_rows=n))["matrices"] for n in (SEQ, 0))
+    assert half == pytest.approx(2 * whole), "with half_rows tokens"
+
+
+# Data parallelism.
+
+
+def test_more_nodes_at_a_fixed_batch_lower_mfu():
+    """Each GPU has fewer sequences to hide gradients behind; a small model's are a larger part of its step."""
+    lost, nodes = {}, LayoutTable.of(Layout(dp=8 * n, zero_stage=1) for n in (1, 4, 8, 16, 32))
+    for name, config in (("small", SMALL), ("8B", LLAMA)):
+        mfu = estimate(config, H100, nodes, 256).mfu.tolist()
+        assert mfu == sorted(mfu, reverse=True), name
+        lost[name] = mfu[-1] / mfu[0]
+    assert lost["small"] < lost["8B"] < 0.9
+
+
+def exposed(words: str, slot: float, m: int = 8, cluster=H100) -> float:
+    return float(gradient_time(cluster, Layout.parse(words), m, 1e9, slot))
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_exposed_gradients_are_what_cannot_be_hidden(zero):
+    for words in (f"dp8,zero{zero}", f"dp64,zero{zero}", f"dp8,tp8,zero{zero}"):
+        slots = [exposed(words, slot) for slot in (0.0, 0.05, 0.5, 1e4)]
+        assert slots == sorted(slots, reverse=True) and slots[0] > 0 and slots[-1] == 0, (words, slots)
+    assert exposed(f"tp8,zero{zero}", 0.0) == 0, "no data parallelism, no gradients to send"
+
+
+def test_what_data_parallelism_sends():
+    """Bytes a parameter, with nothing to hide behind and no latency: an all-reduce of FP32 sums is twice 4; ZeRO-1
+    sends 4 and gets 2; ZeRO-2 sends 4 for every micro-batch; ZeRO-3 gets 2 twice and sends 4, for every one."""
+    cluster = H100.with_software(collective_s=0.0, gradient_step_s=0.0, nvlink_efficiency=1.0)
+    for words, sent in (("dp8", 8), ("dp8,zero1", 6), ("dp8,zero2", 4 * 8 + 2), ("dp8,zero3", 8 * 8)):
+        assert exposed(words, 0.0, cluster=cluster) == pytest.approx(1e9 * sent * 7 / 8 / cluster.nvlink), words
+    assert exposed("dp8,pp2,zero3,keep", 0.0, cluster=cluster) < exposed("dp8,pp2,zero2", 0.0, cluster=cluster)
+
+
+def test_gradients_beyond_the_node_are_slower():
+    assert exposed("dp8,zero1", 0.0) < exposed("dp16,zero1", 0.0) < exposed("dp16,tp8,zero1", 0.0)
+
+
+RINGS = ["dp8", "dp64", "cp8", "cp32", "dp2,cp4", "dp4,cp4", "dp8,tp8", "dp8,tp4", "dp4,pp4"]
+RINGS += ["dp4,cp2,tp4", "dp4,pp2,cp2,tp4"]
+RINGS += ["dp2,pp8,cp2", "dp16,pp8,cp2"]  # with other stages between
+
+
+@pytest.mark.parametrize("words", RINGS)
+def test_gradients_take_the_links_between_the_ranks_of_dp_and_cp(words):
+    """Placed rank by rank, as notebook 10 does: as many cards as ranks of the group are in a node."""
+    cluster = H100.with_software(collective_s=0.0, gradient_step_s=0.0, nvlink_efficiency=1.0, network_efficiency=1.0)
+    group = groups_along(Layout.parse(words), "dp", "cp")[0]
+    inside = sum(rank < cluster.gpus_per_node for rank in group)
+    bandwidth = cluster.nvlink if inside == len(group) else min(cluster.nvlink, inside * cluster.network)
+    expected = 1e9 * 6 * (len(group) - 1) / len(group) / bandwidth
+    assert exposed(f"{words},zero1", 0.0, cluster=cluster) == pytest.approx(expected)
+
+
+# Tensor and context parallelism, pipelines.
+
+
+def test_tensor_parallelism_beyond_the_node_costs():
+    inside, beyond = (estimate(LARGE, H100, Layout.parse(words), 64) for words in ("dp2,tp8,sp,zero1", "tp16,sp"))
+    assert beyond.tokens_per_s < 0.8 * inside.tokens_per_s
+    seconds = [float(tensor_parallel_time(H100, Layout(tp=tp), 2**25)) for tp in (2, 4, 8, 16, 32)]
+    assert seconds == sorted(seconds)
+    assert seconds[3] / seconds[2] > 2 > seconds[2] / seconds[0], "the step beyond the node is the large one"
+
+
+def test_sequence_parallelism_saves_kernels_and_sends_as_much():
+    without, sp = times("tp8"), times("tp8,sp")
+    assert sp["other kernels"] < without["other kernels"]
+    assert sp["tensor parallel"] == without["tensor parallel"] and sp["matrices"] == without["matrices"]
+
+
+def test_rings_of_context_hide_behind_attention_and_ulysses_does_not():
+    ring, ulysses, short = times("cp4"), times("cp4,ulysses"), times("cp8")
+    assert ring["context parallel"] <= short["context parallel"], "less attention to hide behind"
+    assert ulysses["context parallel"] > 0
+    long = step_time(LLAMA, H100, Layout(cp=8), 1, 2**20)
+    assert long["context parallel"] == 0 and long["attention"] > long["matrices"]
+
+
+def test_rings_of_context_send_whole_heads():
+    bare = H100.with_software(attention_efficiency=1e9, ring_step_s=0.0)
+    eight, sixteen = (times(f"cp2,tp{tp},sp", cluster=bare)["context parallel"] for tp in (8, 16))
+    assert sixteen == pytest.approx(eight), "with 8 K/V heads, 16 ranks have one each as well"
+
+
+def test_the_bubble_is_the_schedules_share():
+    config, names = PRESETS["bench-80B"], ("1f1b", "afab", "zb-h1", "zb-h2", "naive")
+    assert times("pp1", config)["bubble"] == 0
+    bubbles = {name: times(f"pp8,{name}", config, m=16)["bubble"] for name in names}
+    for name in names:
+        share = float(bubble_share(Layout(pp=8, schedule=name), 16))
+        assert bubbles[name] == pytest.approx(share * bubbles["1f1b"]), name
+    found = times("pp8", config, m=16)
+    busy = sum(found[name] for name in found if name not in ("bubble", "gradients", "optimizer", "step"))
+    assert found["bubble"] / busy == pytest.approx(7 / 16, rel=0.1), "(p - 1) / m, but that stages differ a little"
+
+
+def test_more_micro_batches_are_a_smaller_bubble():
+    shares = [times("pp8", LARGE, m=m)["bubble"] / sum(times("pp8", LARGE, m=m).values()) for m in (8, 16, 32, 64)]
+    assert shares == sorted(shares, reverse=True)
+
+
+def sent_by_a_rank(layout: Layout, m: int) -> float:
+    """Tensors that a rank in the middle of a pipeline sends for each micro-batch of the step, by notebook 09's plan."""
+    schedule = schedule_by_name(layout.schedule, layout.pp, m, layout.virtual)
+    return sum(transfer.source == layout.pp // 2 for *_, transfer in find_transfers(schedule)) / m
+
+
+
+
+@pytest.mark.parametrize("words", ["zb-h1", "zb-h2", "afab", "zb-v", "interleaved", "interleaved,v3", "dualpipe"])
+def test_as_many_tensors_are_sent_as_in_notebook_09(words):
+    layout, one = Layout.parse(f"pp4,{words}"), Layout(pp=4)
+    found, expected = (float(transfer_time(LLAMA, H100, each, SEQ)[0]) for each in (layout, one))
+    assert found / expected == pytest.approx(sent_by_a_rank(layout, 24) / sent_by_a_rank(one, 24))
+
+
+def test_what_a_pipeline_sends():
+    """A hidden state of 2 bytes an element, and its gradient."""
+    cluster = H100.with_software(nvlink_efficiency=1.0)
+    inside, beyond = (float(transfer_time(LLAMA, cluster, Layout(pp=pp, micro_batch=2), SEQ)[0]) for pp in (8, 16))
+    assert inside == pytest.approx(2 * 2 * SEQ * LLAMA.hidden * 2 / cluster.nvlink)
+    assert beyond == pytest.approx(inside * cluster.nvlink / cluster.network)
+    for words in ("pp1", "dp64", "dp64,tp8"):
+        assert [float(part) for part in transfer_time(LLAMA, H100, Layout.parse(words), SEQ)] == [0, 0], words
+
+
+def test_the_network_stalls_in_large_jobs_of_nanotron_alone():
+    table = LayoutTable.of(Layout(dp=nodes, pp=2, tp=4) for nodes in (1, 16, 63, 64, 128))
+    efa = CLUSTERS["H100, EFA"]
+    stall_s = efa.software.stall_s
+    assert stall_s > 0 and transfer_time(LLAMA, efa, table, SEQ)[1].tolist() == [0, 0, 0, stall_s, stall_s]
+    assert transfer_time(LLAMA, efa, Layout(pp=4, dp=64, tp=8), SEQ)[1] == 2 * stall_s, "of two neighbours"
+    assert transfer_time(LLAMA, efa, Layout(dp=512), SEQ)[1] == 0
+    assert not transfer_time(LLAMA, H100, table, SEQ)[1].any()
