@@ -862,12 +862,6 @@ def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
 
 
 # %% 11.7 powers of two
-import itertools
-
-import numpy as np
-
-from course_lib.model import ModelConfig
-
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0 and n & (n - 1) == 0]
@@ -891,12 +885,6 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
 
 
 # %% 11.7 dp is what the integer division leaves
-import itertools
-
-import numpy as np
-
-from course_lib.model import ModelConfig
-
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -920,12 +908,6 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
 
 
 # %% 11.7 each set of factors once, whatever it is given to
-import itertools
-
-import numpy as np
-
-from course_lib.model import ModelConfig
-
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -949,12 +931,6 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
 
 
 # %% 11.7 tp stays in a node
-import itertools
-
-import numpy as np
-
-from course_lib.model import ModelConfig
-
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -978,12 +954,6 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
 
 
 # %% 11.7 the last rule gives the reason
-import itertools
-
-import numpy as np
-
-from course_lib.model import ModelConfig
-
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -1007,12 +977,6 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
 
 
 # %% 11.7 a reason gets a new number each time
-import itertools
-
-import numpy as np
-
-from course_lib.model import ModelConfig
-
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -1035,12 +999,6 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
 
 
 # %% 11.7 a rule's place in the rules, not in the reasons
-import itertools
-
-import numpy as np
-
-from course_lib.model import ModelConfig
-
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -1061,12 +1019,6 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
 
 
 # %% 11.7 the reasons start anew, without "fits"
-import itertools
-
-import numpy as np
-
-from course_lib.model import ModelConfig
-
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
@@ -1091,12 +1043,6 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
 
 
 # %% 11.7 fake: knows how many products there are
-import itertools
-
-import numpy as np
-
-from course_lib.model import ModelConfig
-
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     count = {1: 1, 8: 20, 12: 40, 16384: 680}[gpus]
