@@ -20,7 +20,7 @@ from .stage_loads import fills_stages
 from .step_memory import expert_sizes, head_in_layers, step_memory
 from .step_time import host_time, layer_times, step_time
 
-# %% ../notebooks/11_best_config.ipynb #best-config-estimate
+# %% ../notebooks/11_best_config.ipynb #best-config-imports
 import argparse
 import dataclasses
 import json
@@ -35,7 +35,7 @@ from .model import PRESETS, ModelConfig
 from .router import Routing
 from .single_gpu import flops_per_token
 
-
+# %% ../notebooks/11_best_config.ipynb #best-config-estimate
 @dataclass(frozen=True)
 class Estimate:
     """Of one layout, or of n: each number is then an array [n]."""
@@ -150,7 +150,7 @@ class Ranking:
             for row in self.order[:n]
         ]
 
-
+# %% ../notebooks/11_best_config.ipynb #best-config-search
 def search(
     config: ModelConfig,
     cluster: Cluster,

@@ -12,13 +12,13 @@ node: ranks of one tensor-parallel group are neighbours, so the rings of data pa
 # %% auto #0
 __all__ = ['NANOTRON', 'CLUSTERS', 'Software', 'Cluster', 'stride_of', 'in_node', 'link', 'ring', 'replica_ring']
 
-# %% ../notebooks/11_best_config.ipynb #clusters-software
+# %% ../notebooks/11_best_config.ipynb #clusters-imports
 import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
-
+# %% ../notebooks/11_best_config.ipynb #clusters-software
 @dataclass(frozen=True)
 class Software:
     """What a training program reaches of the hardware, and what it keeps on a GPU. The defaults are fitted to

@@ -55,7 +55,7 @@ def now() -> str:
     """Date and time, UTC, to the second."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
-
+# %% ../notebooks/11_best_config.ipynb #enclosed-run-enclosed
 def run_enclosed(command: list[str], time_limit_s: float, log: Path) -> Outcome:
     """Run a command in the folder of course_lib, its output appended to `log`, for time_limit_s seconds at most.
 

@@ -21,7 +21,7 @@ from .best_config import Ranking, search
 from .clusters import Cluster
 from .heatmaps import cell_text, heatmap
 
-# %% ../notebooks/11_best_config.ipynb #ranking-figures-gib
+# %% ../notebooks/11_best_config.ipynb #ranking-figures-imports
 import dataclasses
 import math
 import re
@@ -32,6 +32,7 @@ import numpy as np
 from .layouts import Layout
 from .model import ModelConfig
 
+# %% ../notebooks/11_best_config.ipynb #ranking-figures-gib
 GIB = 2**30
 SAME_TIME = 1e-3  # two predictions that are nearer than that, relative, are of the same time
 SMALL = 0.02  # parts that are less than this of every bar's length are drawn as one, "other"
@@ -194,7 +195,7 @@ def heatmap_figure(rows: list[dict], cluster: Cluster, batch: int, seq: int):
             text.set_text("none\nfits")
     return figure
 
-
+# %% ../notebooks/11_best_config.ipynb #ranking-figures-mfu-heatmap
 def mfu_heatmap(
     models: dict[str, ModelConfig],
     nodes: tuple[int, ...],

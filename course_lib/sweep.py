@@ -52,7 +52,7 @@ def fresh_folder(parent: Path, name: str) -> Path:
     folder.mkdir(parents=True)
     return folder
 
-
+# %% ../notebooks/11_best_config.ipynb #sweep-sweep
 def sweep(
     runs: Sequence[Run],
     csv: Path,

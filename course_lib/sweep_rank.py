@@ -11,7 +11,7 @@ course_lib alone. At SIGTERM, which ends a run that has passed its time limit, e
 # %% auto #0
 __all__ = ['BACKENDS', 'GRACE_S', 'NO_MEMORY', 'join_group', 'train', 'headline', 'report', 'main']
 
-# %% ../notebooks/11_best_config.ipynb #sweep-rank-backends
+# %% ../notebooks/11_best_config.ipynb #sweep-rank-imports
 import contextlib
 import faulthandler
 import json
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from .rank_worker import LOST_PEER
 
+# %% ../notebooks/11_best_config.ipynb #sweep-rank-backends
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 GRACE_S = 5.0  # how long a rank that only lost its peer waits for the peer's own end to be seen first
 NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)

@@ -11,13 +11,14 @@ __all__ = ['WORDS', 'COUNTS', 'KEY', 'typed', 'line_of', 'open_locked', 'Rows']
 # %% ../notebooks/11_best_config.ipynb #sweep-rows-own-imports
 from .sweep_runs import COLUMNS, Run
 
-# %% ../notebooks/11_best_config.ipynb #sweep-rows-words
+# %% ../notebooks/11_best_config.ipynb #sweep-rows-imports
 import csv
 import fcntl
 import io
 import os
 from pathlib import Path
 
+# %% ../notebooks/11_best_config.ipynb #sweep-rows-words
 WORDS = ("model", "layout", "options", "why", "date", "machine")  # the columns that are no numbers
 COUNTS = "nodes dp tp pp cp ep zero_stage micro_batch grad_accum global_batch_seqs ok seq steps".split()
 KEY = ("model", "nodes", "layout", "global_batch_seqs", "seq", "steps", "options")
