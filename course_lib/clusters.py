@@ -1,6 +1,6 @@
 """A cluster as the planner sees it: peaks and links from its data sheet, and what of them software reaches.
 
-    H100 = Cluster("H100", peak_flops=989e12, memory_bytes=80e9, memory_bandwidth=3.35e12, nvlink=450e9, network=50e9)
+    H100 = Cluster("H100", peak_flops=989e12, memory_bytes=80 * 2**30, memory_bandwidth=3.35e12, nvlink=450e9, network=50e9)
 
 A ring of n GPUs that moves `size` bytes past each of them takes size / bandwidth + steps x latency (Thakur et al. 2005;
 notebook 03). Its bandwidth is NVLink's inside a node. Beyond it, the ring has as many network cards as it has GPUs in a
@@ -25,21 +25,20 @@ class Software:
     nanotron's runs on H100s (`calibration`), but for those that say otherwise.
     """
 
-    matmul_efficiency: float = 0.695  # of the peak, with many rows
-    half_rows: float = 476.0  # rows, that is tokens, with which it is half as much
+    matmul_efficiency: float = 0.70  # of the peak, with many rows
+    half_rows: float = 487.0  # rows, that is tokens, with which it is half as much
     attention_efficiency: float = 0.35  # of the peak, FlashAttention-2 forward and backward; not fitted
-    layer_traffic: float = 683.0  # bytes that a layer's other kernels move for each element of a hidden state
-    head_efficiency: float = 0.347  # of the peak, output layer and loss
-    nvlink_efficiency: float = 0.793
-    network_efficiency: float = 0.50
-    collective_s: float = 77e-6  # a collective inside a node, before its first byte
-    ring_step_s: float = 90e-6  # a step of a ring beyond the node
-    gradient_step_s: float = 944e-6  # a step of data parallelism's rings, all buckets together
-    layer_host_s: float = 4.52e-3  # to launch a layer's kernels, forward and backward
-    step_host_s: float = 58.6e-3
-    overlap: float = 1.0  # of the last backward, behind which gradients are sent; not fitted
-    sharded_overlap: float = 1.0  # the same with ZeRO stage 1; not fitted
-    prefetch: float = 1.0  # of all slots, behind which ZeRO stage 2, and 3 without keep, sends; assumed
+    layer_traffic: float = 662.0  # bytes that a layer's other kernels move for each element of a hidden state
+    head_efficiency: float = 0.349  # of the peak, output layer and loss
+    nvlink_efficiency: float = 0.788
+    network_efficiency: float = 0.493
+    collective_s: float = 80.6e-6  # a collective inside a node, before its first byte
+    ring_step_s: float = 89.6e-6  # a step of a ring beyond the node
+    gradient_step_s: float = 1.058e-3  # a step of data parallelism's rings, all buckets together
+    layer_host_s: float = 4.53e-3  # to launch a layer's kernels, forward and backward
+    step_host_s: float = 50.6e-3
+    overlap: float = 1.0  # of a backward, behind which gradients of ZeRO stage 0 are sent; fits give 0.9 to 1
+    sharded_overlap: float = 1.0  # the same of stages 1 to 3, and stage 3's gathers behind a whole slot; assumed
     busy_step_s: float = 0.0  # a step of a tensor-parallel ring while a pipeline waits for another node
     stall_s: float = 0.0  # a pipeline's exchange with a neighbour when the network stalls:
     stall_nodes: int = 64  # in jobs of as many nodes, and with tensor-parallel groups of more than two
@@ -84,7 +83,7 @@ class Cluster:
 # when pipelines and rings meet. The two last are fitted; their thresholds are what was seen.
 NANOTRON = Software(
     order=("pp", "dp", "cp", "tp"), split="flops", needs_full_pipeline=True,
-    sharded_overlap=0.0, prefetch=0.0, busy_step_s=351e-6, stall_s=0.46,
+    sharded_overlap=0.0, busy_step_s=350e-6, stall_s=0.46,
 )  # fmt: skip
 _H100 = {
     "peak_flops": 989e12,

@@ -26,10 +26,10 @@ SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")
 # %% ../notebooks/11_best_config.ipynb #ex-11-7
 def degrees(gpus: int) -> LayoutTable:
     """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
     found = [
         (gpus // (pp * cp * tp), pp, cp, tp)
-        for pp, cp, tp in itertools.product(divisors, repeat=3)
+        for pp, cp, tp in itertools.product(sizes, repeat=3)
         if gpus % (pp * cp * tp) == 0
     ]
     dp, pp, cp, tp = np.array(found).T

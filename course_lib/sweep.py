@@ -79,7 +79,7 @@ def sweep(
             if why:
                 row = refused(run, why, now())
             else:
-                folder = fresh_folder(csv.with_suffix(".runs"), run.name)
+                folder = fresh_folder(csv.with_name(csv.name + ".runs"), run.name)
                 measure(run, folder, time_limit_s, program)
                 row = row_of(run, folder, time_limit_s)
             say(f"{number} of {len(runs)}: {describe(rows.add(row))}")

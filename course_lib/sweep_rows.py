@@ -13,6 +13,7 @@ from .sweep_runs import COLUMNS, Run
 
 # %% ../notebooks/11_best_config.ipynb #sweep-rows-imports
 import csv
+import errno
 import fcntl
 import io
 import os
@@ -55,6 +56,9 @@ def open_locked(path: Path) -> io.FileIO:
     except BlockingIOError:
         file.close()
         raise ValueError(f"{path}: another sweep is writing to it") from None
+    except OSError as error:  # a file system without locks
+        file.close()
+        raise ValueError(f"{path}: {error.strerror}") from None
     return file
 
 # %% ../notebooks/11_best_config.ipynb #sweep-rows-rows
@@ -94,8 +98,11 @@ class Rows:
         return found
 
     def write(self, line: bytes) -> None:
-        """A line, to the disk."""
-        self.file.write(line)
+        """A line, to the disk, whole or not at all. Raises OSError where the disk is full."""
+        start = os.fstat(self.file.fileno()).st_size
+        if self.file.write(line) != len(line):
+            self.file.truncate(start)
+            raise OSError(errno.ENOSPC, "a row could not be written whole", str(self.path))
         os.fsync(self.file.fileno())
 
     def add(self, row: dict) -> dict:

@@ -138,7 +138,9 @@ def measure(run: Run, folder: Path, time_limit_s: float, program=PROGRAM, node: 
     """Run one node's part; its log and its outcome go to the folder. No process is left, whatever happens."""
     command = torchrun_command(run, folder, program, rendezvous)
     outcome = run_enclosed(command, time_limit_s, folder / f"node-{node}.log")
-    (folder / f"node-{node}.json").write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    part = folder / f"node-{node}.part"
+    part.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    part.replace(part.with_suffix(".json"))  # whole or not at all
     return outcome
 
 

@@ -40,6 +40,9 @@ SCRIPT = """\
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={gpus}
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --no-requeue
 #SBATCH --time={minutes}
 #SBATCH --output={folder}/%x-%A_%a.log
 
@@ -49,7 +52,8 @@ folder={quoted}/$SLURM_ARRAY_TASK_ID-$SLURM_JOB_ID
 mkdir "$folder" || exit 1
 cd {root} || exit 1
 
-srun --kill-on-bad-exit=1 {python} -m course_lib.sweep_slurm "$folder" "$first_node:$port"
+srun --cpus-per-task="${{SLURM_CPUS_ON_NODE:-1}}" --kill-on-bad-exit=1 \\
+    {python} -m course_lib.sweep_slurm "$folder" "$first_node:$port"
 echo $? > "$folder/ended"
 """
 

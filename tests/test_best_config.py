@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from course_lib.best_config import SETTINGS, estimate, main, options, search
+from course_lib.best_config import SETTINGS, divisors, estimate, main, options, search
 from course_lib.clusters import CLUSTERS
 from course_lib.layout_search import degree_rules, degrees, first_reason, with_settings
 from course_lib.layouts import Layout, check_layout
@@ -25,7 +25,7 @@ def test_every_layout_is_counted_once(name, gpus, batch):
     config = PRESETS[name]
     ranking, table = search(config, H100, gpus, batch), degrees(gpus)
     able = first_reason(degree_rules(config, table, batch, 4096), ["none"]) == 0
-    everything = with_settings(table.where(able), batch, SETTINGS)
+    everything = with_settings(table.where(able), batch, SETTINGS | {"micro_batch": divisors(batch), "ep": (1,)})
     assert sum(ranking.rejected.values()) + len(ranking.order) == np.count_nonzero(~able) + len(everything)
     assert all(count > 0 for count in ranking.rejected.values())
     assert len(ranking.order) == np.count_nonzero(ranking.estimate.fits) == len(set(ranking.order.tolist()))

@@ -213,9 +213,14 @@ def test_as_many_tensors_are_sent_as_in_notebook_09(words):
 
 def test_what_a_pipeline_sends():
     """A hidden state of 2 bytes an element, and its gradient."""
-    cluster = H100.with_software(nvlink_efficiency=1.0)
+    links = {"nvlink_efficiency": 1.0, "network_efficiency": 1.0, "collective_s": 0.0, "ring_step_s": 0.0}
+    cluster = H100.with_software(**links)
     inside, beyond = (float(transfer_time(LLAMA, cluster, Layout(pp=pp, micro_batch=2), SEQ)[0]) for pp in (8, 16))
     assert inside == pytest.approx(2 * 2 * SEQ * LLAMA.hidden * 2 / cluster.nvlink)
+    whole, split = (
+        float(transfer_time(LLAMA, cluster, Layout(pp=2, tp=2, sequence_parallel=sp), SEQ)[0]) for sp in (False, True)
+    )
+    assert whole == pytest.approx(2 * split)  # without SP, each rank of tp sends all of it
     assert beyond == pytest.approx(inside * cluster.nvlink / cluster.network)
     for words in ("pp1", "dp64", "dp64,tp8"):
         assert [float(part) for part in transfer_time(LLAMA, H100, Layout.parse(words), SEQ)] == [0, 0], words

@@ -597,9 +597,8 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     moved = np.where(
         zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
     )
-    hidden = np.where(zero == 0, software.overlap, software.sharded_overlap) * slot * 2 / 3
-    hidden = np.where(zero == 2, software.prefetch * slot * m, hidden)
-    hidden = np.where(each_time, software.prefetch * slot * m, hidden)
+    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
+    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
     return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
 
 
@@ -617,9 +616,8 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     moved = np.where(
         zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
     )
-    hidden = np.where(zero == 0, software.overlap, software.sharded_overlap) * slot * 2 / 3
-    hidden = np.where(zero == 2, software.prefetch * slot * m, hidden)
-    hidden = np.where(each_time, software.prefetch * slot * m, hidden)
+    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
+    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
     return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
 
 
@@ -636,9 +634,8 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     moved = np.where(
         zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
     )
-    hidden = np.where(zero == 0, software.overlap, software.sharded_overlap) * slot * 2 / 3
-    hidden = np.where(zero == 2, software.prefetch * slot * m, hidden)
-    hidden = np.where(each_time, software.prefetch * slot * m, hidden)
+    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
+    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
     return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
 
 
@@ -655,9 +652,8 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     moved = np.where(
         zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
     )
-    hidden = np.where(zero == 0, software.overlap, software.sharded_overlap) * slot * 2 / 3
-    hidden = np.where(zero == 2, software.prefetch * slot * m, hidden)
-    hidden = np.where(each_time, software.prefetch * slot * m, hidden)
+    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
+    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
     return np.where(replicas > 1, share * moved / bandwidth + latency * rounds - hidden, 0)
 
 
@@ -674,9 +670,8 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     moved = np.where(
         zero == 0, 4 + 4, np.where(zero == 2, (4 + 2) * rounds, np.where(each_time, (2 + 2 + 4) * rounds, 6))
     )
-    hidden = np.where(zero == 0, software.overlap, software.sharded_overlap) * slot * 2 / 3
-    hidden = np.where(zero == 2, software.prefetch * slot * m, hidden)
-    hidden = np.where(each_time, software.prefetch * slot * m, hidden)
+    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
+    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
     return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
 
 
@@ -693,9 +688,8 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     moved = np.where(
         zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
     )
-    hidden = np.where(zero == 0, software.overlap, software.sharded_overlap) * slot * 2 / 3
-    hidden = np.where(zero == 2, software.prefetch * slot * m, hidden)
-    hidden = np.where(each_time, software.prefetch * slot * m, hidden)
+    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
+    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
     return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
 
 
@@ -712,9 +706,8 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     moved = np.where(
         zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
     )
-    hidden = np.where(zero == 0, software.overlap, software.sharded_overlap) * slot
-    hidden = np.where(zero == 2, software.prefetch * slot * m, hidden)
-    hidden = np.where(each_time, software.prefetch * slot * m, hidden)
+    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
+    hidden = share_hidden * slot * rounds * 1
     return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
 
 
@@ -731,9 +724,8 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     moved = np.where(
         zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
     )
-    hidden = np.where(zero == 0, software.overlap, software.sharded_overlap) * slot * 2 / 3
-    hidden = np.where(zero == 2, software.prefetch * slot * m, hidden)
-    hidden = np.where(each_time, software.prefetch * slot * m, hidden)
+    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
+    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
     return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency - hidden), 0)
 
 
@@ -750,9 +742,8 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     moved = np.where(
         zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
     )
-    hidden = np.where(zero == 0, software.overlap, software.sharded_overlap) * slot * 2 / 3
-    hidden = np.where(zero == 2, software.prefetch * slot * m, hidden)
-    hidden = np.where(each_time, software.prefetch * slot * m, hidden)
+    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
+    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
     return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
 
 
