@@ -223,7 +223,7 @@ def test_ctrl_c(folder):
     command = [sys.executable, "-c", call, str(file), *faulty(folder, "hang")]
     job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + PATIENCE_S
-    while not any("hangs" in log.read_text() for log in folder.glob("sweep.runs/*/node-0.log")):
+    while not any("hangs" in log.read_text() for log in folder.glob("sweep.csv.runs/*/node-0.log")):
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     with pytest.raises(ValueError, match="another sweep is writing to it"):
@@ -232,7 +232,7 @@ def test_ctrl_c(folder):
     job.send_signal(signal.SIGINT)
     assert job.wait(PATIENCE_S) == -signal.SIGINT and processes_of(folder) == []
     assert len(file.read_text().splitlines()) == 2, "the columns, and the run that could not be"
-    (log,) = folder.glob("sweep.runs/*/node-0.log")
+    (log,) = folder.glob("sweep.csv.runs/*/node-0.log")
     assert "in barrier" in log.read_text()
 
 
@@ -335,7 +335,7 @@ def test_the_program_sweeps_and_plots(tmp_path, monkeypatch, capsys):
 
 def fake_slurm(folder: Path, nodes: int) -> None:
     """srun and scontrol that have `nodes` nodes, all of them this machine."""
-    srun = f"""test "$1" = --kill-on-bad-exit=1 || exit 9; shift
+    srun = f"""test "$1 $2" = "--cpus-per-task=3 --kill-on-bad-exit=1" || exit 9; shift 2
 for node in $(seq 0 {nodes - 1}); do SLURM_NODEID=$node "$@" & done
 for node in $(seq 0 {nodes - 1}); do wait -n || status=1; done; exit ${{status:-0}}"""
     for name, text in {"srun": srun, "scontrol": 'test "$*" = "show hostnames nodes" && echo localhost'}.items():
@@ -364,7 +364,12 @@ def test_array_jobs(folder):
         write_arrays(runs, jobs, 120.0)
 
     fake_slurm(folder, nodes=2)
-    job = {"SLURM_JOB_ID": str(free_port() - 20000), "SLURM_ARRAY_TASK_ID": "1", "SLURM_JOB_NODELIST": "nodes"}
+    job = {
+        "SLURM_JOB_ID": str(free_port() - 20000),
+        "SLURM_ARRAY_TASK_ID": "1",
+        "SLURM_JOB_NODELIST": "nodes",
+        "SLURM_CPUS_ON_NODE": "3",
+    }
     environment = os.environ | job | {"PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", str(scripts[1])], env=environment, capture_output=True, text=True, timeout=120)
     (task,) = jobs.glob("1-*")
