@@ -152,7 +152,8 @@ class Worker:
         def asked(what: str) -> bool:
             """Whether the kernel asks this of the call that runs, for the first time."""
             name = f"{what}-{self.call}"
-            new = self.call is not None and name not in answered and (self.folder / name).exists()
+            there = os.path.exists(self.folder / name)  # False, not an error, while the rank may not look there
+            new = self.call is not None and name not in answered and there
             answered.update([name] if new else [])
             return new
 

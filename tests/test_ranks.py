@@ -276,6 +276,20 @@ def test_an_error_names_the_rank_its_lines_and_what_the_others_waited_in(ranks):
     assert ranks(total) == [6] * 4
 
 
+def without_rights() -> None:
+    if dist.get_rank() == 0:
+        os.seteuid(65534)  # nobody, who may not look into the folder over which the kernel asks
+        time.sleep(0.5)
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs the rights of root")
+def test_a_rank_answers_again_after_it_could_not_look_into_the_folder(ranks):
+    ranks(without_rights)
+    with pytest.raises(ZeroDivisionError, match="ranks 0, 2, 3: in all_reduce"):
+        ranks(divides)
+
+
 def fail_in_turn() -> None:
     rank = dist.get_rank()
     if rank == 0:
