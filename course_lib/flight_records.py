@@ -43,7 +43,7 @@ def entries() -> list[dict]:
     dumps = [getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")]
     return [entry for dump in dumps if dump for entry in json.loads(dump()).get("entries", [])]
 
-
+# %% ../notebooks/10_5d.ipynb #flight-files
 def dump_records(folder: str | Path, since_ns: int = 0) -> Path:
     """Write what this rank has asked for since then (time.time_ns()), and who is in its groups, to folder/rank_N.json.
 
@@ -75,7 +75,7 @@ def read_records(folder: str | Path) -> tuple[dict[str, list[int]], dict[int, li
         ]
     return groups, records
 
-
+# %% ../notebooks/10_5d.ipynb #watchdog-class
 class Watchdog:
     """`with Watchdog(folder, timeout_s):` writes what this rank has asked for inside, if the block takes longer.
 

@@ -33,7 +33,7 @@ from .sequence_shards import ORDERS
 from .stages import split_layers
 from .tensor_parallel import check_degree
 
-
+# %% ../notebooks/10_5d.ipynb #layout-class
 @dataclass(frozen=True)
 class Layout:
     """Degrees of parallelism and their settings."""
@@ -211,7 +211,7 @@ def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
     if moe is not None and width % layout.tp:
         raise ValueError(f"tp {layout.tp} does not divide the experts' width {width}: change tp")
 
-
+# %% ../notebooks/10_5d.ipynb #size-checks
 def check_sizes(layout: Layout, batch: int | None, seq: int | None) -> None:
     """Raise ValueError where sequences or tokens can't be shared out; the message names what would fit."""
     if batch is not None:

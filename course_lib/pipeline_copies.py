@@ -58,7 +58,7 @@ class Copies:
                 weight.grad += earlier
         self.earlier = {}
 
-
+# %% ../notebooks/09_pipeline.ipynb #share-copies
 def share_copies(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None) -> Copies:
     """Find the copies, and give them the values of the first rank that has them. Collective over the default group.
 

@@ -47,7 +47,7 @@ class Record(NamedTuple):
     bytes: int  # that it sends
     peer: int | None  # global rank: of the root, or of the other side of a send or recv
 
-
+# %% ../notebooks/03_collectives.ipynb #traffic-class
 class Traffic:
     """What one or more ranks have sent, as `records` in the order of issue."""
 
