@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from course_lib.best_config import SETTINGS, divisors, estimate, main, options, search
+from course_lib.best_config import SETTINGS, divisors, estimate, main, options, search, why_not
 from course_lib.clusters import CLUSTERS
-from course_lib.layout_search import degree_rules, degrees, first_reason, with_settings
+from course_lib.layout_search import degree_rules, degrees, first_reason, setting_rules, with_settings
 from course_lib.layouts import Layout, check_layout
 from course_lib.model import PRESETS
 from course_lib.single_gpu import flops_per_token
@@ -174,3 +174,21 @@ def test_options_that_cannot_be_end_the_program(argv, capsys):
     with pytest.raises(SystemExit) as ended:
         options(argv)
     assert ended.value.code == 2 and "usage" in capsys.readouterr().err
+
+
+def test_each_rejected_layout_has_a_reason():
+    """The same reason, one layout at a time, as the search counts for the whole table."""
+    config, batch = PRESETS["llama3-8B"], 12
+    table = with_settings(degrees(8), batch, SETTINGS | {"micro_batch": (1, 5), "ep": (1,)})
+    rules = degree_rules(config, table, batch, 4096) | setting_rules(config, table, batch, 4096)
+    reasons, found = [""], estimate(config, H100, table, batch)
+    numbers, seen = first_reason(rules, reasons), set()
+    for row in range(0, len(table), 7):
+        said = why_not(config, H100, table[row], batch)
+        seen.add(said.split(":")[0])
+        if numbers[row]:
+            assert said == reasons[numbers[row]]
+        else:
+            assert (said == "") == bool(found.fits[row])
+            assert not said or said.startswith(("out of memory", "the pipeline has"))
+    assert {"", "out of memory"} < seen and len(seen) > 3
