@@ -1,6 +1,7 @@
 """A Llama-style transformer that knows nothing of parallelism: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
-What later notebooks use: `Attention.core` is any function of q [b, s, a, d], k and v [b, s, kv, d]; `project` of
+What later notebooks use: `Attention.core` is any function of q [b, s, a, d], k and v [b, s, kv, d], and
+`Attention.rope` and `MLP.activation` any functions with the arguments of `apply_rope` and `swiglu`; `project` of
 Attention and MLP are the products of one x, made together; `embedding` and `head` may be None (a pipeline stage);
 `forward` takes tokens [b, s] or hidden states [b, s, h], and positions. Initial weights depend on the seed and the
 parameter's name alone, so that a rank can make any one parameter without the others.
@@ -96,11 +97,12 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; `core` is the attention itself."""
+    """Grouped-query attention with rotary positions; `core` is the attention itself, `rope` turns q and k."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.head_dim, self.dropout, self.core = config.head_dim, config.dropout, causal_attention
+        self.head_dim, self.dropout = config.head_dim, config.dropout
+        self.rope, self.core = apply_rope, causal_attention
         kv_hidden = config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden, config.hidden, bias=False)  # [h, h]
         self.k_proj = nn.Linear(config.hidden, kv_hidden, bias=False)  # [kv*d, h]
@@ -114,7 +116,7 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: [b, s, h]; cos, sin: [s, d/2] or [b, s, d/2]; returns [b, s, h]."""
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.project(x))  # [b, s, heads, d]
-        out = self.core(apply_rope(q, cos, sin), apply_rope(k, cos, sin), v)  # [b, s, a, d]
+        out = self.core(self.rope(q, cos, sin), self.rope(k, cos, sin), v)  # [b, s, a, d]
         return F.dropout(self.o_proj(out.flatten(-2)), self.dropout, self.training)
 
 
@@ -124,11 +126,11 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)); `activation` is what stands before `down`."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.dropout = config.dropout
+        self.dropout, self.activation = config.dropout, swiglu
         self.gate_proj = nn.Linear(config.hidden, config.ffn_hidden, bias=False)  # [f, h]
         self.up_proj = nn.Linear(config.hidden, config.ffn_hidden, bias=False)  # [f, h]
         self.down_proj = nn.Linear(config.ffn_hidden, config.hidden, bias=False)  # [h, f]
@@ -139,7 +141,7 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [b, s, h]; returns [b, s, h]."""
-        out = self.down_proj(swiglu(*self.project(x)))
+        out = self.down_proj(self.activation(*self.project(x)))
         return F.dropout(out, self.dropout, self.training)
 
 # %% ../notebooks/01_single_gpu.ipynb #model-transformer
