@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import time
 from pathlib import Path
@@ -83,8 +84,13 @@ def processor() -> str:
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
-def write(name: str, figures: dict) -> None:
-    """Write results/NAME_DEVICE.json, with the date and the machine, and print it."""
+def gpu_word() -> str:
+    """This GPU's name as a part of a file's."""
+    return re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower().removeprefix("nvidia "))
+
+
+def save(name: str, figures: dict, where: str | None = None) -> str:
+    """Write results/NAME_WHERE.json (where: cuda or cpu if None) with the date and the machine; returns the text."""
     gpu = torch.cuda.is_available()
     about = {
         "date": datetime.date.today().isoformat(),
@@ -93,6 +99,11 @@ def write(name: str, figures: dict) -> None:
         "torch": torch.__version__,
     }
     text = json.dumps(about | figures, indent=1)
-    file = Path(__file__).parent / "results" / f"{name}_{'cuda' if gpu else 'cpu'}.json"
+    file = Path(__file__).parent / "results" / f"{name}_{where or ('cuda' if gpu else 'cpu')}.json"
     file.write_text(text + "\n")
-    print(text)
+    return text
+
+
+def write(name: str, figures: dict) -> None:
+    """Write results/NAME_DEVICE.json, and print it."""
+    print(save(name, figures))

@@ -1,0 +1,212 @@
+"""What benchmarks/kernels.py compares: the kernels of notebook 12 and their rivals, at which sizes, and their work.
+
+Columns. ours; eager: the model's code; PyTorch: one operator of its own where it has one (linear_cross_entropy with
+default options, AdamW with fused=True); Liger: Liger-Kernel's, where it is installed. Work: the bytes that must move
+(each input read, each output written, once; gradients too), or the products' FLOPs.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from course_lib.fused_adamw import adamw_step
+from course_lib.fused_loss import linear_cross_entropy
+from course_lib.fused_norm import rms_norm
+from course_lib.fused_rope import rope
+from course_lib.fused_swiglu import swiglu as fused_swiglu
+from course_lib.kernels import softmax
+from course_lib.matmul import matmul
+from course_lib.model import apply_rope, loss, swiglu
+
+liger = None
+if torch.cuda.is_available() and importlib.util.find_spec("liger_kernel"):  # it can't be interpreted
+    import liger_kernel.ops as liger
+
+EPS = 1e-5
+HEAD = 128  # elements of an attention head
+SIZES = {  # by device: rows and width of what is normed and so on; rows, hidden and vocabulary of the loss
+    "cuda": {
+        "rows": [
+            (2048, 1024), (16384, 1024), (16384, 2048), (16384, 4096), (65536, 4096), (16384, 8192), (16384, 16384),
+        ],
+        "loss": [(4096, 1024, 32768), (8192, 4096, 32768), (8192, 4096, 131072), (16384, 4096, 131072)],
+        "parameters": [2**20, 2**24, 2**28],
+        "sides": [512, 1024, 2048, 4096, 8192],
+    },
+    "cpu": {"rows": [(4, 128)], "loss": [(6, 32, 50)], "parameters": [300], "sides": [48]},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one size. Methods, by column, take the inputs that `make` makes anew for each of them."""
+
+    kernel: str
+    size: str
+    make: Callable[[], tuple[torch.Tensor, ...]]  # those that require a gradient get one
+    methods: dict[str, Callable]
+    work: dict[str, float]  # of each pass, forward or backward: bytes to be moved, or FLOPs
+    unit: str = "GB/s"
+    peak: bool = False  # whether its memory is measured too
+
+
+def random(*shape: int, device: torch.device, needs_gradient: bool = True) -> torch.Tensor:
+    """Normal numbers of the dtype that is trained in on the device."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.randn(shape, device=device, dtype=dtype).requires_grad_(needs_gradient)
+
+
+def element_bytes(device: torch.device) -> int:
+    """Of a number of the dtype that is trained in."""
+    return random(0, device=device).element_size()
+
+
+def row_cases(device: torch.device, rows: int, width: int) -> Iterator[Case]:
+    """Kernels that go over rows of `width` elements: softmax, RMSNorm without and with the residual sum, SwiGLU."""
+    size, tensor = f"{rows:,} x {width:,}", rows * width * element_bytes(device)
+
+    def inputs(count: int, weight: bool = False):
+        return lambda: (
+            tuple(random(rows, width, device=device) for _ in range(count))
+            + ((random(width, device=device),) if weight else ())
+        )
+
+    methods = {"ours": softmax, "eager": lambda x: torch.softmax(x, -1)}
+    if liger:
+        methods["Liger"] = liger.LigerSoftmaxFunction.apply
+    yield Case("softmax", size, inputs(1), methods, {"forward": 2 * tensor, "backward": 3 * tensor})
+
+    methods = {"ours": lambda x, w: rms_norm(x, w, EPS), "eager": lambda x, w: F.rms_norm(x, w.shape, w, EPS)}
+    if liger:
+        methods["Liger"] = lambda x, w: liger.LigerRMSNormFunction.apply(x, w, EPS)
+    yield Case("rms_norm", size, inputs(1, weight=True), methods, {"forward": 2 * tensor, "backward": 3 * tensor})
+
+    methods = {"ours": lambda x, r, w: rms_norm(x, w, EPS, residual=r), "eager": add_norm}
+    if liger:
+        methods["Liger"] = lambda x, r, w: liger.LigerFusedAddRMSNormFunction.apply(x, r, w, EPS)
+    yield Case("add + rms_norm", size, inputs(2, weight=True), methods, {"forward": 4 * tensor, "backward": 4 * tensor})
+
+    methods = {"ours": fused_swiglu, "eager": swiglu}
+    if liger:
+        methods["Liger"] = liger.LigerSiLUMulFunction.apply
+    yield Case("swiglu", size, inputs(2), methods, {"forward": 3 * tensor, "backward": 5 * tensor})
+
+
+def rope_case(device: torch.device, rows: int, width: int) -> Case:
+    """Queries of `width` and keys of a quarter of it, as grouped-query attention has them. Liger-Kernel turns in place,
+    and wants the angles twice side by side, in the layout of Hugging Face.
+    """
+    heads, groups = width // HEAD, max(1, width // HEAD // 4)
+
+    def make():
+        angles = torch.rand(rows, HEAD // 2, device=device)
+        cos, sin = (f(angles).to(random(0, device=device).dtype) for f in (torch.cos, torch.sin))
+        twice = [torch.cat([each, each], -1)[None] for each in (cos, sin)]
+        x = [random(1, rows, count, HEAD, device=device) for count in (heads, groups)]
+        return *x, cos, sin, *twice
+
+    def turn_liger(q, k, _cos, _sin, cos, sin):
+        turned = liger.LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        return tuple(each.transpose(1, 2) for each in turned)
+
+    methods = {
+        "ours": lambda q, k, cos, sin, *_: (rope(q, cos, sin), rope(k, cos, sin)),
+        "eager": lambda q, k, cos, sin, *_: (apply_rope(q, cos, sin), apply_rope(k, cos, sin)),
+    }
+    if liger:
+        methods["Liger"] = turn_liger
+    work = (2 * (heads + groups) + 1) * HEAD * rows * element_bytes(device)
+    return Case("rope", f"{rows:,} x {width:,}", make, methods, {"forward": work, "backward": work})
+
+
+def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The normed sum, and the sum."""
+    total = x + residual
+    return F.rms_norm(total, weight.shape, weight, EPS), total
+
+
+def loss_case(device: torch.device, rows: int, hidden: int, vocab: int) -> Case:
+    """The head and its loss. All products count: two FLOPs for each of rows x hidden x vocab, three times."""
+
+    def make():
+        weight = random(vocab, hidden, device=device).detach().mul_(hidden**-0.5).requires_grad_()
+        return random(rows, hidden, device=device), weight, torch.randint(vocab, (rows,), device=device)
+
+    def chunked(x, w, t):
+        return F.linear_cross_entropy(x, w, t, options=torch.nn.LinearCrossEntropyOptions())
+
+    methods = {
+        "ours": linear_cross_entropy,
+        "eager": lambda x, w, t: loss(F.linear(x, w)[None], t[None]),
+        "PyTorch": chunked,
+    }
+    if liger:
+        methods["Liger"] = lambda x, w, t: liger.LigerFusedLinearCrossEntropyFunction.apply(x, w, t)[0]
+    work = {"forward and backward": 6 * rows * hidden * vocab}
+    return Case("linear_cross_entropy", f"{rows:,} x {hidden:,} x {vocab:,}", make, methods, work, "TFLOP/s", peak=True)
+
+
+def adamw_case(device: torch.device, count: int) -> Case:
+    """A step on a flat buffer with gradients, and a copy of the weights, in the 16 bits of training."""
+    lr, betas, eps, decay = 0.1, (0.9, 0.95), 1e-8, 0.1  # lr so large that a step that was left out would be seen
+
+    def make():
+        master, m, v = (torch.rand(count, device=device) for _ in range(3))
+        gradient = random(count, device=device, needs_gradient=False)
+        weights = torch.zeros(count, dtype=torch.bfloat16, device=device)
+        return master, gradient, m, v, torch.zeros((), device=device), weights
+
+    def ours(master, gradient, m, v, step, weights):
+        step.add_(1)
+        adamw_step(master, gradient, m, v, step, lr, betas, eps, decay, weights)
+        return master, m, v, weights
+
+    @torch.no_grad()
+    def eager(master, gradient, m, v, step, weights):
+        gradient = gradient.float()
+        step.add_(1)
+        m.lerp_(gradient, 1 - betas[0])
+        v.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+        scale = (v / (1 - betas[1] ** step)).sqrt_().add_(eps)
+        master.mul_(1 - lr * decay).sub_(m / scale * (lr / (1 - betas[0] ** step)))
+        weights.copy_(master)
+        return master, m, v, weights
+
+    @torch.no_grad()
+    def fused(master, gradient, m, v, step, weights):
+        step.add_(1)
+        settings = {"beta1": betas[0], "beta2": betas[1], "lr": lr, "weight_decay": decay, "eps": eps}
+        lists = [master], [gradient.float()], [m], [v], [], [step]
+        torch._fused_adamw_(*lists, **settings, amsgrad=False, maximize=False)  # what AdamW(fused=True) calls
+        weights.copy_(master)
+        return master, m, v, weights
+
+    methods = {"ours": ours, "eager": eager, "PyTorch": fused}
+    size = 24 + element_bytes(device) + 2  # master, m, v read and written; gradient; weights
+    return Case("adamw_step", f"{count:,}", make, methods, {"step": size * count})
+
+
+def matmul_case(device: torch.device, side: int) -> Case:
+    """The tutorial's product of matrices, against cuBLAS."""
+
+    def make():
+        return tuple(random(side, side, device=device, needs_gradient=False) for _ in range(2))
+
+    return Case("matmul", f"{side:,}", make, {"ours": matmul, "eager": torch.mm}, {"forward": 2 * side**3}, "TFLOP/s")
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """All kernels at all sizes."""
+    sizes = SIZES[device.type]
+    for rows, width in sizes["rows"]:
+        yield from row_cases(device, rows, width)
+        yield rope_case(device, rows, width)
+    for size in sizes["loss"]:
+        yield loss_case(device, *size)
+    for count in sizes["parameters"]:
+        yield adamw_case(device, count)
+    for side in sizes["sides"]:
+        yield matmul_case(device, side)

@@ -1,0 +1,174 @@
+"""benchmarks/kernels.py and counters.py: what they compare and count, interpreted at tiny sizes; figures need a GPU."""
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from course_lib.launches import record_launches
+from course_lib.roofline import Roofline
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="here kernels are compiled: run the benchmark itself")
+
+
+@pytest.fixture(autouse=True)
+def on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+@pytest.fixture
+def kernels(on_path):
+    return __import__("kernels")
+
+
+@pytest.fixture
+def counters(on_path):
+    return __import__("counters")
+
+
+def test_every_kernel_runs_agrees_and_gets_a_row(kernels, capsys):
+    rows = kernels.run(CPU, Roofline(1e12, 1e12))
+    names = {row["kernel"] for row in rows}
+    assert names == {
+        "softmax", "rms_norm", "add + rms_norm", "swiglu", "rope", "linear_cross_entropy", "adamw_step", "matmul"
+    }  # fmt: skip
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(rows)
+    for row in rows:
+        if row["pass"] != "peak":
+            assert row["ms"].keys() >= {"ours", "eager"} and max(row["errors"].values()) < 1e-3
+            assert row["rate"] * {"GB/s": 1e9, "TFLOP/s": 1e12}[row["unit"]] / 1e12 == pytest.approx(row["share"])
+    (peak,) = [row for row in rows if row["pass"] == "peak"]
+    assert peak["mib"].keys() == {"ours", "eager", "PyTorch"}
+
+
+def test_ours_are_kernels_and_not_pytorch_under_another_name(kernels):
+    for case in kernels.cases(CPU):
+        for column, method in case.methods.items():
+            with record_launches() as launches:
+                kernels.Method(method, case.make).results()
+            assert bool(launches) == (column == "ours"), (case.kernel, column)
+
+
+def test_the_bytes_are_those_of_what_goes_in_and_out(kernels):
+    """Forward reads its inputs and writes its outputs; backward at least reads gradients of these and writes those of
+    the inputs. Weights of one row, and the angles twice side by side for a rival, may be left out.
+    """
+    for case in kernels.cases(CPU):
+        if case.unit != "GB/s" or case.kernel == "adamw_step":
+            continue
+        method = kernels.Method(case.methods["eager"], case.make)
+        method.forward()
+        inputs = sum(x.nbytes for x in method.inputs[: 4 if case.kernel == "rope" else 2] if x.dim() > 1)
+        outputs = sum(x.nbytes for x in method.outputs)
+        assert case.work["forward"] == inputs + outputs, case.kernel
+        wanted = sum(x.nbytes for x in method.wanted if x.dim() > 1)
+        if case.kernel == "add + rms_norm":
+            wanted //= 2  # both have the same gradient
+        assert case.work["backward"] >= outputs + wanted, case.kernel
+
+
+def test_adamw_moves_each_state_twice(kernels):
+    (case,) = [case for case in kernels.cases(CPU) if case.kernel == "adamw_step"]
+    master, gradient, m, v, _, weights = case.make()
+    assert case.work["step"] == 2 * (master.nbytes + m.nbytes + v.nbytes) + gradient.nbytes + weights.nbytes
+
+
+def test_a_kernel_that_is_wrong_is_not_timed(kernels):
+    case = next(kernels.cases(CPU))
+    wrong = kernels.Case(**vars(case) | {"methods": case.methods | {"ours": lambda x: torch.softmax(1.01 * x, -1)}})
+    with pytest.raises(ValueError, match="softmax 4 x 128: our results are off"):
+        kernels.working(wrong, CPU)
+
+
+def test_columns_take_turns_and_only_the_named_pass_is_timed(kernels, monkeypatch):
+    order = []
+    monkeypatch.setattr(
+        kernels, "time_once", lambda run, device, flush: (flush(), order.append("timed"), run(), 1.0)[3]
+    )
+    monkeypatch.setitem(kernels.ROUNDS, "cpu", 2)
+    monkeypatch.setitem(kernels.UNCOUNTED, "cpu", 1)
+
+    def watched(name):
+        return lambda x: (order.append(name), 2 * x)[1]
+
+    make = lambda: (torch.ones(3, requires_grad=True),)  # noqa: E731
+    methods = {name: kernels.Method(watched(name), make) for name in ("ours", "eager")}
+    seconds = kernels.timed(methods, "backward", CPU)
+    assert seconds == {"ours": [1.0] * 2, "eager": [1.0] * 2, "again": [1.0] * 2}
+    assert order == ["ours", "timed", "eager", "timed", "eager", "timed"] * 3  # forward comes before the timed part
+    order.clear()
+    kernels.timed(methods, "forward", CPU)
+    assert order == ["timed", "ours", "timed", "eager", "timed", "eager"] * 3
+
+
+def test_ratios_are_of_pairs(kernels):
+    found = kernels.compared({"ours": [1.0, 2.0, 3.0], "eager": [2.0, 4.0, 6.0], "again": [2.2, 4.0, 6.0]})
+    assert found == {"ms": {"ours": 2e3, "eager": 4e3}, "ours_against": {"eager": 0.5}, "noise": 0.0}
+
+
+def test_without_a_gpu_one_line_says_so(kernels, counters, monkeypatch, capsys):
+    for script in (kernels, counters):
+        monkeypatch.setattr(sys, "argv", ["script"])
+        monkeypatch.setattr(script, "save", lambda *args: pytest.fail("nothing was measured, so nothing is written"))
+        script.main()
+        assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+# In the form of `ncu --csv --print-units base --metrics ...` (Nsight Compute, command line interface, "Print Details").
+NCU = """==PROF== Connected to process 4242 (/usr/bin/python3.11)
+==PROF== Profiling "softmax_kernel" - 0: 0%....50%....100% - 1 pass
+==PROF== Profiling "softmax_kernel" - 1: 0%....50%....100% - 1 pass
+==PROF== Disconnected from process 4242
+"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",\
+"Section Name","Metric Name","Metric Unit","Metric Value"
+"0","4242","python3.11","127.0.0.1","softmax_kernel","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0",\
+"Command line profiler metrics","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","sector","1,024"
+"0","4242","python3.11","127.0.0.1","softmax_kernel","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0",\
+"Command line profiler metrics","l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum","sector","512"
+"1","4242","python3.11","127.0.0.1","softmax_backward_kernel","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0",\
+"Command line profiler metrics","l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum","sector","2,048"
+"1","4242","python3.11","127.0.0.1","softmax_backward_kernel","1","7","(128, 1, 1)","(8, 1, 1)","0","9.0",\
+"Command line profiler metrics","l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum","sector","0"
+"""
+COUNTED = [
+    {"kernel": "softmax_kernel", "load": 1024, "store": 512},
+    {"kernel": "softmax_backward_kernel", "load": 2048, "store": 0},
+]
+FORBIDDEN = "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission to access NVIDIA GPU Performance Counters"
+
+
+def test_what_ncu_writes_is_read(counters):
+    assert counters.parse_ncu(NCU) == COUNTED
+    with pytest.raises(ValueError, match="no table: ==ERROR== ERR_NVGPUCTRPERM"):
+        counters.parse_ncu("==PROF== Connected\n" + FORBIDDEN)
+    with pytest.raises(ValueError, match="softmax_kernel: ncu could not read .*_ld.sum: 'n/a'"):
+        counters.parse_ncu(NCU.replace("1,024", "n/a"))
+
+
+def fake_ncu(folder: Path, lines: list[str]) -> None:
+    """A program called ncu, in Python, whose lines see `option(name)`."""
+    start = [f"#!{sys.executable}", "import sys", "option = lambda name: sys.argv[sys.argv.index(name) + 1]"]
+    file = folder / "ncu"
+    file.write_text("\n".join(start + lines) + "\n")
+    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+
+def test_ncu_is_asked_for_our_kernels_counters(counters, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    lines = ["assert sys.argv[-2:] == ['program', '--launch'] and '--csv' in sys.argv"]
+    lines += [f"assert set(option('--metrics').split(',')) == {set(counters.METRICS.values())!r}"]
+    lines += ["import re", "pattern = option('--kernel-name').removeprefix('regex:')"]
+    lines += ["assert re.search(pattern, 'softmax_kernel') and not re.search(pattern, 'my_softmax_kernel')"]
+    fake_ncu(tmp_path, lines + [f"open(option('--log-file'), 'w').write({NCU!r})"])
+    assert counters.ncu_sectors(["program", "--launch"], ["softmax_kernel", "softmax_backward_kernel"]) == COUNTED
+
+
+def test_ncu_without_the_right_to_count_is_reported(counters, tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    fake_ncu(tmp_path, [f"print({FORBIDDEN!r})"])
+    with pytest.raises(RuntimeError, match="ERR_NVGPUCTRPERM"):
+        counters.ncu_sectors(["program"], ["softmax_kernel"])
