@@ -30,7 +30,7 @@ CALLS = ("load", "store", "atomic_add", "atomic_max", "atomic_min", "atomic_cas"
 OPERATION = re.compile(rf"(?:^|\s)({'|'.join(map(re.escape, OPERATIONS))})\s")
 INSTRUCTION = re.compile(r"\b(?:ld|st|atom|red)\.global[\w.:]*?(?:\.v(\d))?\.[a-z]+(\d+)(?:x(\d))?\s")
 ASYNCHRONOUS = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* \[.*?\], \[.*?\], (0x[0-9a-f]+|\d+)")
-Place = tuple[str, int, int]  # file, line, column
+Place = tuple[str, int, int]  # function, line from its `def` on (1), column
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def find_accesses(ttgir: str, ptx: str, sources: dict[str, Source], target: GPUT
     for line, shape, bases in zip(lines, shapes, layouts(ttgir, shapes, target), strict=True):
         place = places[re.search(r"loc\((#loc\d*)\)\s*$", line)[1]]
         round_it = [call for call in calls if call[0] == place[0] and call[1] <= place[1:] <= call[2]]
-        file, first, _ = max(round_it, key=lambda call: call[1])  # the innermost
-        found.append(Access(OPERATION.search(line)[1], (file, *first), shape, *bases, widths[place]))
+        name, first, _ = max(round_it, key=lambda call: call[1])  # the innermost
+        found.append(Access(OPERATION.search(line)[1], (name, *first), shape, *bases, widths[place]))
     return list(dict.fromkeys(found))
 
 # %% ../notebooks/12_kernels.ipynb #accesses-layouts
@@ -124,12 +124,10 @@ def instruction_bytes(ptx: str) -> dict[Place, int]:
 
 
 def memory_calls(sources: dict[str, Source]) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
-    """File, first and last place of each call to tl.load, tl.store and the atomics."""
+    """Function, first and last place of each call to tl.load, tl.store and the atomics."""
     found = []
-    for source in sources.values():
+    for name, source in sources.items():
         for node in ast.walk(ast.parse(source["text"])):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CALLS:
-                above = source["line"] - 1
-                first, last = (node.lineno + above, node.col_offset), (node.end_lineno + above, node.end_col_offset)
-                found.append((source["file"], first, last))
+                found.append((name, (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)))
     return found

@@ -40,6 +40,32 @@ from unittest import mock
 import torch
 from torch.utils import cpp_extension
 
+# %% ../notebooks/12_kernels.ipynb #cpp-kernels-cannotbuild
+class CannotBuild(RuntimeError):
+    """A tool that a build needs is not on this machine; says which."""
+
+
+def require_compiler() -> None:
+    """Raise CannotBuild where there is no C++ compiler (g++, or what CXX names, with options perhaps)."""
+    compiler = cpp_extension.get_cxx_compiler()
+    if not shutil.which(compiler.split()[0]):
+        raise CannotBuild(f"there is no C++ compiler: {compiler} is not on the path")
+
+
+def require_build_tools() -> None:
+    """Raise CannotBuild where C++ cannot be compiled and linked here: no compiler, or no ninja."""
+    require_compiler()
+    with installed_tools_found():
+        if not cpp_extension.is_ninja_available():
+            raise CannotBuild("there is no ninja: pip install ninja")
+
+
+def require_torch_compile() -> None:
+    """Raise CannotBuild where torch.compile cannot build its kernels here: no compiler, or no headers of Python."""
+    require_compiler()
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        raise CannotBuild("there is no Python.h: install the headers of this Python (python3-dev on Debian)")
+
 # %% ../notebooks/12_kernels.ipynb #cpp-kernels-cuda-kernels
 CUDA_KERNELS = r"""
 __device__ float elu_of(float x, float alpha) {
@@ -146,33 +172,7 @@ STABLE_TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
 """
 )
 
-# %% ../notebooks/12_kernels.ipynb #cpp-kernels-cannotbuild
-class CannotBuild(RuntimeError):
-    """A tool that a build needs is not on this machine; says which."""
-
-
-def require_compiler() -> None:
-    """Raise CannotBuild where there is no C++ compiler (g++, or what CXX names, with options perhaps)."""
-    compiler = cpp_extension.get_cxx_compiler()
-    if not shutil.which(compiler.split()[0]):
-        raise CannotBuild(f"there is no C++ compiler: {compiler} is not on the path")
-
-
-def require_build_tools() -> None:
-    """Raise CannotBuild where C++ cannot be compiled and linked here: no compiler, or no ninja."""
-    require_compiler()
-    with installed_tools_found():
-        if not cpp_extension.is_ninja_available():
-            raise CannotBuild("there is no ninja: pip install ninja")
-
-
-def require_torch_compile() -> None:
-    """Raise CannotBuild where torch.compile cannot build its kernels here: no compiler, or no headers of Python."""
-    require_compiler()
-    if not Path(sysconfig.get_path("include"), "Python.h").exists():
-        raise CannotBuild("there is no Python.h: install the headers of this Python (python3-dev on Debian)")
-
-
+# %% ../notebooks/12_kernels.ipynb #cpp-kernels-find-nvcc
 def find_nvcc() -> str:
     """The path of nvcc, the compiler of CUDA C++. Raises CannotBuild where there is none."""
     nvcc = shutil.which("nvcc") or (cpp_extension.CUDA_HOME and shutil.which(f"{cpp_extension.CUDA_HOME}/bin/nvcc"))
@@ -180,7 +180,7 @@ def find_nvcc() -> str:
         raise CannotBuild("there is no nvcc: install NVIDIA's CUDA toolkit")
     return nvcc
 
-# %% ../notebooks/12_kernels.ipynb #cpp-kernels-require-cuda
+
 def require_cuda() -> None:
     """Raise CannotBuild where CUDA C++ cannot be built for PyTorch and run: no GPU, no nvcc, or another CUDA's nvcc."""
     if not (torch.cuda.is_available() and torch.version.cuda):

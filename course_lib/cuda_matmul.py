@@ -193,6 +193,8 @@ def check_matrices(a: torch.Tensor, b: torch.Tensor) -> None:
     """Raises ValueError, in one line, for what the kernels would misread."""
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0] or max(*a.shape, *b.shape) > LARGEST:
         raise ValueError(f"a [m, k] @ b [k, n] with sides of at most {LARGEST}, not {list(a.shape)} @ {list(b.shape)}")
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        raise ValueError("these kernels have no backward: a and b must not require a gradient")
     if any(x.dtype != torch.float32 or x.device.type != "cuda" or not x.is_contiguous() for x in (a, b)):
         raise ValueError("the matrices have to be contiguous float32 on a GPU")
     if a.device != b.device:

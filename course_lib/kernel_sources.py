@@ -24,7 +24,6 @@ class Source(TypedDict):
 
     text: str
     file: str
-    line: int  # of the `def`
     decorator: str  # of Triton's: jit, or constexpr_function
     modules: dict[str, str]
     constants: dict[str, Any]
@@ -35,13 +34,12 @@ def sources(kernel, found: dict[str, Source] | None = None) -> dict[str, Source]
     """The kernel's source and those of all functions that it calls, by name."""
     found = {} if found is None else found
     function = kernel.fn
-    lines, first = inspect.getsourcelines(function)
+    lines, _ = inspect.getsourcelines(function)
     tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
     above = tree.lineno - 1  # lines of decorators
     source = found[function.__name__] = Source(
         text=textwrap.dedent("".join(lines[above:])),
         file=inspect.getsourcefile(function),
-        line=first + above,
         decorator="constexpr_function" if isinstance(kernel, ConstexprFunction) else "jit",
         modules={},
         constants={},
@@ -61,21 +59,18 @@ def sources(kernel, found: dict[str, Source] | None = None) -> dict[str, Source]
 
 # %% ../notebooks/12_kernels.ipynb #kernel-sources-rebuild
 def rebuild(found: dict[str, Source]) -> dict[str, Any]:
-    """The functions again, on the lines where they stood: to compile or to interpret, as this process does."""
-    files, spaces, made = {}, {}, {}
+    """The functions again, to compile or to interpret as this process does. Each stands alone in a file of its name,
+    from line 1 on: Triton's cache knows a kernel by its text, and would bring back another file's line numbers.
+    """
+    spaces, made = {}, {}
     for name, source in found.items():
         space = spaces[name] = {"__name__": "kernels"}
         space |= {alias: importlib.import_module(module) for alias, module in source["modules"].items()}
         space |= {alias: tl.constexpr(value) for alias, value in source["constants"].items()}
-        lines = files.setdefault(source["file"], [])
-        text = source["text"].splitlines(keepends=True)
-        lines += ["\n"] * (source["line"] - 1 + len(text) - len(lines))
-        lines[source["line"] - 1 : source["line"] - 1 + len(text)] = text
-    for file, lines in files.items():  # Triton reads the source of a function there
-        linecache.cache[file] = (sum(map(len, lines)), None, lines, file)
-    for name, source in found.items():
-        exec(compile("\n" * (source["line"] - 1) + source["text"], source["file"], "exec"), spaces[name])
-        made[name] = getattr(triton, source["decorator"])(spaces[name][name])
+        text = source["text"]
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # Triton reads the text there
+        exec(compile(text, name, "exec"), space)
+        made[name] = getattr(triton, source["decorator"])(space[name])
     for name, source in found.items():
         spaces[name] |= {alias: made[called] for alias, called in source["functions"].items()}
     return made

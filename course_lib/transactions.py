@@ -15,7 +15,7 @@ __all__ = ['count_transactions', 'count_interpreted', 'lanes_of', 'current_call'
            'work']
 
 # %% ../notebooks/12_kernels.ipynb #transactions-own-imports
-from .accesses import Access
+from .accesses import Access, Place
 from .compiled import Compiled, compile_kernel
 from .kernel_sources import rebuild, sources
 from .launches import first_configuration
@@ -68,13 +68,12 @@ def count_interpreted(kernel, grid, args: tuple, meta: dict, compiled: Compiled)
     layouts: dict[tuple, list[Access]] = {}
     for access in compiled.accesses:
         layouts.setdefault(access.call, []).append(access)
-    files = {access.call[0] for access in compiled.accesses}
+    files = {name: source["file"] for name, source in sources(kernel).items()}
     storages = {t.untyped_storage().data_ptr(): t for t in (*args, *meta.values()) if isinstance(t, torch.Tensor)}
     traffic = Transactions()
 
     def observe(kind: str, pointers, mask) -> None:
-        call = current_call(files)
-        place = f"{call[1]}: {linecache.getline(*call[:2]).strip()}"
+        call, place = current_call(files)
         block = tuple(pointers.data.shape) if pointers.data.size > 1 else ()
         found = [
             access for access in layouts.get(call, []) if (access.shape if np.prod(access.shape) > 1 else ()) == block
@@ -127,12 +126,15 @@ def lanes_of(access: Access, num_warps: int, size: int, replicas: bool) -> np.nd
     return touched.reshape(len(warps) * len(groups), -1)
 
 # %% ../notebooks/12_kernels.ipynb #transactions-current-call
-def current_call(files: set[str]) -> tuple[str, int, int]:
-    """File, line and column of the call in a kernel's source that the interpreter is executing."""
+def current_call(files: dict[str, str]) -> tuple[Place, str]:
+    """The call that the interpreter is executing in one of these functions, as `Access` names it; and where it stands."""
     frame = sys._getframe()
-    while frame.f_code.co_filename not in files:
+    while files.get(frame.f_code.co_name) != frame.f_code.co_filename:
         frame = frame.f_back
-    return frame.f_code.co_filename, *position(frame.f_code, frame.f_lasti)
+    code = frame.f_code
+    line, column = position(code, frame.f_lasti)
+    text = linecache.getline(code.co_filename, line).strip()
+    return (code.co_name, line - code.co_firstlineno + 1, column), f"{line}: {text}"
 
 
 @functools.lru_cache
