@@ -20,7 +20,7 @@ unprotected, and may end the process: a crash is a finding as well.
 
 # %% auto #0
 __all__ = ['BAND_BYTES', 'SAME_SIZE_INTEGER', 'UNWRITTEN', 'FILLED', 'METADATA', 'Band', 'band_round', 'can_be_banded', 'fill',
-           'banded_copy', 'guarded', 'GuardBands', 'tensors', 'new_memory', 'copies_onto_itself']
+           'banded_copy', 'guarded', 'GuardBands', 'run_inside', 'tensors', 'new_memory', 'copies_onto_itself']
 
 # %% ../notebooks/12_kernels.ipynb #guard-bands-imports
 from dataclasses import dataclass
@@ -135,7 +135,8 @@ class GuardBands(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[-1]
         if _maybe_get_opdef(func) is not None:
-            return self.look_inside(func, args, kwargs)
+            with self:
+                return run_inside(func, args, kwargs)
         result = func(*args, **kwargs)
         if name in UNWRITTEN | FILLED:
             return self.allocated(result, name in FILLED)
@@ -145,13 +146,6 @@ class GuardBands(TorchDispatchMode):
             self.operations.append(f"{func.namespace}.{name}")
             self.largest_bytes = max([self.largest_bytes, *(x.nbytes for x in made)])
         return result
-
-    def look_inside(self, func, args, kwargs):
-        """Run a custom operator's Python code with this mode still on."""
-        devices = [x.device.type for x in tensors((args, kwargs))]
-        backend = getattr(torch._C.DispatchKey, (devices or ["cpu"])[0].upper())
-        with self:
-            return func.redispatch(torch._C.DispatchKeySet(backend), *args, **kwargs)
 
     def allocated(self, fresh: torch.Tensor, is_filled: bool) -> torch.Tensor:
         """The tensor to hand out in place of `fresh`: with bands round it, and NaN in it where it is not yet filled."""
@@ -181,7 +175,14 @@ class GuardBands(TorchDispatchMode):
             if found:
                 raise CheckFailed(f"{name}: a kernel wrote {found}. Give its tl.store a mask")
 
-# %% ../notebooks/12_kernels.ipynb #guard-bands-tensors
+# %% ../notebooks/12_kernels.ipynb #guard-bands-run-inside
+def run_inside(func, args, kwargs):
+    """Run a custom operator's Python code where a mode that is on sees it, and not the operator alone."""
+    devices = [x.device.type for x in tensors((args, kwargs))]
+    backend = getattr(torch._C.DispatchKey, (devices or ["cpu"])[0].upper())
+    return func.redispatch(torch._C.DispatchKeySet(backend), *args, **kwargs)
+
+
 def tensors(tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 

@@ -127,7 +127,7 @@ def lanes_of(access: Access, num_warps: int, size: int, replicas: bool) -> np.nd
 
 # %% ../notebooks/12_kernels.ipynb #transactions-current-call
 def current_call(files: dict[str, str]) -> tuple[Place, str]:
-    """The call that the interpreter is executing in one of these functions, as `Access` names it; and where it stands."""
+    """The call that the interpreter executes in one of these functions, as `Access` names it, and where it stands."""
     frame = sys._getframe()
     while files.get(frame.f_code.co_name) != frame.f_code.co_filename:
         frame = frame.f_back
