@@ -12,7 +12,7 @@ the threads and the first cache. What the caches then save is not modelled; `dis
 
 # %% auto #0
 __all__ = ['count_transactions', 'count_interpreted', 'lanes_of', 'current_call', 'position', 'observed', 'count_elsewhere',
-           'work']
+           'host_copies', 'work']
 
 # %% ../notebooks/12_kernels.ipynb #transactions-own-imports
 from .accesses import Access, Place
@@ -49,7 +49,7 @@ def count_transactions(kernel, grid, *args, threads: tuple[int, ...] | None = No
     """Run `kernel` on `grid` and count the sectors and lines that its loads and stores touch, warp by warp.
 
     kernel: a Triton kernel, launched as `kernel[grid](*args, **meta)` and laid out by the compiler for `capability`; or
-    a function of a `Block` and `args`, with `threads` in a block. Tensors lie on the CPU and are written to. Returns
+    a function of a `Block` and `args`, with `threads` in a block. Tensors are written to, on any device. Returns
     `Transactions` (of a function: `BlockTraffic`). Raises ValueError for a kernel that does not compile.
     """
     if not isinstance(kernel, KernelInterface):
@@ -174,7 +174,7 @@ def count_elsewhere(kernel, grid, args: tuple, meta: dict, compiled: Compiled) -
     """`count_interpreted` in a process of its own: where there is a GPU, this one's kernels are compiled ones."""
     named = dict(zip(kernel.arg_names, args)) | meta
     grid = tuple(grid(named) if callable(grid) else grid)
-    question = sources(kernel), kernel.fn.__name__, grid, args, meta, compiled
+    question = sources(kernel), kernel.fn.__name__, grid, host_copies(args), meta, compiled
     worker = subprocess.run(
         [sys.executable, "-c", "from course_lib.transactions import work; work()"],
         input=pickle.dumps(question),
@@ -187,8 +187,21 @@ def count_elsewhere(kernel, grid, args: tuple, meta: dict, compiled: Compiled) -
     traffic, written = pickle.loads(worker.stdout)
     for mine, theirs in zip(args, written):
         if isinstance(mine, torch.Tensor):
-            mine.copy_(theirs)
+            mine.untyped_storage().copy_(theirs.untyped_storage())
     return traffic
+
+
+def host_copies(args: tuple) -> tuple:
+    """`args` with its tensors on the CPU: the same strides, the same gaps, and one storage where they share one."""
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def copied(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        storage = storages.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().cpu())
+        return torch.empty(0, dtype=x.dtype).set_(storage, x.storage_offset(), x.size(), x.stride())
+
+    return tuple(copied(x) for x in args)
 
 
 def work() -> None:
