@@ -28,13 +28,13 @@ from torch import nn
 
 from . import model as plain_model
 from . import single_gpu
-from .model import MLP, Attention, Block, Transformer
+from .model import Transformer
 
 # %% ../notebooks/12_kernels.ipynb #kernels--all-
 _all_ = ["softmax", "rms_norm", "swiglu", "rope", "adamw_step"]  # theirs and ours alike, from here
 
 
-class FusedBlock(Block):
+class FusedBlock(plain_model.Block):
     """A layer that adds the attention's output to x in the kernel that norms the sum: one [b, s, h] less to move
     forward, two less backward.
     """
@@ -63,11 +63,11 @@ def use_kernels(model: nn.Module) -> nn.Module:
     for module in model.modules():
         if type(module) is nn.RMSNorm:
             module.__class__ = FusedRMSNorm
-        elif type(module) is Block:
+        elif type(module) is plain_model.Block:
             module.__class__ = FusedBlock
-        elif isinstance(module, Attention) and module.rope is plain_model.apply_rope:
+        elif isinstance(module, plain_model.Attention) and module.rope is plain_model.apply_rope:
             module.rope = rope
-        elif isinstance(module, MLP) and module.activation is plain_model.swiglu:
+        elif isinstance(module, plain_model.MLP) and module.activation is plain_model.swiglu:
             module.activation = swiglu
     return model
 
