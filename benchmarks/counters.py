@@ -19,9 +19,11 @@ import torch
 from measure import gpu_word, save
 
 METRICS = {
-    "load": "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum",
-    "store": "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum",
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": "load",
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_ldgsts.sum": "load",  # cp.async: from memory straight to shared memory
+    "l1tex__t_sectors_pipe_lsu_mem_global_op_st.sum": "store",
 }
+KINDS = ("load", "store")
 SHAPES = [(8, 1024), (5, 1000), (3, 4096)]  # rows and width: interpreted, so small; one that doesn't end with a block
 
 
@@ -37,15 +39,15 @@ def parse_ncu(text: str) -> list[dict]:
         raise ValueError(
             f"ncu wrote no table: {next((line for line in lines if 'ERROR' in line), 'nothing was profiled')}"
         )
-    kinds = {metric: kind for kind, metric in METRICS.items()}
     launches: dict[int, dict] = {}
     for row in csv.DictReader(io.StringIO("\n".join(line for line in lines[header:] if line.startswith('"')))):
-        if row["Metric Name"] not in kinds:
+        if row["Metric Name"] not in METRICS:
             continue
         if not row["Metric Value"].replace(",", "").replace(".", "").isdigit():
             raise ValueError(f"{row['Kernel Name']}: ncu could not read {row['Metric Name']}: {row['Metric Value']!r}")
         launch = launches.setdefault(int(row["ID"]), {"kernel": row["Kernel Name"]})
-        launch[kinds[row["Metric Name"]]] = round(float(row["Metric Value"].replace(",", "")))
+        kind = METRICS[row["Metric Name"]]
+        launch[kind] = launch.get(kind, 0) + round(float(row["Metric Value"].replace(",", "")))
     return [launches[number] for number in sorted(launches)]
 
 
@@ -55,7 +57,7 @@ def ncu_sectors(command: list[str], kernels: list[str], timeout_s: float = 300) 
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        options = ["--csv", "--print-units", "base", "--log-file", str(log), "--metrics", ",".join(METRICS.values())]
+        options = ["--csv", "--print-units", "base", "--log-file", str(log), "--metrics", ",".join(METRICS)]
         options += ["--target-processes", "all", "--kernel-name", f"regex:^({'|'.join(kernels)})$"]
         done = subprocess.run(["ncu", *options, *command], capture_output=True, text=True, timeout=timeout_s)
         text = log.read_text() if log.exists() else ""
@@ -67,11 +69,11 @@ def ncu_sectors(command: list[str], kernels: list[str], timeout_s: float = 300) 
 
 def run_kernels(device: torch.device) -> None:
     """Forward and backward of the kernels that go over rows, once."""
-    from kernel_cases import row_cases
+    from kernel_cases import rope_case, row_cases
     from kernels import Method
 
     for rows, width in SHAPES:
-        for case in row_cases(device, rows, width):
+        for case in (*row_cases(device, rows, width), rope_case(device, rows, 4 * 128)):
             Method(case.methods["ours"], case.make).results()
 
 
@@ -85,9 +87,10 @@ def predicted(device: torch.device) -> list[dict]:
         run_kernels(device)
     found = []
     for launch in launches:
-        args = [arg.cpu() if torch.is_tensor(arg) else arg for arg in launch.args]
-        counted = count_transactions(launch.kernel, launch.grid, *args, capability=10 * major + minor, **launch.meta)
-        found.append({"kernel": launch.name} | {kind: counted.sectors(kind) for kind in METRICS})
+        counted = count_transactions(
+            launch.kernel, launch.grid, *launch.args, capability=10 * major + minor, **launch.meta
+        )
+        found.append({"kernel": launch.name} | {kind: counted.sectors(kind) for kind in KINDS})
     return found
 
 
@@ -112,7 +115,7 @@ def main() -> None:
         )
     rows = [{"kernel": e["kernel"], "predicted": e, "counted": m} for e, m in zip(expected, measured, strict=True)]
     for row in rows:
-        words = (f"{kind} {row['predicted'][kind]:>8,} / {row['counted'].get(kind, 0):>8,}" for kind in METRICS)
+        words = (f"{kind} {row['predicted'][kind]:>8,} / {row['counted'].get(kind, 0):>8,}" for kind in KINDS)
         print(f"{row['kernel']:<32} predicted / counted: {', '.join(words)}")
     save("sectors", {"rows": rows}, gpu_word())
 

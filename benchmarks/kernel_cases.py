@@ -21,9 +21,14 @@ from course_lib.kernels import softmax
 from course_lib.matmul import matmul
 from course_lib.model import apply_rope, loss, swiglu
 
-liger = None
-if torch.cuda.is_available() and importlib.util.find_spec("liger_kernel"):  # it can't be interpreted
-    import liger_kernel.ops as liger
+liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel")  # it can't be interpreted
+if liger:
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
 EPS = 1e-5
 HEAD = 128  # elements of an attention head
@@ -76,22 +81,22 @@ def row_cases(device: torch.device, rows: int, width: int) -> Iterator[Case]:
 
     methods = {"ours": softmax, "eager": lambda x: torch.softmax(x, -1)}
     if liger:
-        methods["Liger"] = liger.LigerSoftmaxFunction.apply
+        methods["Liger"] = LigerSoftmaxFunction.apply
     yield Case("softmax", size, inputs(1), methods, {"forward": 2 * tensor, "backward": 3 * tensor})
 
     methods = {"ours": lambda x, w: rms_norm(x, w, EPS), "eager": lambda x, w: F.rms_norm(x, w.shape, w, EPS)}
     if liger:
-        methods["Liger"] = lambda x, w: liger.LigerRMSNormFunction.apply(x, w, EPS)
+        methods["Liger"] = lambda x, w: LigerRMSNormFunction.apply(x, w, EPS)
     yield Case("rms_norm", size, inputs(1, weight=True), methods, {"forward": 2 * tensor, "backward": 3 * tensor})
 
     methods = {"ours": lambda x, r, w: rms_norm(x, w, EPS, residual=r), "eager": add_norm}
     if liger:
-        methods["Liger"] = lambda x, r, w: liger.LigerFusedAddRMSNormFunction.apply(x, r, w, EPS)
+        methods["Liger"] = lambda x, r, w: LigerFusedAddRMSNormFunction.apply(x, r, w, EPS)
     yield Case("add + rms_norm", size, inputs(2, weight=True), methods, {"forward": 4 * tensor, "backward": 4 * tensor})
 
     methods = {"ours": fused_swiglu, "eager": swiglu}
     if liger:
-        methods["Liger"] = liger.LigerSiLUMulFunction.apply
+        methods["Liger"] = LigerSiLUMulFunction.apply
     yield Case("swiglu", size, inputs(2), methods, {"forward": 3 * tensor, "backward": 5 * tensor})
 
 
@@ -109,7 +114,7 @@ def rope_case(device: torch.device, rows: int, width: int) -> Case:
         return *x, cos, sin, *twice
 
     def turn_liger(q, k, _cos, _sin, cos, sin):
-        turned = liger.LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+        turned = LigerRopeFunction.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
         return tuple(each.transpose(1, 2) for each in turned)
 
     methods = {
@@ -144,7 +149,7 @@ def loss_case(device: torch.device, rows: int, hidden: int, vocab: int) -> Case:
         "PyTorch": chunked,
     }
     if liger:
-        methods["Liger"] = lambda x, w, t: liger.LigerFusedLinearCrossEntropyFunction.apply(x, w, t)[0]
+        methods["Liger"] = lambda x, w, t: LigerFusedLinearCrossEntropyFunction.apply(x, w, t)[0]
     work = {"forward and backward": 6 * rows * hidden * vocab}
     return Case("linear_cross_entropy", f"{rows:,} x {hidden:,} x {vocab:,}", make, methods, work, "TFLOP/s", peak=True)
 

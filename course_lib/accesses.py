@@ -30,7 +30,7 @@ CALLS = ("load", "store", "atomic_add", "atomic_max", "atomic_min", "atomic_cas"
 OPERATION = re.compile(rf"(?:^|\s)({'|'.join(map(re.escape, OPERATIONS))})\s")
 INSTRUCTION = re.compile(r"\b(?:ld|st|atom|red)\.global[\w.:]*?(?:\.v(\d))?\.[a-z]+(\d+)(?:x(\d))?\s")
 ASYNCHRONOUS = re.compile(r"\bcp\.async\.c[ag]\.shared\.global[\w.:]* \[.*?\], \[.*?\], (0x[0-9a-f]+|\d+)")
-Place = tuple[str, int, int]  # function, line from its `def` on (1), column
+Place = tuple[str, int, int]  # a function's full name, line from its `def` on (1), column
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,23 @@ class Access:
 # %% ../notebooks/12_kernels.ipynb #accesses-find-accesses
 def find_accesses(ttgir: str, ptx: str, sources: dict[str, Source], target: GPUTarget) -> list[Access]:
     """Every access of the compiled kernel, in the order of the compiler's text; one that it repeats (a pipelined loop
-    has its loads twice) is there once.
+    has its loads twice) is there once. One in a function that is called for addresses of several alignments is there
+    with each width.
     """
     lines = [line for line in ttgir.splitlines() if OPERATION.search(line)]
     shapes = [
-        tuple(map(int, re.findall(r"(\d+)x", (re.search(r": tensor<([\dx]+)", line) or [""])[0]))) for line in lines
+        tuple(map(int, re.findall(r"(\d+)x", (re.search(r": \(?tensor<([\dx]+)", line) or [""])[0]))) for line in lines
     ]
     places, widths, calls = locations(ttgir), instruction_bytes(ptx), memory_calls(sources)
     found = []
     for line, shape, bases in zip(lines, shapes, layouts(ttgir, shapes, target), strict=True):
         place = places[re.search(r"loc\((#loc\d*)\)\s*$", line)[1]]
-        round_it = [call for call in calls if call[0] == place[0] and call[1] <= place[1:] <= call[2]]
+        # an instruction's place is where the last argument of its call begins: there another call may begin, as in
+        # tl.store(x, tl.load(y) + 1)
+        round_it = [call for call in calls if call[0] == place[0] and call[1] < place[1:] <= call[2]]
         name, first, _ = max(round_it, key=lambda call: call[1])  # the innermost
-        found.append(Access(OPERATION.search(line)[1], (name, *first), shape, *bases, widths[place]))
+        for width in sorted(widths[place]):
+            found.append(Access(OPERATION.search(line)[1], (name, *first), shape, *bases, width))
     return list(dict.fromkeys(found))
 
 # %% ../notebooks/12_kernels.ipynb #accesses-layouts
@@ -109,7 +113,7 @@ def locations(ttgir: str) -> dict[str, Place]:
     return {name: place(name) for name in told}
 
 
-def instruction_bytes(ptx: str) -> dict[Place, int]:
+def instruction_bytes(ptx: str) -> dict[Place, set[int]]:
     """Bytes a thread moves by one instruction, for each place in the source that touches global memory."""
     files = dict(re.findall(r'^\s*\.file\s+(\d+) "(.*?)"', ptx, flags=re.MULTILINE))
     found, here = {}, None
@@ -117,14 +121,14 @@ def instruction_bytes(ptx: str) -> dict[Place, int]:
         if move := re.match(r"\s*\.loc\s+(\d+) (\d+) (\d+)", line):
             here = files[move[1]], int(move[2]), int(move[3])
         elif wide := ASYNCHRONOUS.search(line):
-            found[here] = int(wide[1], 0)
+            found.setdefault(here, set()).add(int(wide[1], 0))
         elif wide := INSTRUCTION.search(line):
-            found[here] = int(wide[1] or 1) * int(wide[2]) // 8 * int(wide[3] or 1)
+            found.setdefault(here, set()).add(int(wide[1] or 1) * int(wide[2]) // 8 * int(wide[3] or 1))
     return found
 
 
 def memory_calls(sources: dict[str, Source]) -> list[tuple[str, tuple[int, int], tuple[int, int]]]:
-    """Function, first and last place of each call to tl.load, tl.store and the atomics."""
+    """Function, first and last line and column of each call to tl.load, tl.store and the atomics."""
     found = []
     for name, source in sources.items():
         for node in ast.walk(ast.parse(source["text"])):

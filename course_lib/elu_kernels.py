@@ -90,7 +90,8 @@ def elu_forward(x: torch.Tensor, alpha: float) -> torch.Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.numel():
-        elu_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, alpha, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
+        with torch.cuda.device_of(x):
+            elu_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, alpha, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
     return out
 
 
@@ -101,7 +102,8 @@ def elu_backward(grad: torch.Tensor, x: torch.Tensor, alpha: float) -> torch.Ten
     grad_x = torch.empty_like(x)
     if x.numel():
         grid = (triton.cdiv(x.numel(), BLOCK),)
-        elu_backward_kernel[grid](grad, x, grad_x, alpha, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
+        with torch.cuda.device_of(x):
+            elu_backward_kernel[grid](grad, x, grad_x, alpha, x.numel(), BLOCK=BLOCK, num_warps=NUM_WARPS)
     return grad_x
 
 

@@ -38,7 +38,8 @@ import triton.language as tl
 
 # %% ../notebooks/12_kernels.ipynb #fused-adamw-gradients
 GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK = 1024  # elements a program: 8 in each of 128 threads, two loads of 16 bytes for each float32 buffer
+# Elements a program: 4 in each of 256 threads, 16 bytes of float32. With 8, each load would use half of its sectors.
+BLOCK = 1024
 
 
 @triton.constexpr_function
@@ -102,9 +103,10 @@ def update(
     if numel == 0:
         return
     settings = (lr, 1 - lr * weight_decay, eps)
-    adamw_kernel[(triton.cdiv(numel, BLOCK),)](
-        master, grad, exp_avg, exp_avg_sq, weights, step, numel, *settings, beta1, beta2, BLOCK=BLOCK, num_warps=4
-    )
+    with torch.cuda.device_of(master):
+        adamw_kernel[(triton.cdiv(numel, BLOCK),)](
+            master, grad, exp_avg, exp_avg_sq, weights, step, numel, *settings, beta1, beta2, BLOCK=BLOCK, num_warps=8
+        )
 
 
 @update.register_fake
@@ -165,7 +167,8 @@ def adamw_step(
 
 # %% ../notebooks/12_kernels.ipynb #fused-adamw-fusedadamw
 class FusedAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW whose step is one launch for each parameter; made for few, large ones: flat shards.
+    """torch.optim.AdamW whose step is one launch for each parameter, and one for all their counters. Made for few,
+    large ones, flat shards: with hundreds the host is slower at launching than the GPU at updating.
 
     Its state_dict is AdamW's, and the other way round: step (on the parameter's device), exp_avg, exp_avg_sq. Raises
     ValueError for parameters that are not contiguous or not float32: those of 16 bits need a master copy, which
@@ -202,15 +205,23 @@ class FusedAdamW(torch.optim.Optimizer):
         ready = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if any(parameter.grad.layout != torch.strided for parameter, _ in ready):
             raise ValueError("a gradient is sparse; AdamW decays every weight")
-        for parameter, group in ready:
+        for parameter, _ in ready:
             state = self.state[parameter]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-            state["step"].add_(1)
-            moments = state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1)
-            settings = group["lr"], group["betas"], group["eps"], group["weight_decay"]
-            adamw_step(parameter.view(-1), parameter.grad.reshape(-1), *moments, state["step"], *settings)
+        if ready:
+            torch._foreach_add_([self.state[parameter]["step"] for parameter, _ in ready], 1)
+        for parameter, group in ready:
+            state = self.state[parameter]
+            flat = (
+                parameter.view(-1),
+                parameter.grad.reshape(-1),
+                state["exp_avg"].view(-1),
+                state["exp_avg_sq"].view(-1),
+            )
+            settings = group["betas"], group["eps"], group["weight_decay"]
+            adamw_step(*flat, state["step"], group["lr"], *settings)
         return result
 
     def load_state_dict(self, state_dict: dict) -> None:

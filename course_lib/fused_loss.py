@@ -100,9 +100,18 @@ def cross_entropy_(
     rows, vocab = logits.shape
     block = min(triton.next_power_of_2(vocab), LARGEST_BLOCK)
     warps = max(1, block // 512)  # 16 elements a thread: two loads of 16 bytes in BF16, in flight together
-    cross_entropy_kernel[(rows,)](
-        logits, targets, losses, vocab, logits.stride(0), ignore_index, GRADIENT=gradient, BLOCK=block, num_warps=warps
-    )
+    with torch.cuda.device_of(logits):
+        cross_entropy_kernel[(rows,)](
+            logits,
+            targets,
+            losses,
+            vocab,
+            logits.stride(0),
+            ignore_index,
+            GRADIENT=gradient,
+            BLOCK=block,
+            num_warps=warps,
+        )
 
 
 def chunk_size(tokens: int, hidden: int, vocab: int) -> int:
@@ -139,7 +148,10 @@ def chunked_cross_entropy(
     the products, of weight in float32; empty where they are not needed.
     """
     tokens, vocab = len(hidden), len(weight)
-    logits = hidden.new_empty(min(chunk_rows, tokens), vocab, dtype=dtype)  # the one buffer of all chunks
+    width = (
+        triton.cdiv(vocab, 64) * 64
+    )  # rows that begin at multiples of 128 bytes: the products' fast kernels ask for it
+    logits = hidden.new_empty(min(chunk_rows, tokens), width, dtype=dtype)[:, :vocab]  # the one buffer of all chunks
     losses = hidden.new_empty(tokens, dtype=torch.float32)
     grad_hidden = hidden.new_empty(hidden.shape if hidden_needed else 0, dtype=dtype)
     grad_weight = weight.new_zeros(weight.shape if weight_needed else 0, dtype=torch.float32)
@@ -202,7 +214,8 @@ def linear_cross_entropy(
     FP32, BF16 or FP16; under autocast they may differ, and the products are made in autocast's. Gradients come in each
     one's own dtype. All rows ignored: NaN, with gradients of 0, as F.cross_entropy. A target that is neither a word nor
     ignore_index makes the loss NaN, and gradients too: an error would have to wait for the device. A second backward of
-    the same loss raises RuntimeError, since the first one scales the gradients in place.
+    the same loss raises RuntimeError, since the first one scales the gradients in place; there is no gradient of the
+    gradient (create_graph).
 
     Raises ValueError for shapes, dtypes or devices that do not fit together, for chunk_rows below 1, and for another
     reduction.

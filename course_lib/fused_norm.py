@@ -120,7 +120,7 @@ def backward_resources(device: torch.device, tiles: int, num_warps: int, tile_by
     gpu = torch.cuda.get_device_properties(device)
     shared_bytes = getattr(gpu, "shared_memory_per_block_optin", 64 * 1024)  # AMD's do not say, and have 64 KiB
     fits = tile_bytes <= shared_bytes - 1024  # the sums over a row take some
-    return min(tiles, gpu.multi_processor_count * (16 // num_warps)), 2 if fits else 1
+    return min(tiles, gpu.multi_processor_count * max(1, 16 // num_warps)), 2 if fits else 1
 
 
 def outputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,10 +146,14 @@ def launch_forward(x, residual, weight, y, summed, rstd, eps: float) -> None:
     strides = x.stride(0), 0 if residual is None else residual.stride(0)
     tile, block, num_warps = shape_of_work(hidden)
     if block < hidden:
-        long_norm_forward_kernel[(rows,)](*tensors, *strides, hidden, eps, BLOCK=block, num_warps=num_warps)
+        with torch.cuda.device_of(y):
+            long_norm_forward_kernel[(rows,)](*tensors, *strides, hidden, eps, BLOCK=block, num_warps=num_warps)
     else:
         grid = (triton.cdiv(rows, tile),)
-        norm_forward_kernel[grid](*tensors, *strides, rows, hidden, eps, ROWS=tile, BLOCK=block, num_warps=num_warps)
+        with torch.cuda.device_of(y):
+            norm_forward_kernel[grid](
+                *tensors, *strides, rows, hidden, eps, ROWS=tile, BLOCK=block, num_warps=num_warps
+            )
 
 # %% ../notebooks/12_kernels.ipynb #fused-norm-normalise
 @torch.library.custom_op("course::rms_norm", mutates_args=())
@@ -187,12 +191,17 @@ def norm_backward(
     given = dy, dsum, summed, weight.contiguous(), rstd, dx
     if block < hidden:
         parts = rstd.new_zeros(programs, hidden)
-        long_norm_backward_kernel[(programs,)](*given, parts, *strides, rows, hidden, BLOCK=block, num_warps=num_warps)
+        with torch.cuda.device_of(dx):
+            long_norm_backward_kernel[(programs,)](
+                *given, parts, *strides, rows, hidden, BLOCK=block, num_warps=num_warps
+            )
     else:
         parts = rstd.new_empty(programs, hidden)
         sizes = {"ROWS": tile, "BLOCK": block, "STAGES": stages, "num_warps": num_warps}
-        norm_backward_kernel[(programs,)](*given, parts, *strides, rows, hidden, **sizes)
-    add_parts_kernel[(triton.cdiv(hidden, 64),)](parts, dweight, programs, hidden, ROWS=32, BLOCK=64)
+        with torch.cuda.device_of(dx):
+            norm_backward_kernel[(programs,)](*given, parts, *strides, rows, hidden, **sizes)
+    with torch.cuda.device_of(dx):
+        add_parts_kernel[(triton.cdiv(hidden, 32),)](parts, dweight, programs, hidden, ROWS=128, BLOCK=32)
     return dx, dweight
 
 # %% ../notebooks/12_kernels.ipynb #fused-norm--

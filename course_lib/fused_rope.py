@@ -119,9 +119,10 @@ def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backwards: bool,
         strides = (*x.stride()[:3], angle_batch, cos.stride(-2))
         sizes = {"HALF": head_dim // 2, "PAIRS": pairs, "HEADS": together}
         warps = min(max(together * pairs // WARP_PAIRS, 1), 8)
-        rope_kernel[(batch * positions,)](
-            x, cos, sin, out, positions, heads, *strides, **sizes, BACKWARDS=backwards, num_warps=warps
-        )
+        with torch.cuda.device_of(x):
+            rope_kernel[(batch * positions,)](
+                x, cos, sin, out, positions, heads, *strides, **sizes, BACKWARDS=backwards, num_warps=warps
+            )
     return out
 
 

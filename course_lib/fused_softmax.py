@@ -122,10 +122,12 @@ def softmax_forward(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows, columns = x.shape
     tile, block, num_warps = shape_of_work(columns)
     if block < columns:
-        softmax_long_forward_kernel[(rows,)](x, y, x.stride(0), columns, BLOCK=block, num_warps=num_warps)
+        with torch.cuda.device_of(x):
+            softmax_long_forward_kernel[(rows,)](x, y, x.stride(0), columns, BLOCK=block, num_warps=num_warps)
     else:
         sizes = {"ROWS": tile, "BLOCK": block, "num_warps": num_warps}
-        softmax_forward_kernel[(triton.cdiv(rows, tile),)](x, y, x.stride(0), rows, columns, **sizes)
+        with torch.cuda.device_of(x):
+            softmax_forward_kernel[(triton.cdiv(rows, tile),)](x, y, x.stride(0), rows, columns, **sizes)
     return y
 
 
@@ -139,10 +141,12 @@ def softmax_backward(dy: torch.Tensor, y: torch.Tensor, dtype: torch.dtype) -> t
     rows, columns = y.shape
     tile, block, num_warps = shape_of_work(columns)
     if block < columns:
-        softmax_long_backward_kernel[(rows,)](dy, y, dx, dy.stride(0), columns, BLOCK=block, num_warps=num_warps)
+        with torch.cuda.device_of(y):
+            softmax_long_backward_kernel[(rows,)](dy, y, dx, dy.stride(0), columns, BLOCK=block, num_warps=num_warps)
     else:
         sizes = {"ROWS": tile, "BLOCK": block, "num_warps": num_warps}
-        softmax_backward_kernel[(triton.cdiv(rows, tile),)](dy, y, dx, dy.stride(0), rows, columns, **sizes)
+        with torch.cuda.device_of(y):
+            softmax_backward_kernel[(triton.cdiv(rows, tile),)](dy, y, dx, dy.stride(0), rows, columns, **sizes)
     return dx
 
 # %% ../notebooks/12_kernels.ipynb #fused-softmax--

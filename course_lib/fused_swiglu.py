@@ -1,4 +1,4 @@
-"""SwiGLU in one pass: silu(gate) * up reads what it needs once, writes what is asked for, and keeps nothing else.
+"""SwiGLU in one pass: silu(gate) * up reads what it needs once, writes what is asked for, and keeps only its inputs.
 
     y = silu(g) u = g s u                          s = sigmoid(g) = 1 / (1 + exp(-g))
     dL/du = (dL/dy) g s                            dL/dg = (dL/dy) u s (1 + g (1 - s))
@@ -94,9 +94,10 @@ def swiglu_forward(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         gate, up = as_rows(gate), as_rows(up)
         rows, columns = gate.shape
         blocks = triton.cdiv(columns, BLOCK)
-        swiglu_forward_kernel[(rows * blocks,)](
-            gate, up, out, gate.stride(0), up.stride(0), columns, blocks, BLOCK=BLOCK, num_warps=4
-        )
+        with torch.cuda.device_of(out):
+            swiglu_forward_kernel[(rows * blocks,)](
+                gate, up, out, gate.stride(0), up.stride(0), columns, blocks, BLOCK=BLOCK, num_warps=4
+            )
     return out
 
 
@@ -110,9 +111,10 @@ def swiglu_backward(grad: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) ->
         rows, columns = gate.shape
         blocks = triton.cdiv(columns, BLOCK)
         strides = grad.stride(0), gate.stride(0), up.stride(0)
-        swiglu_backward_kernel[(rows * blocks,)](
-            grad, gate, up, grad_gate, grad_up, *strides, columns, blocks, BLOCK=BLOCK, num_warps=4
-        )
+        with torch.cuda.device_of(grad_gate):
+            swiglu_backward_kernel[(rows * blocks,)](
+                grad, gate, up, grad_gate, grad_up, *strides, columns, blocks, BLOCK=BLOCK, num_warps=4
+            )
     return grad_gate, grad_up
 
 # %% ../notebooks/12_kernels.ipynb #fused-swiglu--

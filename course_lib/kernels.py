@@ -13,7 +13,7 @@ memory. Bytes, and what is kept for backward, stand in each kernel's own module.
 __all__ = ['FusedBlock', 'use_kernels', 'options', 'kernel_step', 'main', 'softmax', 'rms_norm', 'swiglu', 'rope', 'adamw_step']
 
 # %% ../notebooks/12_kernels.ipynb #kernels-own-imports
-from .fused_adamw import FusedAdamW, adamw_step
+from .fused_adamw import adamw_step
 from .fused_loss import defer_head, linear_cross_entropy
 from .fused_norm import FusedRMSNorm, rms_norm
 from .fused_rope import rope
@@ -106,10 +106,4 @@ def main(argv: list[str] | None = None) -> list[dict]:
     chosen = options(argv)
     if chosen.plain:
         return single_gpu.run(chosen)
-    settings = {name: value for name, value in single_gpu.ADAMW.items() if name != "fused"}  # of PyTorch's own
-    return single_gpu.run(
-        chosen,
-        kernel_step,
-        lambda config, seed: defer_head(use_kernels(Transformer(config, seed))),
-        lambda model, lr: FusedAdamW(model.parameters(), lr, **settings),
-    )
+    return single_gpu.run(chosen, kernel_step, lambda config, seed: defer_head(use_kernels(Transformer(config, seed))))

@@ -61,7 +61,7 @@ def matmul_kernel(
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
     row = (tile_m * block_m + tl.arange(0, block_m))[:, None].to(tl.int64)
     column = (tile_n * block_n + tl.arange(0, block_n))[None, :].to(tl.int64)
-    inner = tl.arange(0, block_k)
+    inner = tl.arange(0, block_k).to(tl.int64)  # times a stride it may pass 2^31
     total = tl.zeros((block_m, block_n), dtype=tl.float32)
     for start in range(0, k, block_k):
         at = start + inner
@@ -73,19 +73,22 @@ def matmul_kernel(
 # %% ../notebooks/12_kernels.ipynb #matmul-matmul
 def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """a [m, k] @ b [k, n], any strides, summed in float32; [m, n] in a's dtype. Raises ValueError where shapes,
-    dtypes or devices do not fit.
+    dtypes or devices do not fit, and for inputs that want a gradient.
     """
     if a.ndim != 2 or b.ndim != 2 or a.shape[1] != b.shape[0] or a.dtype != b.dtype or a.device != b.device:
         raise ValueError(
             f"matmul takes [m, k] and [k, n] of one dtype and device, not {list(a.shape)} {a.dtype} {a.device} and "
             f"{list(b.shape)} {b.dtype} {b.device}"
         )
+    if (a.requires_grad or b.requires_grad) and torch.is_grad_enabled():
+        raise ValueError("this matmul has no backward: its inputs must not require a gradient")
     (m, k), n = a.shape, b.shape[1]
     c = torch.empty((m, n), device=a.device, dtype=a.dtype)
     if c.numel():
-        matmul_kernel[lambda meta: (triton.cdiv(m, meta["block_m"]) * triton.cdiv(n, meta["block_n"]),)](
-            a, b, c, m, n, k, *a.stride(), *b.stride()
-        )  # fmt: skip
+        with torch.cuda.device_of(a):
+            matmul_kernel[lambda meta: (triton.cdiv(m, meta["block_m"]) * triton.cdiv(n, meta["block_n"]),)](
+                a, b, c, m, n, k, *a.stride(), *b.stride()
+            )  # fmt: skip
     return c
 
 # %% ../notebooks/12_kernels.ipynb #matmul-strips-per-wave

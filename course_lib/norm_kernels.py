@@ -51,9 +51,9 @@ def norm_forward_kernel(
     s = load_sum(x, residual, x_place, residual_place, inside, kept_dtype)
     if summed is not None:
         tl.store(summed + place, cast(s, kept_dtype), mask=inside)
+    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))  # under way while the rows are summed
     r = tl.rsqrt(tl.sum(s * s, axis=1) / hidden + eps)
     tl.store(rstd + row, r, mask=row < rows)
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
     tl.store(y + place, cast(s * r[:, None] * w, y.dtype.element_ty), mask=inside)
 
 # %% ../notebooks/12_kernels.ipynb #ex-12-8

@@ -27,7 +27,7 @@ def shape_of_work(columns: int) -> tuple[int, int, int]:
     """
     block = triton.next_power_of_2(columns) if columns <= LONGEST_BLOCK else BLOCK_OF_LONG_ROW
     rows = max(1, 1024 // block)
-    return rows, block, min(16, max(4, rows * block // 512))
+    return rows, block, min(32, max(4, rows * block // 512))
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:

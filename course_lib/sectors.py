@@ -29,10 +29,11 @@ ALLOCATION_BYTES = 512
 
 
 def shift(tensor: torch.Tensor) -> int:
-    """What to take from the tensor's addresses to have them as on a GPU, whose memory comes at multiples of 512 bytes:
-    lines of a CPU's would begin elsewhere from run to run.
+    """What to add to the tensor's addresses to have them as on a GPU, whose memory comes at multiples of 512 bytes:
+    lines of a CPU's would begin elsewhere from run to run. A storage at address a is moved to 512 a, so that no two
+    overlap.
     """
-    return tensor.untyped_storage().data_ptr() % ALLOCATION_BYTES
+    return tensor.untyped_storage().data_ptr() * (ALLOCATION_BYTES - 1)
 
 # %% ../notebooks/12_kernels.ipynb #ex-12-2
 def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:

@@ -97,7 +97,7 @@ class Block(Threads):
                 f"of block ({self.block_x}, {self.block_y}) touches element {at[thread]}"
             )
         place = caller()
-        addresses = array.data_ptr() - shift(array) + at * array.element_size()
+        addresses = array.data_ptr() + shift(array) + at * array.element_size()
         self.traffic.of(kind, place).add(self.by_warp(addresses), self.by_warp(self.active), array.element_size())
         return at
 
@@ -148,6 +148,7 @@ class Shared:
         self.refuse((self.writer[mine] >= 0) & (self.writer[mine] != warp), "writes", "wrote")
         self.refuse((self.first_reader[mine] < warp) | (self.last_reader[mine] > warp), "writes", "read")
         self.writer[mine] = warp
+        self.refuse(self.writer[mine] != warp, "writes", "wrote")  # at the same time
         self.values.reshape(-1)[mine] = np.broadcast_to(values, self.block.size)[self.block.active]
 
     def refuse(self, race: np.ndarray, does: str, did: str) -> None:

@@ -1,13 +1,13 @@
-"""course_lib.fused_softmax: softmax in one pass each way, as precise as PyTorch's, for any row. Interpreted, or on a GPU."""
+"""course_lib.fused_softmax: softmax in one pass each way, as precise as PyTorch's, for any row. Interpreted, or GPU."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from course_lib import kernels, rows
+from course_lib import rows
+from course_lib.fused_softmax import softmax, softmax_backward, softmax_forward
 from course_lib.guard_bands import GuardBands, guarded
-from course_lib.fused_softmax import softmax
 from course_lib.launches import record_launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,8 +158,8 @@ def test_each_pass_moves_each_tensor_once():
 def test_the_operators_are_proper():
     x = random(3, 8, dtype=torch.bfloat16)
     for dtype in (torch.bfloat16, torch.float32):
-        torch.library.opcheck(kernels.softmax_forward, (x.requires_grad_(), dtype))
-        torch.library.opcheck(kernels.softmax_backward, (random(3, 8), random(3, 8).to(dtype), torch.bfloat16))
+        torch.library.opcheck(softmax_forward, (x.requires_grad_(), dtype))
+        torch.library.opcheck(softmax_backward, (random(3, 8), random(3, 8).to(dtype), torch.bfloat16))
 
 
 def test_the_type_under_autocast_is_that_of_eager():
@@ -171,7 +171,7 @@ def test_the_type_under_autocast_is_that_of_eager():
 def test_a_wider_result_is_not_rounded_on_the_way():
     """What autocast asks for on a GPU: x in bfloat16, y in float32, dx in bfloat16."""
     x = random(3, 8, dtype=torch.bfloat16).requires_grad_()
-    y = kernels.softmax_forward(x, torch.float32)
+    y = softmax_forward(x, torch.float32)
     torch.testing.assert_close(y, eager(x.float()))
     [dx] = torch.autograd.grad(y[:, 0].sum(), x)
     assert dx.dtype == torch.bfloat16

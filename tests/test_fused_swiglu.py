@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from course_lib.compiled import compile_launches
-from course_lib.fused_swiglu import backward, forward, swiglu
+from course_lib.fused_swiglu import swiglu, swiglu_backward, swiglu_forward
 from course_lib.guard_bands import GuardBands, guarded
 from course_lib.launches import record_launches
 from course_lib.model import PRESETS, Transformer
@@ -66,13 +66,13 @@ def test_halves_of_one_product_are_read_where_they_lie(columns):
     product = numbers(2, 3, 2 * columns, dtype=torch.bfloat16)
     gate, up = product.chunk(2, dim=-1)
     with record_launches() as launches, GuardBands() as guards:
-        out = forward(gate, up)
+        out = swiglu_forward(gate, up)
     assert guards.operations == []  # no copy
     assert [launch.name for launch in launches] == ["swiglu_forward_kernel"]
     given = launches[0].args
     assert given[0].data_ptr() == product.data_ptr() and given[1].data_ptr() == up.data_ptr()
     assert given[3:5] == (2 * columns, 2 * columns)  # rows apart
-    torch.testing.assert_close(out, forward(gate.contiguous(), up.contiguous()), rtol=0, atol=0)
+    torch.testing.assert_close(out, swiglu_forward(gate.contiguous(), up.contiguous()), rtol=0, atol=0)
     assert out.is_contiguous()
 
 
@@ -99,7 +99,8 @@ def test_backward_takes_a_strided_gradient():
     gate, up = numbers(3, 8), numbers(4, 8)[:3]
     wide = numbers(3, 20)
     for grad in (wide[:, 4:12], wide[:, 2:18:2], wide[:1, :8].expand(3, 8)):
-        for ours, theirs in zip(backward(grad, gate, up), backward(grad.contiguous(), gate, up), strict=True):
+        found, expected = swiglu_backward(grad, gate, up), swiglu_backward(grad.contiguous(), gate, up)
+        for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
@@ -144,8 +145,8 @@ def test_eager_moves_five_and_nine():
 def test_nothing_outside_is_read_or_written(dtype, columns):
     gate, up, grad = (guarded(part) for part in numbers(3, 2, columns, dtype=dtype))
     with GuardBands() as guards:
-        out = forward(gate, up)
-        gradients = backward(grad, gate, up)
+        out = swiglu_forward(gate, up)
+        gradients = swiglu_backward(grad, gate, up)
     guards.check()
     assert guards.operations == [] and guards.largest_bytes == gate.nbytes
     for each in (out, *gradients):
@@ -154,8 +155,8 @@ def test_nothing_outside_is_read_or_written(dtype, columns):
 
 def test_operators_are_well_made():
     gate, up = numbers(2, 3, 8).requires_grad_(), numbers(2, 4, 8)[:, :3].detach().requires_grad_()
-    torch.library.opcheck(forward, (gate, up))
-    torch.library.opcheck(backward, (numbers(2, 3, 8), gate.detach(), up.detach()))
+    torch.library.opcheck(swiglu_forward, (gate, up))
+    torch.library.opcheck(swiglu_backward, (numbers(2, 3, 8), gate.detach(), up.detach()))
 
 
 def test_traced_faked_and_recomputed():
