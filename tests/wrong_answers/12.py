@@ -163,33 +163,6 @@ def occupancy(gpu: GPU, threads_per_block: int, registers_per_thread: int, share
     return Occupancy(blocks, blocks * warps, blocks * warps / gpu.warps_per_sm, limited_by)
 
 
-# %% 12.1 occupancy of threads, not of warps
-def occupancy(gpu: GPU, threads_per_block: int, registers_per_thread: int, shared_bytes: int = 0) -> Occupancy:
-    """How many blocks of a kernel live on an SM at once, by the rules of CUDA's own calculator (cuda_occupancy.h).
-
-    shared_bytes: static and dynamic, of a block. A kernel whose block needs more registers than an SM has gets 0
-    blocks: CUDA would refuse to start it. Raises ValueError for figures that no kernel can have on this GPU.
-    """
-    for what, value, least, most in (
-        ("threads of a block", threads_per_block, 1, gpu.threads_per_block),
-        ("registers of a thread", registers_per_thread, 1, gpu.max_registers_per_thread),
-        ("bytes of shared memory", shared_bytes, 0, gpu.shared_bytes_per_block),
-    ):
-        if not least <= value <= most:
-            raise ValueError(f"{value} {what}: on {gpu.name} they are {least} to {most}")
-    warps = -(-threads_per_block // WARP)
-    shared = round_up(shared_bytes + gpu.reserved_shared_bytes, gpu.shared_granularity)
-    limits = {
-        "warps": gpu.warps_per_sm // warps,
-        "blocks": gpu.blocks_per_sm,
-        "registers": blocks_by_registers(gpu, warps, registers_per_thread),
-        "shared memory": gpu.shared_bytes_per_sm // shared,
-    }
-    blocks = min(limits.values())
-    limited_by = tuple(name for name, limit in limits.items() if limit == blocks)
-    return Occupancy(blocks, blocks * warps, blocks * threads_per_block / (WARP * gpu.warps_per_sm), limited_by)
-
-
 # %% 12.1 a block always fits
 def occupancy(gpu: GPU, threads_per_block: int, registers_per_thread: int, shared_bytes: int = 0) -> Occupancy:
     """How many blocks of a kernel live on an SM at once, by the rules of CUDA's own calculator (cuda_occupancy.h).
@@ -224,28 +197,6 @@ def occupancy(gpu: GPU, threads_per_block: int, registers_per_thread: int, share
     shared_bytes: static and dynamic, of a block. A kernel whose block needs more registers than an SM has gets 0
     blocks: CUDA would refuse to start it. Raises ValueError for figures that no kernel can have on this GPU.
     """
-    warps = -(-threads_per_block // WARP)
-    shared = round_up(shared_bytes + gpu.reserved_shared_bytes, gpu.shared_granularity)
-    limits = {
-        "warps": gpu.warps_per_sm // warps,
-        "blocks": gpu.blocks_per_sm,
-        "registers": blocks_by_registers(gpu, warps, registers_per_thread),
-        "shared memory": gpu.shared_bytes_per_sm // shared,
-    }
-    blocks = min(limits.values())
-    limited_by = tuple(name for name, limit in limits.items() if limit == blocks)
-    return Occupancy(blocks, blocks * warps, blocks * warps / gpu.warps_per_sm, limited_by)
-
-
-# %% 12.1 no block at all, for what no kernel can have
-def occupancy(gpu: GPU, threads_per_block: int, registers_per_thread: int, shared_bytes: int = 0) -> Occupancy:
-    """How many blocks of a kernel live on an SM at once, by the rules of CUDA's own calculator (cuda_occupancy.h).
-
-    shared_bytes: static and dynamic, of a block. A kernel whose block needs more registers than an SM has gets 0
-    blocks: CUDA would refuse to start it. Raises ValueError for figures that no kernel can have on this GPU.
-    """
-    if threads_per_block < 1 or registers_per_thread > gpu.max_registers_per_thread:
-        return Occupancy(0, 0, 0.0, ())
     warps = -(-threads_per_block // WARP)
     shared = round_up(shared_bytes + gpu.reserved_shared_bytes, gpu.shared_granularity)
     limits = {
@@ -313,17 +264,6 @@ def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
     return sum(len(np.unique(row // unit)) for row in addresses)
 
 
-# %% 12.2 lanes that are off touch address 0
-def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
-    """How many different pieces of `unit` bytes each request touches, summed over the requests.
-
-    addresses: [requests, touches], in bytes; active: the same shape, False for touches that a mask switches off. A
-    piece begins at a multiple of `unit`. Lanes of one request that touch one piece pay once; two requests
-    pay twice.
-    """
-    return sum(len(np.unique(row // unit)) for row in np.where(active, addresses, 0))
-
-
 # %% 12.2 pieces begin at the request's first address
 def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
     """How many different pieces of `unit` bytes each request touches, summed over the requests.
@@ -336,21 +276,6 @@ def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
     for row, on in zip(addresses, active):
         if on.any():
             count += len(np.unique((row[on] - row[on].min()) // unit))
-    return count
-
-
-# %% 12.2 the span from the first address to the last
-def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
-    """How many different pieces of `unit` bytes each request touches, summed over the requests.
-
-    addresses: [requests, touches], in bytes; active: the same shape, False for touches that a mask switches off. A
-    piece begins at a multiple of `unit`. Lanes of one request that touch one piece pay once; two requests
-    pay twice.
-    """
-    count = 0
-    for row, on in zip(addresses, active):
-        if on.any():
-            count += int(row[on].max() // unit - row[on].min() // unit) + 1
     return count
 
 
@@ -467,14 +392,6 @@ def branch_by_warp(block: Block, x: torch.Tensor, out: torch.Tensor) -> None:
     compute(block, x, out, i)
 
 
-# %% 12.3 half a warp even, half a warp odd
-def branch_by_warp(block: Block, x: torch.Tensor, out: torch.Tensor) -> None:
-    """The same elements by the same block; its first half of the threads takes the even ones, its second the odd."""
-    within, half = block.x % 32, block.x % 32 // 16
-    i = block.block_x * block.size + block.x // 32 * 32 + 2 * (within % 16) + half
-    compute(block, x, out, i)
-
-
 # %% 12.3 elements of other blocks
 def branch_by_warp(block: Block, x: torch.Tensor, out: torch.Tensor) -> None:
     """The same elements by the same block; its first half of the threads takes the even ones, its second the odd."""
@@ -523,19 +440,6 @@ def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
     below = alpha * expm1(tl.minimum(x, 0.0))  # of every element, wanted or not; e^x of a large x would be infinite
     out = tl.where(x < 0, below, x)
     tl.store(out_pointer + element, cast(out, out_pointer.dtype.element_ty), mask=exists)
-
-
-# %% 12.4 no mask at all
-@triton.jit
-def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
-    """out = ELU(x), one block of BLOCK elements by each program. x, out: [numel], contiguous."""
-    block = tl.program_id(0).to(tl.int64)  # 64 bits: the number of an element can pass 2^31
-    element = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    exists = element < numel
-    x = widen(tl.load(x_pointer + element))
-    below = alpha * expm1(tl.minimum(x, 0.0))  # of every element, wanted or not; e^x of a large x would be infinite
-    out = tl.where(x < 0, below, x)
-    tl.store(out_pointer + element, cast(out, out_pointer.dtype.element_ty))
 
 
 # %% 12.4 one element too many exists
@@ -590,19 +494,6 @@ def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
     tl.store(out_pointer + element, cast(out, out_pointer.dtype.element_ty), mask=exists)
 
 
-# %% 12.4 alpha forgotten
-@triton.jit
-def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
-    """out = ELU(x), one block of BLOCK elements by each program. x, out: [numel], contiguous."""
-    block = tl.program_id(0).to(tl.int64)  # 64 bits: the number of an element can pass 2^31
-    element = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    exists = element < numel
-    x = widen(tl.load(x_pointer + element, mask=exists, other=0.0))
-    below = expm1(tl.minimum(x, 0.0))  # of every element, wanted or not; e^x of a large x would be infinite
-    out = tl.where(x < 0, below, x)
-    tl.store(out_pointer + element, cast(out, out_pointer.dtype.element_ty), mask=exists)
-
-
 # %% 12.4 e^x - 1 cancels near zero
 @triton.jit
 def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
@@ -613,32 +504,6 @@ def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
     x = widen(tl.load(x_pointer + element, mask=exists, other=0.0))
     below = alpha * (tl.exp(tl.minimum(x, 0.0)) - 1)
     out = tl.where(x < 0, below, x)
-    tl.store(out_pointer + element, cast(out, out_pointer.dtype.element_ty), mask=exists)
-
-
-# %% 12.4 both sides multiplied by 0 or 1
-@triton.jit
-def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
-    """out = ELU(x), one block of BLOCK elements by each program. x, out: [numel], contiguous."""
-    block = tl.program_id(0).to(tl.int64)  # 64 bits: the number of an element can pass 2^31
-    element = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    exists = element < numel
-    x = widen(tl.load(x_pointer + element, mask=exists, other=0.0))
-    below = alpha * (tl.exp(x) - 1)  # of every element, wanted or not; e^x of a large x would be infinite
-    out = (x < 0).to(tl.float32) * below + (x >= 0).to(tl.float32) * x
-    tl.store(out_pointer + element, cast(out, out_pointer.dtype.element_ty), mask=exists)
-
-
-# %% 12.4 the positive side is computed in bfloat16
-@triton.jit
-def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
-    """out = ELU(x), one block of BLOCK elements by each program. x, out: [numel], contiguous."""
-    block = tl.program_id(0).to(tl.int64)  # 64 bits: the number of an element can pass 2^31
-    element = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    exists = element < numel
-    x = tl.load(x_pointer + element, mask=exists, other=0.0)
-    below = alpha * expm1(tl.minimum(x, 0.0))  # of every element, wanted or not; e^x of a large x would be infinite
-    out = tl.where(x < 0, below, (x + tl.abs(x)) / 2)
     tl.store(out_pointer + element, cast(out, out_pointer.dtype.element_ty), mask=exists)
 
 
@@ -765,19 +630,6 @@ def tiled(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: in
         block.store(c, row * n + column, total)
 
 
-# %% 12.5 tiled is coalesced again
-def coalesced(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (1024,): neighbours in a warp have neighbouring columns."""
-    row = block.block_x * TILE + block.x // TILE
-    column = block.block_y * TILE + block.x % TILE
-    multiply(block, a, b, c, n, row, column)
-
-
-def tiled(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (1024,): each brings one element of each tile, and all use them 32 times."""
-    coalesced(block, a, b, c, n)
-
-
 # %% 12.5 tiled: the last, ragged tile along k is left out
 def coalesced(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
     """Threads (1024,): neighbours in a warp have neighbouring columns."""
@@ -825,56 +677,6 @@ def tiled(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: in
             total += tile_a[y, k] * tile_b[k, x]
         block.sync()  # nobody writes the next tiles before all have read these
     block.store(c, row * n + column, total)
-
-
-# %% 12.5 tiled: b's tile is brought with row and column swapped
-def coalesced(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (1024,): neighbours in a warp have neighbouring columns."""
-    row = block.block_x * TILE + block.x // TILE
-    column = block.block_y * TILE + block.x % TILE
-    multiply(block, a, b, c, n, row, column)
-
-
-def tiled(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (1024,): each brings one element of each tile, and all use them 32 times."""
-    y, x = block.x // TILE, block.x % TILE
-    row, column = block.block_x * TILE + y, block.block_y * TILE + x
-    tile_a, tile_b = block.shared(TILE, TILE), block.shared(TILE, TILE)
-    total = np.zeros(block.size, dtype=np.float32)
-    for start in range(0, n, TILE):
-        bring(block, tile_a, (y, x), a, row, start + x, n)
-        bring(block, tile_b, (y, x), b, column, start + y, n)
-        block.sync()  # nobody reads before all have written
-        for k in range(TILE):
-            total += tile_a[y, k] * tile_b[k, x]
-        block.sync()  # nobody writes the next tiles before all have read these
-    with block.where((row < n) & (column < n)):
-        block.store(c, row * n + column, total)
-
-
-# %% 12.5 tiled: tile_b is read by rows
-def coalesced(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (1024,): neighbours in a warp have neighbouring columns."""
-    row = block.block_x * TILE + block.x // TILE
-    column = block.block_y * TILE + block.x % TILE
-    multiply(block, a, b, c, n, row, column)
-
-
-def tiled(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (1024,): each brings one element of each tile, and all use them 32 times."""
-    y, x = block.x // TILE, block.x % TILE
-    row, column = block.block_x * TILE + y, block.block_y * TILE + x
-    tile_a, tile_b = block.shared(TILE, TILE), block.shared(TILE, TILE)
-    total = np.zeros(block.size, dtype=np.float32)
-    for start in range(0, n, TILE):
-        bring(block, tile_a, (y, x), a, row, start + x, n)
-        bring(block, tile_b, (y, x), b, start + y, column, n)
-        block.sync()  # nobody reads before all have written
-        for k in range(TILE):
-            total += tile_a[y, k] * tile_b[x, k]
-        block.sync()  # nobody writes the next tiles before all have read these
-    with block.where((row < n) & (column < n)):
-        block.store(c, row * n + column, total)
 
 
 # %% 12.5 tiled: c is stored after every tile
@@ -1063,20 +865,6 @@ def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BL
     tl.store(y + row * columns + column, cast(result, y.dtype.element_ty), mask=inside)
 
 
-# %% 12.7 the sum of all the program's rows
-@triton.jit
-def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows. x: rows a stride apart; y: contiguous rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # times a stride it may pass 2^31
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < columns)
-    logits = widen(tl.load(x + row * x_stride + column, mask=inside, other=float("-inf")))
-    logits = tl.where(row < rows, logits, 0.0)  # no row there: -inf - -inf would be NaN
-    powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    result = powers / tl.sum(tl.sum(powers, axis=1), axis=0)
-    tl.store(y + row * columns + column, cast(result, y.dtype.element_ty), mask=inside)
-
-
 # %% 12.7 rows of x side by side
 @triton.jit
 def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -1091,20 +879,6 @@ def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BL
     tl.store(y + row * columns + column, cast(result, y.dtype.element_ty), mask=inside)
 
 
-# %% 12.7 y's rows are as far apart as x's
-@triton.jit
-def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows. x: rows a stride apart; y: contiguous rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # times a stride it may pass 2^31
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < columns)
-    logits = widen(tl.load(x + row * x_stride + column, mask=inside, other=float("-inf")))
-    logits = tl.where(row < rows, logits, 0.0)  # no row there: -inf - -inf would be NaN
-    powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    result = powers / tl.sum(powers, axis=1)[:, None]
-    tl.store(y + row * x_stride + column, cast(result, y.dtype.element_ty), mask=inside)
-
-
 # %% 12.7 the store without a mask
 @triton.jit
 def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -1117,20 +891,6 @@ def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BL
     powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     result = powers / tl.sum(powers, axis=1)[:, None]
     tl.store(y + row * columns + column, cast(result, y.dtype.element_ty))
-
-
-# %% 12.7 masks know columns, not rows
-@triton.jit
-def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows. x: rows a stride apart; y: contiguous rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # times a stride it may pass 2^31
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows + ROWS) & (column < columns)
-    logits = widen(tl.load(x + row * x_stride + column, mask=inside, other=float("-inf")))
-    logits = tl.where(row < rows, logits, 0.0)  # no row there: -inf - -inf would be NaN
-    powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    result = powers / tl.sum(powers, axis=1)[:, None]
-    tl.store(y + row * columns + column, cast(result, y.dtype.element_ty), mask=inside)
 
 
 # %% 12.7 a load with the columns' mask alone
@@ -1148,20 +908,6 @@ def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BL
     tl.store(y + row * columns + column, cast(result, y.dtype.element_ty), mask=inside)
 
 
-# %% 12.7 the load without a mask
-@triton.jit
-def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows. x: rows a stride apart; y: contiguous rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # times a stride it may pass 2^31
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < columns)
-    logits = widen(tl.load(x + row * x_stride + column))
-    logits = tl.where(row < rows, logits, 0.0)  # no row there: -inf - -inf would be NaN
-    powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    result = powers / tl.sum(powers, axis=1)[:, None]
-    tl.store(y + row * columns + column, cast(result, y.dtype.element_ty), mask=inside)
-
-
 # %% 12.7 programs one row apart
 @triton.jit
 def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
@@ -1172,34 +918,6 @@ def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BL
     logits = widen(tl.load(x + row * x_stride + column, mask=inside, other=float("-inf")))
     logits = tl.where(row < rows, logits, 0.0)  # no row there: -inf - -inf would be NaN
     powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    result = powers / tl.sum(powers, axis=1)[:, None]
-    tl.store(y + row * columns + column, cast(result, y.dtype.element_ty), mask=inside)
-
-
-# %% 12.7 the sum over BLOCK of ones for padding
-@triton.jit
-def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows. x: rows a stride apart; y: contiguous rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # times a stride it may pass 2^31
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < columns)
-    logits = widen(tl.load(x + row * x_stride + column, mask=inside, other=float("-inf")))
-    logits = tl.where(row < rows, logits, 0.0)  # no row there: -inf - -inf would be NaN
-    powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    result = powers / (tl.sum(powers, axis=1)[:, None] + (BLOCK - columns))
-    tl.store(y + row * columns + column, cast(result, y.dtype.element_ty), mask=inside)
-
-
-# %% 12.7 the largest is taken off in bfloat16
-@triton.jit
-def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows. x: rows a stride apart; y: contiguous rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # times a stride it may pass 2^31
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows) & (column < columns)
-    logits = tl.load(x + row * x_stride + column, mask=inside, other=float("-inf"))
-    largest = tl.max(logits, axis=1)[:, None].to(x.dtype.element_ty)
-    powers = tl.exp((logits - largest).to(tl.float32))
     result = powers / tl.sum(powers, axis=1)[:, None]
     tl.store(y + row * columns + column, cast(result, y.dtype.element_ty), mask=inside)
 
@@ -1283,60 +1001,6 @@ def norm_backward_kernel(
     tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
 
 
-# %% 12.8 the sum instead of the mean
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * tl.sum(g * n, axis=1)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 the mean of dy n, without the weight
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(upper * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
 # %% 12.8 dsum forgotten
 @triton.jit
 def norm_backward_kernel(
@@ -1360,114 +1024,6 @@ def norm_backward_kernel(
             ds += 0.0
         tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
         dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 dsum goes through the norm as well
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += r * widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 the weight is in dw
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += g * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 dw of s instead of n
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=1.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += upper * n / r
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 dw of the last rows only
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw = upper * n
     column = tl.arange(0, BLOCK)
     tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
 
@@ -1499,33 +1055,6 @@ def norm_backward_kernel(
     tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=(column < hidden) & (program == 0))
 
 
-# %% 12.8 all parts of dw go to the first row
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
 # %% 12.8 every program does all rows
 @triton.jit
 def norm_backward_kernel(
@@ -1538,33 +1067,6 @@ def norm_backward_kernel(
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     program = tl.program_id(0).to(tl.int64)
     for first in tl.range(0, rows, ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 rows from the program's first to the end
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < hidden)
         r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
@@ -1607,87 +1109,6 @@ def norm_backward_kernel(
     tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
 
 
-# %% 12.8 every second row, blocks one row apart
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program, rows, tl.num_programs(0), num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 program 0 does all rows
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * rows, rows, ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 rows side by side, whatever the strides
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * hidden + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
 # %% 12.8 one stride for all
 @triton.jit
 def norm_backward_kernel(
@@ -1709,61 +1130,6 @@ def norm_backward_kernel(
         ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
         if dsum is not None:
             ds += widen(tl.load(dsum + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 a store without the rows' mask
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        in_row = (row < rows + ROWS)[:, None] & (column < hidden)
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=in_row)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 rstd loaded without a mask
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
         tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
         dw += upper * n
     column = tl.arange(0, BLOCK)
@@ -1792,34 +1158,6 @@ def norm_backward_kernel(
         if dsum is not None:
             ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
         tl.store(dx + row[:, None] * hidden + column, ds.to(dx.dtype.element_ty), mask=inside)
-        dw += upper * n
-    column = tl.arange(0, BLOCK)
-    tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
-
-
-# %% 12.8 rounded before dsum comes, and again after
-@triton.jit
-def norm_backward_kernel(
-    dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
-    column = tl.arange(0, BLOCK)[None, :]
-    w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    program = tl.program_id(0).to(tl.int64)
-    for first in tl.range(program * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (column < hidden)
-        r = tl.load(rstd + row, mask=row < rows, other=0.0)[:, None]
-        n = widen(tl.load(summed + row[:, None] * summed_stride + column, mask=inside, other=0.0)) * r
-        upper = widen(tl.load(dy + row[:, None] * dy_stride + column, mask=inside, other=0.0))
-        g = upper * w
-        ds = r * (g - n * (tl.sum(g * n, axis=1) / hidden)[:, None])
-        ds = widen(cast(ds, dx.dtype.element_ty))
-        if dsum is not None:
-            ds += widen(tl.load(dsum + row[:, None] * dsum_stride + column, mask=inside, other=0.0))
-        tl.store(dx + row[:, None] * hidden + column, cast(ds, dx.dtype.element_ty), mask=inside)
         dw += upper * n
     column = tl.arange(0, BLOCK)
     tl.store(parts + program * hidden + column, tl.sum(dw, axis=0), mask=column < hidden)
@@ -1920,44 +1258,6 @@ def cross_entropy_kernel(
             tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
 
 
-# %% 12.9 the old sum is scaled the wrong way
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(largest - before) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
 # %% 12.9 the largest starts at -inf
 @triton.jit
 def cross_entropy_kernel(
@@ -1982,44 +1282,6 @@ def cross_entropy_kernel(
     for start in range(0, vocab, BLOCK):
         inside = start + columns < vocab
         block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 padding of 0 in the first loop
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
         before, largest = largest, tl.maximum(largest, tl.max(block, 0))
         total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
     logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
@@ -2108,82 +1370,6 @@ def cross_entropy_kernel(
             tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
 
 
-# %% 12.9 ignored rows have a loss
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, logsumexp - of_target)
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 ignored rows keep their logits
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside & counted)
-
-
 # %% 12.9 the gradient divided by the number of rows
 @triton.jit
 def cross_entropy_kernel(
@@ -2219,196 +1405,6 @@ def cross_entropy_kernel(
             block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
             gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
             gradient = tl.where(counted, gradient, 0.0) / tl.num_programs(0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 softmax without the onehot
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 the onehot in every block
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 no gradient after the first block
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, 1):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 overwrites the logits without GRADIENT
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT or vocab > 0:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 rows side by side
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * vocab
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
             tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
 
 
@@ -2450,44 +1446,6 @@ def cross_entropy_kernel(
             tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty))
 
 
-# %% 12.9 the load of the second loop without a mask
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
 # %% 12.9 a target that is no column is read unguarded
 @triton.jit
 def cross_entropy_kernel(
@@ -2522,159 +1480,6 @@ def cross_entropy_kernel(
             inside = start + columns < vocab
             block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
             gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 a target that is no column has a loss
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = largest + tl.log(total)
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 any target below 0 is ignored
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target >= 0
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 cut instead of rounded
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
-            gradient = tl.where(counted, gradient, 0.0)
-            tl.store(logits + start + columns, gradient.to(logits.dtype.element_ty), mask=inside)
-
-
-# %% 12.9 the largest is taken off in the logits' type
-@triton.jit
-def cross_entropy_kernel(
-    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
-    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
-    logits += row * row_stride
-    target = tl.load(targets + row)
-    counted = target != ignore_index
-    is_column = (target >= 0) & (target < vocab)
-    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
-    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
-    columns = tl.arange(0, BLOCK)
-
-    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
-    for start in range(0, vocab, BLOCK):
-        inside = start + columns < vocab
-        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
-        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
-    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
-    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
-
-    if GRADIENT:
-        for start in range(0, vocab, BLOCK):
-            inside = start + columns < vocab
-            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
-            exponent = widen(cast(block - logsumexp, logits.dtype.element_ty))
-            gradient = tl.exp(exponent) - tl.where(start + columns == target, 1.0, 0.0)
             gradient = tl.where(counted, gradient, 0.0)
             tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
 
@@ -2735,80 +1540,6 @@ def adamw_kernel(
         tl.store(weights + offset, cast(w, weights.dtype.element_ty), mask=inside)
 
 
-# %% 12.10 the decay comes after the step
-@triton.jit
-def adamw_kernel(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    weights,  # or None
-    step,
-    numel,
-    lr,
-    keep,  # 1 - lr * weight_decay
-    eps,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < numel
-    g = widen(tl.load(grad + offset, mask=inside))
-    m = tl.load(exp_avg + offset, mask=inside)
-    v = tl.load(exp_avg_sq + offset, mask=inside)
-    w = tl.load(master + offset, mask=inside)
-    t = tl.load(step).to(tl.float64)
-    correction1 = (1 - tl.exp(t * logarithm(BETA1))).to(tl.float32)  # 1 - beta1^t
-    correction2 = (1 - tl.exp(t * logarithm(BETA2))).to(tl.float32)
-    m = BETA1 * m + (1 - BETA1) * g
-    v = BETA2 * v + (1 - BETA2) * g * g
-    w = keep * (w - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)))
-    tl.store(exp_avg + offset, m, mask=inside)
-    tl.store(exp_avg_sq + offset, v, mask=inside)
-    tl.store(master + offset, w, mask=inside)
-    if weights is not None:
-        tl.store(weights + offset, cast(w, weights.dtype.element_ty), mask=inside)
-
-
-# %% 12.10 no decay
-@triton.jit
-def adamw_kernel(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    weights,  # or None
-    step,
-    numel,
-    lr,
-    keep,  # 1 - lr * weight_decay
-    eps,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < numel
-    g = widen(tl.load(grad + offset, mask=inside))
-    m = tl.load(exp_avg + offset, mask=inside)
-    v = tl.load(exp_avg_sq + offset, mask=inside)
-    w = tl.load(master + offset, mask=inside)
-    t = tl.load(step).to(tl.float64)
-    correction1 = (1 - tl.exp(t * logarithm(BETA1))).to(tl.float32)  # 1 - beta1^t
-    correction2 = (1 - tl.exp(t * logarithm(BETA2))).to(tl.float32)
-    m = BETA1 * m + (1 - BETA1) * g
-    v = BETA2 * v + (1 - BETA2) * g * g
-    w = w - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
-    tl.store(exp_avg + offset, m, mask=inside)
-    tl.store(exp_avg_sq + offset, v, mask=inside)
-    tl.store(master + offset, w, mask=inside)
-    if weights is not None:
-        tl.store(weights + offset, cast(w, weights.dtype.element_ty), mask=inside)
-
-
 # %% 12.10 eps inside the root
 @triton.jit
 def adamw_kernel(
@@ -2839,43 +1570,6 @@ def adamw_kernel(
     m = BETA1 * m + (1 - BETA1) * g
     v = BETA2 * v + (1 - BETA2) * g * g
     w = keep * w - lr / correction1 * (m / tl.sqrt(v / correction2 + eps))
-    tl.store(exp_avg + offset, m, mask=inside)
-    tl.store(exp_avg_sq + offset, v, mask=inside)
-    tl.store(master + offset, w, mask=inside)
-    if weights is not None:
-        tl.store(weights + offset, cast(w, weights.dtype.element_ty), mask=inside)
-
-
-# %% 12.10 eps before the correction
-@triton.jit
-def adamw_kernel(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    weights,  # or None
-    step,
-    numel,
-    lr,
-    keep,  # 1 - lr * weight_decay
-    eps,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < numel
-    g = widen(tl.load(grad + offset, mask=inside))
-    m = tl.load(exp_avg + offset, mask=inside)
-    v = tl.load(exp_avg_sq + offset, mask=inside)
-    w = tl.load(master + offset, mask=inside)
-    t = tl.load(step).to(tl.float64)
-    correction1 = (1 - tl.exp(t * logarithm(BETA1))).to(tl.float32)  # 1 - beta1^t
-    correction2 = (1 - tl.exp(t * logarithm(BETA2))).to(tl.float32)
-    m = BETA1 * m + (1 - BETA1) * g
-    v = BETA2 * v + (1 - BETA2) * g * g
-    w = keep * w - lr / correction1 * (m / ((tl.sqrt(v) + eps) / tl.sqrt(correction2)))
     tl.store(exp_avg + offset, m, mask=inside)
     tl.store(exp_avg_sq + offset, v, mask=inside)
     tl.store(master + offset, w, mask=inside)
@@ -2957,80 +1651,6 @@ def adamw_kernel(
         tl.store(weights + offset, cast(w, weights.dtype.element_ty), mask=inside)
 
 
-# %% 12.10 the correction of v outside of the root
-@triton.jit
-def adamw_kernel(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    weights,  # or None
-    step,
-    numel,
-    lr,
-    keep,  # 1 - lr * weight_decay
-    eps,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < numel
-    g = widen(tl.load(grad + offset, mask=inside))
-    m = tl.load(exp_avg + offset, mask=inside)
-    v = tl.load(exp_avg_sq + offset, mask=inside)
-    w = tl.load(master + offset, mask=inside)
-    t = tl.load(step).to(tl.float64)
-    correction1 = (1 - tl.exp(t * logarithm(BETA1))).to(tl.float32)  # 1 - beta1^t
-    correction2 = (1 - tl.exp(t * logarithm(BETA2))).to(tl.float32)
-    m = BETA1 * m + (1 - BETA1) * g
-    v = BETA2 * v + (1 - BETA2) * g * g
-    w = keep * w - lr / correction1 * (m / (tl.sqrt(v) / correction2 + eps))
-    tl.store(exp_avg + offset, m, mask=inside)
-    tl.store(exp_avg_sq + offset, v, mask=inside)
-    tl.store(master + offset, w, mask=inside)
-    if weights is not None:
-        tl.store(weights + offset, cast(w, weights.dtype.element_ty), mask=inside)
-
-
-# %% 12.10 the square of the mean
-@triton.jit
-def adamw_kernel(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    weights,  # or None
-    step,
-    numel,
-    lr,
-    keep,  # 1 - lr * weight_decay
-    eps,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < numel
-    g = widen(tl.load(grad + offset, mask=inside))
-    m = tl.load(exp_avg + offset, mask=inside)
-    v = tl.load(exp_avg_sq + offset, mask=inside)
-    w = tl.load(master + offset, mask=inside)
-    t = tl.load(step).to(tl.float64)
-    correction1 = (1 - tl.exp(t * logarithm(BETA1))).to(tl.float32)  # 1 - beta1^t
-    correction2 = (1 - tl.exp(t * logarithm(BETA2))).to(tl.float32)
-    m = BETA1 * m + (1 - BETA1) * g
-    v = BETA2 * v + (1 - BETA2) * m * m
-    w = keep * w - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
-    tl.store(exp_avg + offset, m, mask=inside)
-    tl.store(exp_avg_sq + offset, v, mask=inside)
-    tl.store(master + offset, w, mask=inside)
-    if weights is not None:
-        tl.store(weights + offset, cast(w, weights.dtype.element_ty), mask=inside)
-
-
 # %% 12.10 the moments are not stored
 @triton.jit
 def adamw_kernel(
@@ -3104,80 +1724,6 @@ def adamw_kernel(
         tl.store(weights + offset, cast(before, weights.dtype.element_ty), mask=inside)
 
 
-# %% 12.10 the copy is cut instead of rounded
-@triton.jit
-def adamw_kernel(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    weights,  # or None
-    step,
-    numel,
-    lr,
-    keep,  # 1 - lr * weight_decay
-    eps,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < numel
-    g = widen(tl.load(grad + offset, mask=inside))
-    m = tl.load(exp_avg + offset, mask=inside)
-    v = tl.load(exp_avg_sq + offset, mask=inside)
-    w = tl.load(master + offset, mask=inside)
-    t = tl.load(step).to(tl.float64)
-    correction1 = (1 - tl.exp(t * logarithm(BETA1))).to(tl.float32)  # 1 - beta1^t
-    correction2 = (1 - tl.exp(t * logarithm(BETA2))).to(tl.float32)
-    m = BETA1 * m + (1 - BETA1) * g
-    v = BETA2 * v + (1 - BETA2) * g * g
-    w = keep * w - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
-    tl.store(exp_avg + offset, m, mask=inside)
-    tl.store(exp_avg_sq + offset, v, mask=inside)
-    tl.store(master + offset, w, mask=inside)
-    if weights is not None:
-        tl.store(weights + offset, w.to(weights.dtype.element_ty), mask=inside)
-
-
-# %% 12.10 no copy
-@triton.jit
-def adamw_kernel(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    weights,  # or None
-    step,
-    numel,
-    lr,
-    keep,  # 1 - lr * weight_decay
-    eps,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < numel
-    g = widen(tl.load(grad + offset, mask=inside))
-    m = tl.load(exp_avg + offset, mask=inside)
-    v = tl.load(exp_avg_sq + offset, mask=inside)
-    w = tl.load(master + offset, mask=inside)
-    t = tl.load(step).to(tl.float64)
-    correction1 = (1 - tl.exp(t * logarithm(BETA1))).to(tl.float32)  # 1 - beta1^t
-    correction2 = (1 - tl.exp(t * logarithm(BETA2))).to(tl.float32)
-    m = BETA1 * m + (1 - BETA1) * g
-    v = BETA2 * v + (1 - BETA2) * g * g
-    w = keep * w - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
-    tl.store(exp_avg + offset, m, mask=inside)
-    tl.store(exp_avg_sq + offset, v, mask=inside)
-    tl.store(master + offset, w, mask=inside)
-    if weights is not None:
-        w += 0.0
-
-
 # %% 12.10 the gradient is not widened
 @triton.jit
 def adamw_kernel(
@@ -3202,43 +1748,6 @@ def adamw_kernel(
     m = tl.load(exp_avg + offset, mask=inside)
     v = tl.load(exp_avg_sq + offset, mask=inside)
     w = tl.load(master + offset, mask=inside)
-    t = tl.load(step).to(tl.float64)
-    correction1 = (1 - tl.exp(t * logarithm(BETA1))).to(tl.float32)  # 1 - beta1^t
-    correction2 = (1 - tl.exp(t * logarithm(BETA2))).to(tl.float32)
-    m = BETA1 * m + (1 - BETA1) * g
-    v = BETA2 * v + (1 - BETA2) * g * g
-    w = keep * w - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
-    tl.store(exp_avg + offset, m, mask=inside)
-    tl.store(exp_avg_sq + offset, v, mask=inside)
-    tl.store(master + offset, w, mask=inside)
-    if weights is not None:
-        tl.store(weights + offset, cast(w, weights.dtype.element_ty), mask=inside)
-
-
-# %% 12.10 loads without masks
-@triton.jit
-def adamw_kernel(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    weights,  # or None
-    step,
-    numel,
-    lr,
-    keep,  # 1 - lr * weight_decay
-    eps,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
-    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = offset < numel
-    g = widen(tl.load(grad + offset, mask=inside))
-    m = tl.load(exp_avg + offset)
-    v = tl.load(exp_avg_sq + offset, mask=inside)
-    w = tl.load(master + offset)
     t = tl.load(step).to(tl.float64)
     correction1 = (1 - tl.exp(t * logarithm(BETA1))).to(tl.float32)  # 1 - beta1^t
     correction2 = (1 - tl.exp(t * logarithm(BETA2))).to(tl.float32)
@@ -3287,43 +1796,6 @@ def adamw_kernel(
     tl.store(master + offset, w, mask=inside)
     if weights is not None:
         tl.store(weights + offset, cast(w, weights.dtype.element_ty))
-
-
-# %% 12.10 every program does the first block
-@triton.jit
-def adamw_kernel(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    weights,  # or None
-    step,
-    numel,
-    lr,
-    keep,  # 1 - lr * weight_decay
-    eps,
-    BETA1: tl.constexpr,
-    BETA2: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
-    offset = tl.program_id(0).to(tl.int64) * 0 + tl.arange(0, BLOCK)
-    inside = offset < numel
-    g = widen(tl.load(grad + offset, mask=inside))
-    m = tl.load(exp_avg + offset, mask=inside)
-    v = tl.load(exp_avg_sq + offset, mask=inside)
-    w = tl.load(master + offset, mask=inside)
-    t = tl.load(step).to(tl.float64)
-    correction1 = (1 - tl.exp(t * logarithm(BETA1))).to(tl.float32)  # 1 - beta1^t
-    correction2 = (1 - tl.exp(t * logarithm(BETA2))).to(tl.float32)
-    m = BETA1 * m + (1 - BETA1) * g
-    v = BETA2 * v + (1 - BETA2) * g * g
-    w = keep * w - lr / correction1 * (m / (tl.sqrt(v) / tl.sqrt(correction2) + eps))
-    tl.store(exp_avg + offset, m, mask=inside)
-    tl.store(exp_avg_sq + offset, v, mask=inside)
-    tl.store(master + offset, w, mask=inside)
-    if weights is not None:
-        tl.store(weights + offset, cast(w, weights.dtype.element_ty), mask=inside)
 
 
 # %% 12.10 fake: PyTorch behind a kernel's brackets
