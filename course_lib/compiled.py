@@ -16,7 +16,7 @@ its import which of the two a `@triton.jit` function is. The kernels travel as s
 
 # %% auto #0
 __all__ = ['OPTIONS', 'Compiled', 'compile_kernel', 'compile_launches', 'Request', 'request', 'work', 'in_words',
-           'compile_request', 'assembled']
+           'compile_request', 'registers_and_spills']
 
 # %% ../notebooks/12_kernels.ipynb #compiled-own-imports
 from .accesses import Access, find_accesses
@@ -24,13 +24,14 @@ from .kernel_sources import Source, rebuild, sources
 from .launches import Launch, first_configuration
 
 # %% ../notebooks/12_kernels.ipynb #compiled-imports
+import contextlib
 import inspect
+import io
 import os
 import pickle
 import re
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -129,9 +130,8 @@ def request(launch: Launch) -> Request:
 def work() -> None:
     """The compiler's process: requests from standard input, each one's `Compiled` to standard output."""
     requests, capability = pickle.load(sys.stdin.buffer)
-    triton.knobs.compilation.always_compile = (
-        True  # its cache goes by a kernel's text, and has another file's locations
-    )
+    triton.knobs.compilation.always_compile = True  # its cache goes by a kernel's text: another file's locations
+    triton.knobs.nvidia.dump_ptxas_log = True  # NVIDIA's assembler says what it needed
     answers = []
     for wanted in requests:
         try:
@@ -153,9 +153,10 @@ def compile_request(wanted: Request, target: GPUTarget) -> Compiled:
     """Compile one kernel for `target`."""
     kernel = rebuild(wanted["sources"])
     source = ASTSource(kernel, wanted["types"], wanted["constants"], wanted["hints"])
-    made = triton.compile(source, target=target, options=wanted["options"])
+    with contextlib.redirect_stdout(io.StringIO()) as report:
+        made = triton.compile(source, target=target, options=wanted["options"])
     ttgir, ptx = made.asm["ttgir"], made.asm["ptx"]
-    registers, spilled = assembled(ptx)
+    registers, spilled = registers_and_spills(report.getvalue())
     return Compiled(
         name=wanted["name"],
         capability=target.arch,
@@ -169,19 +170,6 @@ def compile_request(wanted: Request, target: GPUTarget) -> Compiled:
     )
 
 
-def assembled(ptx: str) -> tuple[int, int]:
-    """Registers a thread and bytes it spills, as NVIDIA's assembler reports them."""
-    architecture = re.search(r"\.target (\w+)", ptx).group(1)
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(ptx)
-        command = [
-            triton.knobs.nvidia.ptxas.path,
-            "-v",
-            f"--gpu-name={architecture}",
-            source,
-            "-o",
-            source.with_suffix(".cubin"),
-        ]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+def registers_and_spills(report: str) -> tuple[int, int]:
+    """Registers a thread and bytes it spills, of what NVIDIA's assembler reports."""
     return int(re.search(r"Used (\d+) registers", report)[1]), int(re.search(r"(\d+) bytes spill stores", report)[1])

@@ -77,7 +77,7 @@ def rebuild(found: dict[str, Source]):
     spaces, made = {}, {}
     for name, source in found.items():
         # by its module the compiler tells functions of one name apart; the interpreter looks for tl in each
-        space = spaces[name] = {"__name__": source["module"], "tl": tl}
+        space = spaces[name] = {"__name__": source["module"], "triton.language": tl}
         space |= {alias: importlib.import_module(module) for alias, module in source["modules"].items()}
         space |= {alias: tl.constexpr(value) for alias, value in source["constants"].items()}
         text = source["text"]

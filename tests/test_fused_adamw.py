@@ -11,11 +11,10 @@ import triton
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from course_lib.compiled import compile_launches
 from course_lib.fused_adamw import FusedAdamW, adamw_step, update
 from course_lib.guard_bands import GuardBands, guarded
 from course_lib.launches import record_launches
-from course_lib.model import PRESETS, Transformer
+from course_lib.model import ModelConfig, Transformer
 from course_lib.zero import ZeroOptimizer
 from kernel_traffic import OperationTraffic, count_accesses
 
@@ -195,7 +194,7 @@ def test_optimizer_trains_as_torchs_with_one_launch_a_parameter():
     with GuardBands() as guards:
         optimizer.step()
     computed = [name for name in guards.operations if not name.startswith("profiler.")]
-    assert computed == ["aten.add_"] * 6 and guards.largest_bytes == 0  # the step's number, and no more
+    assert computed == ["aten._foreach_add_"] and guards.largest_bytes == 0  # the steps' numbers, and no more
     assert len(launches) == 4 * 6 + 2 and {launch.name for launch in launches} == {"adamw_kernel"}
 
 
@@ -241,9 +240,9 @@ def test_closure():
 
 def zero_trajectory(kind: type[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Weights after 3 steps of ZeroOptimizer, and after 2 more from its saved state; called on each rank."""
-    model, found, state = Transformer(PRESETS["debug"]), [], None
+    model, found, state = Transformer(ModelConfig(2, 24, 4, 2, 37, 61)), [], None
     for steps in (3, 2):
-        zero = ZeroOptimizer(model, kind, stage=2, bucket_mb=0.1, lr=1e-3, eps=1e-4)
+        zero = ZeroOptimizer(model, kind, stage=2, bucket_mb=0.02, lr=1e-3, eps=1e-4)
         if state is not None:
             zero.load_state_dict(state)
         for i in range(steps):
@@ -326,14 +325,3 @@ def test_an_optimizer_that_cannot_train_is_refused():
     state = torch.optim.AdamW([good, other], amsgrad=True).state_dict()
     with pytest.raises(ValueError, match="amsgrad"):
         FusedAdamW([good, other]).load_state_dict(state)
-
-
-@interpreted_only
-def test_compiled_for_an_h100_accesses_are_as_wide_as_can_be():
-    with record_launches() as launches:
-        for dtype in (torch.bfloat16, torch.float32):
-            master, exp_avg, exp_avg_sq, step = fresh(2048)
-            weights = torch.zeros(2048, dtype=torch.bfloat16)
-            adamw_step(master, numbers(2048, dtype=dtype), exp_avg, exp_avg_sq, step + 1, 1e-3, weights=weights)
-    for made in compile_launches(launches, capability=90):
-        assert made.spilled_bytes == 0 and {access.bytes_per_thread for access in made.accesses if access.shape} == {16}

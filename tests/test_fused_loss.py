@@ -243,7 +243,7 @@ def test_peak_memory_is_that_of_the_formula(how):
     """c·v·e + t·h·e + 4·v·h bytes, and a copy of the weight or of its gradient where types differ; far below eager's.
     On the CPU a BF16 product has a copy of the weight besides (oneDNN's), and its factors are float32 for the sum.
     """
-    tokens, hidden, vocab, e = 192, 32, 2048, 4 if how == "float32" else 2
+    tokens, hidden, vocab, e = 96, 16, 2048, 4 if how == "float32" else 2
     x, weight, targets = case(tokens, hidden, vocab, torch.bfloat16 if how == "bfloat16" else torch.float32)
     rows = chunk_size(tokens, hidden, vocab)
 

@@ -8,7 +8,6 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.compiled import compile_launches
 from course_lib.fused_rope import rope, turn
 from course_lib.guard_bands import GuardBands, guarded
 from course_lib.launches import record_launches
@@ -246,15 +245,3 @@ def test_bad_input_is_one_line(x, cos, sin, message):
     with pytest.raises(ValueError, match=message) as raised:
         rope(x, cos, sin)
     assert "\n" not in str(raised.value)
-
-
-@interpreted_only
-def test_compiled_for_an_h100_x_is_moved_as_wide_as_can_be():
-    with record_launches() as launches:
-        for dtype in (torch.bfloat16, torch.float32):
-            for heads, head_dim in ((32, 128), (9, 64), (3, 80)):
-                shape = (1, 1, heads, head_dim)
-                rope(numbers(*shape, dtype=dtype), *angles(shape, dtype, False))
-    for made in compile_launches(launches, capability=90):
-        blocks = [access for access in made.accesses if len(access.shape) == 2 or access.operation == "tt.store"]
-        assert made.spilled_bytes == 0 and len(blocks) >= 4 and {access.bytes_per_thread for access in blocks} == {16}

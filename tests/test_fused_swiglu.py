@@ -9,7 +9,6 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.compiled import compile_launches
 from course_lib.fused_swiglu import swiglu, swiglu_backward, swiglu_forward
 from course_lib.guard_bands import GuardBands, guarded
 from course_lib.launches import record_launches
@@ -221,13 +220,3 @@ def test_bad_input_is_one_line(gate, up, message):
     with pytest.raises(ValueError, match=message) as raised:
         swiglu(gate, up)
     assert "\n" not in str(raised.value)
-
-
-@interpreted_only
-def test_compiled_for_an_h100_accesses_are_as_wide_as_can_be():
-    with record_launches() as launches:
-        for dtype in (torch.bfloat16, torch.float32):
-            gate, up = numbers(2, 3, 2 * 1536, dtype=dtype).requires_grad_().chunk(2, dim=-1)
-            swiglu(gate, up).sum().backward()
-    for made in compile_launches(launches, capability=90):
-        assert made.spilled_bytes == 0 and {access.bytes_per_thread for access in made.accesses} == {16}

@@ -18,8 +18,8 @@ from triton.language.extra.cuda import libdevice
 
 from course_lib.compiled import compile_kernel
 from course_lib.elu_kernels import expm1
-from generated_kernels import kernel_sources, plain_kernel, plain_source
 from course_lib.guard_bands import GuardBands, guarded
+from generated_kernels import kernel_sources, plain_kernel, plain_source
 
 ROOT = Path(__file__).parents[1]
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="runs Triton's interpreter")
