@@ -24,7 +24,7 @@ with each step. As a Python number it would be frozen into a captured CUDA graph
 
 # %% auto #0
 __all__ = ['GRADIENTS', 'BLOCK', 'logarithm', 'adamw_kernel', 'update', 'check_settings', 'check_buffers', 'adamw_step',
-           'FusedAdamW']
+           'first_state', 'FusedAdamW']
 
 # %% ../notebooks/12_kernels.ipynb #fused-adamw-own-imports
 from .rounding import cast, widen
@@ -165,6 +165,12 @@ def adamw_step(
     check_buffers(buffers if weights is None else buffers | {"weights": weights}, step)
     update(master, grad, exp_avg, exp_avg_sq, weights, step, lr, *betas, eps, weight_decay)
 
+# %% ../notebooks/12_kernels.ipynb #fused-adamw-first-state
+def first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What AdamW keeps of a parameter, before its first step."""
+    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)} | moments
+
 # %% ../notebooks/12_kernels.ipynb #fused-adamw-fusedadamw
 class FusedAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW whose step is one launch for each parameter, and one for all their counters. Made for few,
@@ -206,10 +212,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if any(parameter.grad.layout != torch.strided for parameter, _ in ready):
             raise ValueError("a gradient is sparse; AdamW decays every weight")
         for parameter, _ in ready:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+            if not self.state[parameter]:
+                self.state[parameter] = first_state(parameter)
         if ready:
             torch._foreach_add_([self.state[parameter]["step"] for parameter, _ in ready], 1)
         for parameter, group in ready:

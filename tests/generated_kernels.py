@@ -18,7 +18,7 @@ SIZE = re.compile(r"^    (\w*numel) = \d+\n", re.MULTILINE)
 
 
 def kernel_sources(code: str) -> dict[str, str]:
-    """By name, the source of each Triton kernel of a module that inductor wrote. Raises ValueError where it has none."""
+    """By name, the source of each Triton kernel of a module that inductor wrote. Raises ValueError for one without."""
     found = dict(KERNEL.findall(code))
     if not found:
         raise ValueError("there is no Triton kernel in this text: is it the code for a CPU?")
