@@ -218,14 +218,9 @@ class FusedAdamW(torch.optim.Optimizer):
             torch._foreach_add_([self.state[parameter]["step"] for parameter, _ in ready], 1)
         for parameter, group in ready:
             state = self.state[parameter]
-            flat = (
-                parameter.view(-1),
-                parameter.grad.reshape(-1),
-                state["exp_avg"].view(-1),
-                state["exp_avg_sq"].view(-1),
-            )
-            settings = group["betas"], group["eps"], group["weight_decay"]
-            adamw_step(*flat, state["step"], group["lr"], *settings)
+            master, exp_avg, exp_avg_sq = (x.view(-1) for x in (parameter, state["exp_avg"], state["exp_avg_sq"]))
+            settings = group["lr"], group["betas"], group["eps"], group["weight_decay"]
+            adamw_step(master, parameter.grad.reshape(-1), exp_avg, exp_avg_sq, state["step"], *settings)
         return result
 
     def load_state_dict(self, state_dict: dict) -> None:
