@@ -273,6 +273,18 @@ def test_no_tensor_has_the_size_of_the_logits():
     assert bands.operations and bands.largest_bytes == 4 * 1024 * 8 < 4 * 128 * 1024 / 8
 
 
+def test_a_loss_that_stores_the_logits_is_seen():
+    """The right number all the same: by the same kernel with all rows in one chunk, and by eager operations."""
+    x, weight, targets = case(128, 8, 1024)
+    wanted = linear_cross_entropy(x, weight, targets)
+    for fake in (lambda x, w, t: linear_cross_entropy(x, w, t, chunk_rows=128), eager):
+        with GuardBands() as bands:
+            value = fake(x, weight, targets)
+            value.backward()
+        torch.testing.assert_close(value, wanted)
+        assert bands.largest_bytes >= 4 * 128 * 1024
+
+
 def test_chunk_sizes():
     """By Liger-Kernel's rule: powers of 2 whose logits take between one and two times as much as hidden, roughly."""
     assert chunk_size(16_384, 4096, 128_256) == 512 and chunk_size(8192, 2048, 128_256) == 256
