@@ -61,6 +61,7 @@ class Compiled:
     accesses: list[Access]
     ttgir: str
     ptx: str
+    report: str  # what NVIDIA's assembler said, warnings too
 
 # %% ../notebooks/12_kernels.ipynb #compiled-compile-kernel
 def compile_kernel(kernel, *args, capability: int = 90, **meta) -> Compiled:
@@ -167,6 +168,7 @@ def compile_request(wanted: Request, target: GPUTarget) -> Compiled:
         accesses=find_accesses(ttgir, ptx, wanted["sources"], target),
         ttgir=ttgir,
         ptx=ptx,
+        report=report.getvalue(),
     )
 
 
