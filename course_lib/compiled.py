@@ -62,6 +62,7 @@ class Compiled:
     ttgir: str
     ptx: str
     report: str  # what NVIDIA's assembler said, warnings too
+    cubin: bytes  # the machine code, as a GPU loads it
 
 # %% ../notebooks/12_kernels.ipynb #compiled-compile-kernel
 def compile_kernel(kernel, *args, capability: int = 90, **meta) -> Compiled:
@@ -169,6 +170,7 @@ def compile_request(wanted: Request, target: GPUTarget) -> Compiled:
         ttgir=ttgir,
         ptx=ptx,
         report=report.getvalue(),
+        cubin=made.asm["cubin"],
     )
 
 

@@ -29,8 +29,8 @@ def stray_loads() -> Iterator[list[int]]:
     """
     load, strays = InterpreterBuilder.create_masked_load, []
 
-    def watching(self, pointers, mask, *rest):
-        loaded = load(self, pointers, mask, *rest)
+    def watching(self, pointers, mask, *rest, **options):
+        loaded = load(self, pointers, mask, *rest, **options)
         if pointers.get_element_ty().is_floating():
             bits = loaded.data.view(f"i{loaded.data.itemsize}")
             strays.append(int(((bits < 0) & (bits >= -100) & mask.data).sum()))
