@@ -70,7 +70,7 @@ def ncu_sectors(command: list[str], kernels: list[str], timeout_s: float = 300) 
 def run_kernels(device: torch.device) -> None:
     """Forward and backward of the kernels that go over rows, once."""
     from kernel_cases import rope_case, row_cases
-    from kernels import Method
+    from kernel_runs import Method
 
     for rows, width in SHAPES:
         for case in (*row_cases(device, rows, width), rope_case(device, rows, 4 * 128)):

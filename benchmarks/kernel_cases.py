@@ -6,11 +6,12 @@ default options, AdamW with fused=True); Liger: Liger-Kernel's, where it is inst
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from kernel_runs import Case, random
 
 from course_lib.fused_adamw import adamw_step
 from course_lib.fused_loss import linear_cross_entropy
@@ -43,25 +44,6 @@ SIZES = {  # by device: rows and width of what is normed and so on; rows, hidden
     },
     "cpu": {"rows": [(4, 128)], "loss": [(6, 32, 50)], "parameters": [300], "sides": [48]},
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kernel at one size. Methods, by column, take the inputs that `make` makes anew for each of them."""
-
-    kernel: str
-    size: str
-    make: Callable[[], tuple[torch.Tensor, ...]]  # those that require a gradient get one
-    methods: dict[str, Callable]
-    work: dict[str, float]  # of each pass, forward or backward: bytes to be moved, or FLOPs
-    unit: str = "GB/s"
-    peak: bool = False  # whether its memory is measured too
-
-
-def random(*shape: int, device: torch.device, needs_gradient: bool = True) -> torch.Tensor:
-    """Normal numbers of the dtype that is trained in on the device."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.randn(shape, device=device, dtype=dtype).requires_grad_(needs_gradient)
 
 
 def element_bytes(device: torch.device) -> int:
@@ -204,7 +186,16 @@ def matmul_case(device: torch.device, side: int) -> Case:
 
 
 def cases(device: torch.device) -> Iterator[Case]:
-    """All kernels at all sizes."""
+    """All kernels at all sizes; on a GPU also compiled: for a CPU the compiler writes other code, and takes long."""
+    for case in written_cases(device):
+        if device.type == "cuda":
+            compiled = torch.compile(case.methods["eager"], dynamic=False, mode="max-autotune-no-cudagraphs")
+            case = replace(case, methods=case.methods | {"compile": compiled})
+        yield case
+
+
+def written_cases(device: torch.device) -> Iterator[Case]:
+    """All kernels at all sizes, with the methods that somebody has written."""
     sizes = SIZES[device.type]
     for rows, width in sizes["rows"]:
         yield from row_cases(device, rows, width)

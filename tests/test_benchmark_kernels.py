@@ -2,6 +2,7 @@
 
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,17 @@ def kernels(on_path):
 
 
 @pytest.fixture
+def kernel_runs(on_path):
+    return __import__("kernel_runs")
+
+
+@pytest.fixture
 def counters(on_path):
     return __import__("counters")
 
 
-def test_every_kernel_runs_agrees_and_gets_a_row(kernels, capsys):
-    (*_, rows) = kernels.run(CPU, Roofline(1e12, 1e12))
+def test_every_kernel_runs_agrees_and_gets_a_row(kernels, kernel_runs, capsys):
+    (*_, rows) = kernel_runs.run(kernels.KERNELS, CPU, Roofline(1e12, 1e12))
     names = {row["kernel"] for row in rows}
     assert names == {
         "softmax", "rms_norm", "add + rms_norm", "swiglu", "rope", "linear_cross_entropy", "adamw_step", "matmul"
@@ -45,22 +51,22 @@ def test_every_kernel_runs_agrees_and_gets_a_row(kernels, capsys):
     assert peak["mib"].keys() == {"ours", "eager", "PyTorch"}
 
 
-def test_ours_are_kernels_and_not_pytorch_under_another_name(kernels):
+def test_ours_are_kernels_and_not_pytorch_under_another_name(kernels, kernel_runs):
     for case in kernels.cases(CPU):
         for column, method in case.methods.items():
             with record_launches() as launches:
-                kernels.Method(method, case.make).results()
+                kernel_runs.Method(method, case.make).results()
             assert bool(launches) == (column == "ours"), (case.kernel, column)
 
 
-def test_the_bytes_are_those_of_what_goes_in_and_out(kernels):
+def test_the_bytes_are_those_of_what_goes_in_and_out(kernels, kernel_runs):
     """Forward reads its inputs and writes its outputs; backward at least reads gradients of these and writes those of
     the inputs. Weights of one row, and the angles twice side by side for a rival, may be left out.
     """
     for case in kernels.cases(CPU):
         if case.unit != "GB/s" or case.kernel == "adamw_step":
             continue
-        method = kernels.Method(case.methods["eager"], case.make)
+        method = kernel_runs.Method(case.methods["eager"], case.make)
         method.forward()
         inputs = sum(x.nbytes for x in method.inputs[: 4 if case.kernel == "rope" else 2] if x.dim() > 1)
         outputs = sum(x.nbytes for x in method.outputs)
@@ -77,43 +83,44 @@ def test_adamw_moves_each_state_twice(kernels):
     assert case.work["step"] == 2 * (master.nbytes + m.nbytes + v.nbytes) + gradient.nbytes + weights.nbytes
 
 
-def test_a_kernel_that_is_wrong_is_not_timed(kernels):
+def test_a_kernel_that_is_wrong_is_not_timed(kernels, kernel_runs):
     case = next(kernels.cases(CPU))
-    wrong = kernels.Case(**vars(case) | {"methods": case.methods | {"ours": lambda x: torch.softmax(1.01 * x, -1)}})
-    with pytest.raises(ValueError, match="softmax 4 x 128: our results are off"):
-        kernels.working(wrong, CPU)
+    wrong = replace(case, methods=case.methods | {"ours": lambda x: torch.softmax(1.01 * x, -1)})
+    with pytest.raises(ValueError, match="softmax 4 x 128, ours: our results are off"):
+        kernel_runs.working(wrong, CPU, kernels.KERNELS)
 
 
-def test_columns_take_turns_and_only_the_named_pass_is_timed(kernels, monkeypatch):
+def test_columns_take_turns_and_only_the_named_pass_is_timed(kernel_runs, monkeypatch):
     order = []
     monkeypatch.setattr(
-        kernels, "time_once", lambda run, device, flush: (flush(), order.append("timed"), run(), 1.0)[3]
+        kernel_runs, "time_once", lambda run, device, flush: (flush(), order.append("timed"), run(), 1.0)[3]
     )
-    monkeypatch.setitem(kernels.ROUNDS, "cpu", 2)
-    monkeypatch.setitem(kernels.UNCOUNTED, "cpu", 1)
+    monkeypatch.setitem(kernel_runs.ROUNDS, "cpu", 2)
+    monkeypatch.setitem(kernel_runs.UNCOUNTED, "cpu", 1)
 
     def watched(name):
         return lambda x: (order.append(name), 2 * x)[1]
 
     make = lambda: (torch.ones(3, requires_grad=True),)  # noqa: E731
-    methods = {name: kernels.Method(watched(name), make) for name in ("ours", "eager")}
-    seconds = kernels.timed(methods, "backward", CPU)
+    methods = {name: kernel_runs.Method(watched(name), make) for name in ("ours", "eager")}
+    seconds = kernel_runs.timed(methods, "backward", CPU, "eager")
     assert seconds == {"ours": [1.0] * 2, "eager": [1.0] * 2, "again": [1.0] * 2}
     assert order == ["ours", "timed", "eager", "timed", "eager", "timed"] * 3  # forward comes before the timed part
     order.clear()
-    kernels.timed(methods, "forward", CPU)
+    kernel_runs.timed(methods, "forward", CPU, "eager")
     assert order == ["timed", "ours", "timed", "eager", "timed", "eager"] * 3
 
 
-def test_ratios_are_of_pairs(kernels):
-    found = kernels.compared({"ours": [1.0, 2.0, 3.0], "eager": [2.0, 4.0, 6.0], "again": [2.2, 4.0, 6.0]})
+def test_ratios_are_of_pairs(kernel_runs):
+    seconds = {"ours": [1.0, 2.0, 3.0], "eager": [2.0, 4.0, 6.0], "again": [2.2, 4.0, 6.0]}
+    found = kernel_runs.compared(seconds, "eager")
     assert found == {"ms": {"ours": 2e3, "eager": 4e3}, "ours_against": {"eager": 0.5}, "noise": 0.0}
 
 
-def test_without_a_gpu_one_line_says_so(kernels, counters, monkeypatch, capsys):
-    for script in (kernels, counters):
+def test_without_a_gpu_one_line_says_so(kernels, kernel_runs, counters, monkeypatch, capsys):
+    for script, saving in ((kernels, kernel_runs), (counters, counters)):
         monkeypatch.setattr(sys, "argv", ["script"])
-        monkeypatch.setattr(script, "save", lambda *args: pytest.fail("nothing was measured, so nothing is written"))
+        monkeypatch.setattr(saving, "save", lambda *args: pytest.fail("nothing was measured, so nothing is written"))
         script.main()
         assert len(capsys.readouterr().out.splitlines()) == 1
 

@@ -1,0 +1,131 @@
+"""FlashAttention of notebook 13 against PyTorch's own and FlexAttention, on a GPU, and what each of its ideas is worth.
+
+    PYTHONPATH=. python benchmarks/attention.py                 # writes benchmarks/results/attention_<gpu>.json
+    PYTHONPATH=. python benchmarks/attention.py --device cpu    # the same code at tiny sizes, interpreted: is it right?
+
+Needs torch and triton alone; where flash_attn is not installed, or a backend does not take a case (cuDNN on a CPU, the
+stored scores of a long sequence), its column stays empty. What is compared at which sizes is in attention_cases.py,
+and how it is measured in kernel_runs.py. The reference is attention_exact.py; what runs twice for the noise is SDPA's
+flash. In the file:
+
+    rows    by case and pass: ms, rates (TFLOP/s) and errors of each column; peak MiB of forward and backward
+    rungs   forward of one causal case by the first kernel of the notebook, by ours with one idea undone at a time, by
+            ours, and by the kernels for Hopper: ms, rates and errors. Each at its best tile sizes
+
+The aim, for heads of 128 and sequences from 2k to 16k: 0.9 or more of the faster of SDPA's flash and cuDNN, and errors
+no larger than those of SDPA. What misses it is listed at the end.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from unittest import mock
+
+import kernel_runs
+import torch
+import triton
+from attention_cases import BACKENDS, SIZES, backend, cases, flops, tuned_anew
+from attention_exact import exact
+from kernel_runs import Case, Comparison, random
+
+from course_lib import flash_forward
+from course_lib.ablations import STEPS, undone
+from course_lib.flash_attention import flash_attention
+from course_lib.flash_first import first_attention
+from course_lib.flash_forward import FORWARD_CONFIGURATIONS, flash_forward_kernel, launch_forward
+from course_lib.flash_hopper import hopper_attention
+from course_lib.matmul import tunable
+
+AIM = 0.9  # of the faster of these
+AIMED_AT = ("flash", "cuDNN")
+AIM_HEAD, AIM_SEQUENCES = 128, range(2048, 16384 + 1)
+TOLERANCE = {"cuda": 1e-2, "cpu": 1e-5}
+
+
+def launched(kernel) -> Callable:
+    """Forward by another kernel of the same arguments, launched as ours is, with its own best of our tile sizes."""
+    tuned = triton.autotune(configs=tunable(FORWARD_CONFIGURATIONS), key=["HEAD_DIM", "CAUSAL"])(kernel)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with mock.patch.object(flash_forward, "flash_forward_kernel", tuned):
+            return launch_forward(q, k, v, None, q.shape[1], True, q.shape[3] ** -0.5)[0]
+
+    return attend
+
+
+RUNGS = ("first", *STEPS, "ours", "hopper", "hopper, overlapped")
+
+
+def rungs(device: torch.device) -> Iterator[Case]:
+    """One case with a column for each rung; forward only, for not all have a backward."""
+    (sequence, head_dim), tokens, width = (SIZES[device.type][name] for name in ("rungs", "tokens", "width"))
+    shape = tokens // sequence, sequence, width // head_dim, head_dim
+    methods: dict[str, Callable] = {"ours": flash_attention}
+    methods["first"] = lambda q, k, v: first_attention(q, k, v)[0]
+    methods |= {step: launched(undone(flash_forward_kernel, changes)) for step, changes in STEPS.items()}
+    methods["hopper"] = lambda q, k, v: hopper_attention(q, k, v)[0]
+    methods["hopper, overlapped"] = lambda q, k, v: hopper_attention(q, k, v, overlapped=True)[0]
+    methods |= {column: partial(backend, BACKENDS[column], causal=True) for column in AIMED_AT}
+    tuned_anew()
+    yield Case(
+        "rungs",
+        f"{shape[0]} x {sequence:,}, {head_dim}, causal",
+        lambda: tuple(random(*shape, device=device, needs_gradient=False) for _ in range(3)),
+        methods,
+        {"forward": flops(shape[0] * shape[2] * sequence**2 * head_dim, causal=True)["forward"]},
+        "TFLOP/s",
+        rival="flash",
+        exact=partial(exact, [sequence] * shape[0], True),
+        about={"b": shape[0], "s": sequence, "heads": shape[2], "head_dim": head_dim, "causal": True},
+    )
+
+
+class Ladder(Comparison):
+    """A comparison whose columns stand one below the other."""
+
+    def heading(self) -> str:
+        return ""
+
+    def line(self, row: dict) -> str:
+        lines = [f"{row['kernel']}, {row['size']}, {row['pass']}; noise {row['noise']:.1%}"]
+        for column in self.columns:
+            if column in row["ms"]:
+                lines.append(f"{column:<24} {row['ms'][column]:>10,.3f} ms {row['rates'][column]:>9,.1f} {row['unit']}")
+        return "\n".join(lines)
+
+
+COLUMNS = ("ours", "flash", "cuDNN", "math", "flex", "padded", "flash_attn")
+ATTENTION = Comparison(COLUMNS, cases, TOLERANCE, shown="rates")
+LADDER = Ladder((*RUNGS, *AIMED_AT), rungs, TOLERANCE, own=RUNGS)
+
+
+def of_the_faster(row: dict) -> float:
+    """Our speed by that of the faster of SDPA's flash and cuDNN, in the same rounds."""
+    return 1 / max(row["ours_against"][column] for column in AIMED_AT if column in row["ours_against"])
+
+
+def missed(rows: list[dict]) -> list[str]:
+    """A line for each row that misses the aim in speed, and each case, whatever its size, that misses it in error."""
+    found = []
+    for row in rows:
+        if row["pass"] == "peak" or "flash" not in row["ms"]:
+            continue
+        aimed = row["kernel"] == "attention" and row["head_dim"] == AIM_HEAD and row["s"] in AIM_SEQUENCES
+        if aimed and of_the_faster(row) < AIM:
+            share = f"{of_the_faster(row):.2f} of the faster of {' and '.join(AIMED_AT)}"
+            found.append(f"{row['kernel']} {row['size']}, {row['pass']}: {share}")
+        ours, theirs = row["errors"]["ours"], max(row["errors"][name] for name in BACKENDS if name in row["errors"])
+        if row["pass"] == "forward" and ours > theirs:  # a case's errors are those of both passes
+            found.append(f"{row['kernel']} {row['size']}: an error of {ours:.2e}, SDPA's is {theirs:.2e}")
+    return found
+
+
+def main() -> None:
+    """Measure on the GPU and write it down; or show on a CPU that everything runs."""
+    found = kernel_runs.main("attention", __doc__.splitlines()[0], {"rows": ATTENTION, "rungs": LADDER})
+    if found and torch.cuda.is_available():
+        lines = missed(found["rows"])
+        print("\n".join(["missed:", *lines] if lines else ["nothing is missed"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What benchmarks/attention.py compares: attention of notebook 13 and its rivals, at which sizes, and their work.
+
+Columns. ours: flash_attention. flash, cuDNN, math: scaled_dot_product_attention held to that backend; math is the one
+that stores the scores. flex: FlexAttention, compiled, with the mask as a block mask that is made once. flash_attn: the
+package of that name, where it is installed. Documents of different lengths in one row: ours and flash_attn by
+cu_seqlens, flash is PyTorch's varlen_attn, flex has a mask of documents, and padded fills up to the longest document,
+runs flash and takes the padding out again; both ways of copying count, for they belong to it.
+
+All take q [b, s, a, d], as the model has it, and k, v [b, s, kv, d]; SDPA and flex see it transposed, not copied.
+
+Sizes: as in FlashAttention-2 (Dao 2023, §4.1) 16k tokens a step and heads x head_dim = 2048, the sequences longer and
+the batch smaller. Work by its convention, too: 4 s² d FLOPs a head and sequence forward, half of them where the mask is
+causal, and 2.5 times as much backward; what is computed twice, or only to be masked, does not count.
+"""
+
+import importlib.util
+import random as chance
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from attention_exact import exact
+from kernel_runs import Case, random
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
+
+from course_lib.flash_attention import flash_attention, lengths_to_cu_seqlens, packed_attention
+from course_lib.flash_backward import key_gradient_kernel, query_gradient_kernel
+from course_lib.flash_forward import flash_forward_kernel
+
+if torch.cuda.is_available():  # on a CPU FlexAttention has no backward, and the compiler takes long
+    flex_attention = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
+package = torch.cuda.is_available() and importlib.util.find_spec("flash_attn")
+if package:
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
+TUNED = (flash_forward_kernel, query_gradient_kernel, key_gradient_kernel)
+SIZES = {
+    "cuda": {  # grouped: sequence, heads of q, of k and v, head_dim; documents: how many, heads, head_dim
+        "tokens": 16384, "width": 2048, "head_dims": (64, 128), "sequences": (512, 1024, 2048, 4096, 8192, 16384),
+        "grouped": (8192, 32, 8, 128), "documents": (16, 16, 128), "rungs": (4096, 128),  # sequence, head_dim
+    },
+    "cpu": {
+        "tokens": 40, "width": 32, "head_dims": (16,), "sequences": (20,),
+        "grouped": (20, 2, 1, 16), "documents": (3, 1, 16), "rungs": (40, 16),
+    },
+}  # fmt: skip
+
+
+def backend(which: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+    """scaled_dot_product_attention by this backend or an error."""
+    with sdpa_kernel(which):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
+
+
+def flex(mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """FlexAttention with a block mask; None: every query sees every key."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+
+def causal_mask(sequence: int, device: torch.device):
+    """FlexAttention's, from a rule for batch, head, query and key."""
+    return create_block_mask(lambda b, h, query, key: query >= key, None, None, sequence, sequence, device=device)
+
+
+def tuned_anew() -> None:
+    """Let our autotuners forget what was best at another length, which their keys don't have: a training has one."""
+    for kernel in TUNED:
+        kernel.cache.clear()
+
+
+def flops(products: int, causal: bool) -> dict[str, float]:
+    """Of each pass. products: s² d, summed over heads and sequences."""
+    forward = 4 * products / (2 if causal else 1)
+    return {"forward": forward, "backward": 2.5 * forward}
+
+
+def dense_case(
+    device: torch.device, kernel: str, sequence: int, heads: int, kv_heads: int, head_dim: int, causal: bool
+) -> Case:
+    """Sequences of one length, as many as there are tokens for."""
+    batch = SIZES[device.type]["tokens"] // sequence
+
+    def make():
+        return tuple(random(batch, sequence, count, head_dim, device=device) for count in (heads, kv_heads, kv_heads))
+
+    methods: dict[str, Callable] = {"ours": partial(flash_attention, causal=causal)}
+    methods |= {column: partial(backend, which, causal=causal) for column, which in BACKENDS.items()}
+    methods["flex"] = partial(flex, causal_mask(sequence, device) if causal else None)
+    if package:
+        methods["flash_attn"] = partial(flash_attn_func, causal=causal)
+    about = {"b": batch, "s": sequence, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "causal": causal}
+    size = f"{batch} x {sequence:,}, {head_dim}" + (", causal" if causal else "")
+    work = flops(batch * heads * sequence**2 * head_dim, causal)
+    lengths = [sequence] * batch
+    return Case(
+        kernel, size, make, methods, work, "TFLOP/s", peak=True, rival="flash", exact=partial(exact, lengths, causal),
+        about=about,
+    )  # fmt: skip
+
+
+def document_lengths(tokens: int, count: int) -> list[int]:
+    """A row of so many tokens, cut at random places."""
+    cuts = sorted(chance.Random(0).sample(range(1, tokens), count - 1))
+    return [end - start for start, end in zip([0, *cuts], [*cuts, tokens])]
+
+
+def padded(lengths: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Documents as a batch of the longest one's length, by flash, and back; places: of all tokens in that batch."""
+    batch, longest = len(lengths), max(lengths)
+
+    def pad(x):
+        return x.new_zeros(batch * longest, *x.shape[2:]).index_copy(0, places, x[0]).unflatten(0, (batch, longest))
+
+    out = backend(SDPBackend.FLASH_ATTENTION, pad(q), pad(k), pad(v), causal=True)
+    return out.flatten(0, 1).index_select(0, places)[None]
+
+
+def document_case(device: torch.device, count: int, heads: int, head_dim: int) -> Case:
+    """Documents side by side in one row, causal, none sees another."""
+    tokens = SIZES[device.type]["tokens"]
+    lengths = document_lengths(tokens, count)
+    cuts, longest = lengths_to_cu_seqlens(lengths, device)
+    places = torch.cat([torch.arange(n) + i * max(lengths) for i, n in enumerate(lengths)]).to(device)
+    document = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths)).to(device)
+
+    def same_document(b, h, query, key):
+        return (document[query] == document[key]) & (query >= key)
+
+    mask = create_block_mask(same_document, None, None, tokens, tokens, device=device)
+    methods = {
+        "ours": packed_attention(cuts, longest),
+        "flex": partial(flex, mask),
+        "padded": partial(padded, lengths, places=places),
+    }
+    if device.type == "cuda":
+        ends = cuts, cuts, longest, longest
+        methods["flash"] = lambda q, k, v: varlen_attn(q[0], k[0], v[0], *ends, window_size=(-1, 0))[None]
+        if package:
+            methods["flash_attn"] = lambda q, k, v: flash_attn_varlen_func(q[0], k[0], v[0], *ends, causal=True)[None]
+    about = {"lengths": lengths, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "causal": True}
+    work = flops(heads * head_dim * sum(length**2 for length in lengths), causal=True)
+    return Case(
+        "attention, documents",
+        f"{count} in {tokens:,}, {head_dim}, causal",
+        lambda: tuple(random(1, tokens, heads, head_dim, device=device) for _ in range(3)),
+        methods,
+        work,
+        "TFLOP/s",
+        peak=True,
+        rival="flash" if "flash" in methods else "padded",
+        exact=partial(exact, lengths, True),
+        about=about,
+    )
+
+
+def cases(device: torch.device) -> Iterator[Case]:
+    """All of them."""
+    sizes = SIZES[device.type]
+    for head_dim in sizes["head_dims"]:
+        heads = sizes["width"] // head_dim
+        for causal in (True, False):
+            for sequence in sizes["sequences"]:
+                tuned_anew()
+                yield dense_case(device, "attention", sequence, heads, heads, head_dim, causal)
+    sequence, heads, kv_heads, head_dim = sizes["grouped"]
+    for causal in (True, False):
+        tuned_anew()
+        yield dense_case(device, f"attention, {heads}/{kv_heads}", sequence, heads, kv_heads, head_dim, causal)
+    tuned_anew()
+    yield document_case(device, *sizes["documents"])

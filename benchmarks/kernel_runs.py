@@ -1,0 +1,247 @@
+"""How kernels.py and attention.py measure: columns in alternation, correctness first, forward and backward apart.
+
+A `Comparison` is a table: its cases, and how a row is printed. A `Case` is one computation at one size, with a method
+for each column. All columns get the same inputs, and their results and gradients are compared with a reference before
+anything is timed.
+
+A time is the median of 11 runs from a flushed L2 (`timing`), the columns in alternation, after 3 that don't count. It
+is the device's: launching from Python, which takes longer than a small kernel, is hidden for all columns alike.
+Backward is timed alone, forward before it. A case's rival runs twice in each round: how far the two are apart is the
+noise. Rate: the case's work by a column's time; ours also as a share of this GPU's own copy, or product of matrices,
+measured just before. Peak memory is in MiB above the inputs.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from measure import gpu_word, peak_mib, save
+
+from course_lib.roofline import Roofline, measure_roofline
+from course_lib.timing import FLUSHED_CACHES, last_cache_bytes, time_once
+
+ROUNDS = {"cuda": 11, "cpu": 1}
+UNCOUNTED = {"cuda": 3, "cpu": 0}
+UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one size. Methods, by column, take the inputs that `make` makes anew for each of them."""
+
+    kernel: str
+    size: str
+    make: Callable[[], tuple[torch.Tensor, ...]]  # those that require a gradient get one
+    methods: dict[str, Callable]
+    work: dict[str, float]  # of each pass, forward or backward: bytes to be moved, or FLOPs
+    unit: str = "GB/s"
+    peak: bool = False  # whether its memory is measured too
+    rival: str = "eager"  # the column that must run, and runs twice
+    exact: Callable[..., list[torch.Tensor]] | None = None  # results and gradients of such inputs; None: the rival's
+    about: dict = field(default_factory=dict)  # what else its rows say
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A table."""
+
+    columns: tuple[str, ...]  # a case may have fewer
+    cases: Callable[[torch.device], Iterator[Case]]
+    tolerance: dict[str, float]  # by device: how far our results may be off, as a share of their norm
+    shown: str = "ms"  # or rates
+    own: tuple[str, ...] = ("ours",)  # the columns that this holds for
+
+    def heading(self) -> str:
+        columns = " ".join(f"{column:>10}" for column in self.columns)
+        return f"{'kernel':<20} {'size':<24} {'':<24} {columns} {'ours':>9} {'':<8} {'of':>5} {'noise':>6}"
+
+    def line(self, row: dict) -> str:
+        """A row of the table."""
+        shown = self.shown if "ms" in row else "mib"
+        values, digits = row[shown], {"ms": ".3f", "rates": ".1f", "mib": ".0f"}[shown]
+        cells = [f"{values[column]:>10,{digits}}" if column in values else f"{'-':>10}" for column in self.columns]
+        unit = {"ms": "ms", "rates": row.get("unit"), "mib": "MiB"}[shown]
+        name = f"{row['kernel']:<20} {row['size']:<24} {row['pass'] + ', ' + unit:<24}"
+        if "ms" not in row:
+            return " ".join([name, *cells])
+        speed = f"{row['rate']:>9,.1f} {row['unit']:<8} {row['share']:>5.0%} {row['noise']:>6.1%}"
+        return " ".join([name, *cells, speed])
+
+
+def random(*shape: int, device: torch.device, needs_gradient: bool = True) -> torch.Tensor:
+    """Normal numbers of the dtype that is trained in on the device."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.randn(shape, device=device, dtype=dtype).requires_grad_(needs_gradient)
+
+
+def draw_gradients(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The outputs' gradients: the same numbers at the same places for all methods, however their outputs lie."""
+    torch.manual_seed(1)
+    return tuple(torch.randn(each.shape, dtype=each.dtype, device=each.device) for each in outputs)
+
+
+class Method:
+    """A column of a case: its own inputs, and its passes as functions that can be timed."""
+
+    def __init__(self, method: Callable, make: Callable[[], tuple]):
+        torch.manual_seed(0)
+        self.method, self.inputs = method, make()
+        self.wanted = [tensor for tensor in self.inputs if tensor.requires_grad]
+        self.outputs: tuple[torch.Tensor, ...] = ()
+        self.gradients: tuple[torch.Tensor, ...] = ()
+
+    def forward(self) -> None:
+        found = self.method(*self.inputs)
+        self.outputs = found if isinstance(found, tuple) else (found,)
+
+    def prepare(self) -> None:
+        """What comes before a backward."""
+        self.forward()
+        self.gradients = draw_gradients(self.outputs)
+
+    def backward(self) -> tuple[torch.Tensor, ...]:
+        found = torch.autograd.grad(self.outputs, self.wanted, self.gradients)
+        self.release()
+        return found
+
+    def both(self) -> None:
+        self.forward()
+        torch.autograd.grad(self.outputs, self.wanted, [torch.ones_like(output) for output in self.outputs])
+        self.release()
+
+    def release(self) -> None:
+        self.outputs = self.gradients = ()
+
+    def passes(self, name: str) -> tuple[Callable, Callable]:
+        """What is timed, and what comes before it. A forward starts without the outputs of the one before."""
+        if name == "backward":
+            return self.backward, self.prepare
+        return (self.both if name == "forward and backward" else self.forward), self.release
+
+    def results(self) -> list[torch.Tensor]:
+        """Outputs and gradients, in float32."""
+        self.prepare()
+        outputs = [output.detach().float() for output in self.outputs]
+        return outputs + [gradient.float() for gradient in self.backward()] if self.wanted else outputs
+
+
+def reference(case: Case) -> list[torch.Tensor]:
+    """What all columns are compared with."""
+    method = Method(case.methods[case.rival], case.make)
+    return case.exact(*method.inputs) if case.exact else method.results()
+
+
+def working(case: Case, device: torch.device, comparison: Comparison) -> tuple[dict[str, Method], dict[str, float]]:
+    """The methods that have room on the device, each with inputs of its own; and how far the results and gradients of
+    each are from the reference, as a share of their norm, at worst. Raises ValueError where our own are off by more
+    than the comparison's tolerance.
+    """
+    if device.type == "cuda":
+        torch._dynamo.reset()  # it gives up on a function after eight sizes
+    expected = reference(case)
+    found, errors = {}, {}
+    for column in (name for name in comparison.columns if name in case.methods):
+        try:
+            pairs = zip(Method(case.methods[column], case.make).results(), expected, strict=True)
+            errors[column] = max(((mine - theirs).norm() / theirs.norm()).item() for mine, theirs in pairs)
+            found[column] = Method(case.methods[column], case.make)
+        except Exception as error:
+            if column in ("ours", case.rival) and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            reason = str(error).partition("\n")[0].partition(". ")[0]
+            print(f"{case.kernel} {case.size}, {column}: {reason}")  # its column stays empty
+    for column in comparison.own:
+        if column in errors and not errors[column] <= comparison.tolerance[device.type]:
+            raise ValueError(f"{case.kernel} {case.size}, {column}: our results are off by {errors[column]:.2%}")
+    return found, errors
+
+
+def timed(methods: dict[str, Method], name: str, device: torch.device, rival: str) -> dict[str, list[float]]:
+    """Seconds of each round of one pass, by column, in alternation; "again" is the rival a second time."""
+    cleared = torch.empty(FLUSHED_CACHES * last_cache_bytes(device), dtype=torch.uint8, device=device)
+    found: dict[str, list[float]] = {column: [] for column in (*methods, "again")}
+    for _ in range(UNCOUNTED[device.type] + ROUNDS[device.type]):
+        for column, seconds in found.items():
+            method = methods[rival if column == "again" else column]
+            run, before = method.passes(name)
+
+            def start(before=before):
+                before()
+                cleared.zero_()
+
+            seconds.append(time_once(run, device, start))
+            method.release()  # what one column keeps for its backward is not to take the room of another
+    return {column: seconds[UNCOUNTED[device.type] :] for column, seconds in found.items()}
+
+
+def compared(seconds: dict[str, list[float]], rival: str) -> dict:
+    """Medians of the columns, of ours by each other's in the same round, and how far the rival is from itself."""
+    ratios = {
+        column: statistics.median(mine / theirs for mine, theirs in zip(seconds["ours"], each, strict=True))
+        for column, each in seconds.items()
+        if column not in ("ours", "again")
+    }
+    noise = statistics.median(abs(a / b - 1) for a, b in zip(seconds["again"], seconds[rival], strict=True))
+    medians = {column: 1e3 * statistics.median(each) for column, each in seconds.items() if column != "again"}
+    return {"ms": medians, "ours_against": ratios, "noise": noise}
+
+
+def measure(case: Case, device: torch.device, ceilings: Roofline, comparison: Comparison) -> Iterator[dict]:
+    """A row for each pass, and for the memory where that is asked for."""
+    methods, errors = working(case, device, comparison)
+    about = {"kernel": case.kernel, "size": case.size} | case.about
+    ceiling = ceilings.bytes_per_s if case.unit == "GB/s" else ceilings.peak_flops
+    for name, work in case.work.items():
+        figures = compared(timed(methods, name, device, case.rival), case.rival)
+        rates = {column: work / ms * 1e3 / UNITS[case.unit] for column, ms in figures["ms"].items()}
+        speed = {"rates": rates, "rate": rates["ours"], "unit": case.unit}
+        share = {"share": rates["ours"] * UNITS[case.unit] / ceiling}
+        yield about | {"pass": name} | figures | speed | share | {"errors": errors}
+    if case.peak:
+        yield about | {"pass": "peak", "mib": {column: peak_mib(method.both) for column, method in methods.items()}}
+
+
+def run(comparison: Comparison, device: torch.device, ceilings: Roofline) -> Iterator[list[dict]]:
+    """Measure everything, and print it as it comes; yields all rows so far after each case."""
+    print(comparison.heading())
+    rows = []
+    for case in comparison.cases(device):
+        for row in measure(case, device, ceilings, comparison):
+            rows.append(row)
+            print(comparison.line(row), flush=True)
+        yield rows
+
+
+def chosen_device(description: str) -> torch.device | None:
+    """The device of the command line; None, and one line that says so, where there is nothing to measure."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    chosen = parser.parse_args().device
+    if chosen == "cuda" and not torch.cuda.is_available():
+        print("no GPU here, so there is nothing to measure; --device cpu runs the same code at tiny sizes")
+        return None
+    if chosen == "cpu" and torch.cuda.is_available():
+        parser.error("--device cpu is for machines without a GPU: here kernels are compiled, and for the GPU")
+    return torch.device(chosen)
+
+
+def main(name: str, description: str, comparisons: dict[str, Comparison]) -> dict[str, list[dict]]:
+    """Measure on the GPU and write results/NAME_GPU.json; or show on a CPU that everything runs. The comparisons are by
+    the file's key for their rows; returns these.
+    """
+    device = chosen_device(description)
+    if device is None:
+        return {}
+    ceilings = measure_roofline(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    copy, product = ceilings.bytes_per_s / 1e9, ceilings.peak_flops / 1e12
+    print(f"{ceilings.name}: copy {copy:,.0f} GB/s, product {product:,.2f} TFLOP/s")
+    found: dict[str, list[dict]] = {}
+    for key, comparison in comparisons.items():
+        for found[key] in run(comparison, device, ceilings):
+            if device.type == "cuda":  # a run that is cut off has left what it has measured
+                save(name, {"copy_gb_per_s": copy, "product_tflop_per_s": product} | found, gpu_word())
+    if device.type == "cpu":
+        print("interpreted: all of it runs and agrees; the times mean nothing, and none is written down")
+    return found

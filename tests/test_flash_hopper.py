@@ -1,0 +1,172 @@
+"""course_lib.flash_hopper: attention by TMA is exact, and what it compiles to for sm_90. Interpreted, or on Hopper."""
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpreterBuilder
+
+from course_lib import flash_hopper
+from course_lib.attention_blocks import plain_forward
+from course_lib.compiled import compile_launches
+from course_lib.flash_hopper import hopper_attention, hopper_forward_kernel
+from course_lib.kernel_checks import run_guarded
+from course_lib.launches import record_launches
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.bfloat16, torch.float16, torch.float32)
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of the largest value
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 9, reason="this GPU is not a Hopper"
+)
+both_ideas = pytest.mark.parametrize("overlapped", [False, True])
+
+
+def inputs(queries=70, keys=70, heads=2, kv_heads=1, head_dim=16, dtype=torch.float16, batch=1):
+    """q, k, v as views of wider rows: what lies between the heads is not theirs."""
+    torch.manual_seed(0)
+    sizes = [(queries, heads), (keys, kv_heads), (keys, kv_heads)]
+    return [(2 * torch.randn(batch, s, a, head_dim + 8, device=DEVICE)).to(dtype)[..., :head_dim] for s, a in sizes]
+
+
+def assert_exact(q, k, v, causal, overlapped, scale=None):
+    def run(*tensors):
+        return hopper_attention(*tensors, causal=causal, scale=scale, overlapped=overlapped)
+
+    out, lse = run_guarded(hopper_forward_kernel, run, q, k, v)
+    factor = 1.0 if scale is None else scale * q.shape[-1] ** 0.5
+    wanted, wanted_lse = plain_forward(q.cpu().double() * factor, k.cpu().double(), v.cpu().double(), causal)
+    assert out.dtype == q.dtype and lse.dtype == torch.float32
+    of_scores = 8 * torch.finfo(torch.float32).eps * wanted_lse.abs().max().item()  # that an exponential makes larger
+    bound = (TOLERANCE[q.dtype] + of_scores) * v.abs().max().item()
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=bound)
+    torch.testing.assert_close(lse.double(), wanted_lse.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@both_ideas
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_with_ragged_ends_and_shared_heads(dtype, causal, overlapped):
+    assert_exact(*inputs(150, 150, 4, 2, dtype=dtype), causal, overlapped)
+
+
+@both_ideas
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"queries": 140, "keys": 40},
+        {"queries": 40, "keys": 140},
+        {"queries": 1, "keys": 1},
+        {"queries": 128, "keys": 128, "batch": 2},  # whole tiles: no mask where it is not causal
+        {"head_dim": 24},  # in tiles of 32, zeros at the end
+        {"head_dim": 128, "queries": 20, "keys": 20},
+    ],
+)
+def test_exact_in_other_shapes(shape, causal, overlapped):
+    assert_exact(*inputs(**shape), causal, overlapped)
+
+
+@both_ideas
+@pytest.mark.parametrize("scale", [1e-3, 30.0])
+def test_scale_and_large_scores(scale, overlapped):
+    assert_exact(*inputs(dtype=DTYPES[-1]), True, overlapped, scale)
+
+
+@both_ideas
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts in the interpreter")
+def test_tiles_that_no_query_sees_are_not_loaded(overlapped):
+    q, k, v = inputs(512, 512, heads=1)
+    loaded = []
+
+    def counting(self, *arguments, load=InterpreterBuilder.create_descriptor_load):
+        loaded.append(1)
+        return load(self, *arguments)
+
+    with mock.patch.object(InterpreterBuilder, "create_descriptor_load", counting):
+        hopper_attention(q, k, v, overlapped=overlapped)
+    block_k = flash_hopper.hopper_sizes(16, overlapped)["BLOCK_K"]
+    seen = sum(last // block_k for last in (128, 256, 384, 512))
+    assert len(loaded) == 4 + 2 * seen  # q once for each tile of queries; k and v
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda q, k, v: (q[..., 4:12], k[..., :8], v[..., :8]), "q has strides .* from address"),
+        (lambda q, k, v: (q.transpose(1, 3).contiguous().transpose(1, 3), k, v), "q has strides"),
+        (lambda q, k, v: (q, k, torch.cat([v, v], -1)[..., ::2]), "v has strides"),
+        (lambda q, k, v: (q, torch.zeros(1, 70, 1, 20, device=DEVICE).half()[..., :16], v), "k has strides"),
+        (lambda q, k, v: (q, k[:, :1].expand_as(k), v), "k has strides"),
+        (lambda q, k, v: [x[..., :12] for x in (q, k, v)], "multiple of 16 bytes"),
+        (lambda q, k, v: (q, k[:, :0], v[:, :0]), "at least one"),
+        (lambda q, k, v: (q, k, v[:, :9]), "tokens"),
+        (lambda q, k, v: (q[:, :, :1], k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)), "divides the query heads"),
+        (lambda q, k, v: (q.double(), k.double(), v.double()), "float64"),
+        (lambda q, k, v: (q, k, v.bfloat16()), "bfloat16"),
+        (lambda q, k, v: [x.repeat(1, 1, 1, 16) for x in (q, k, v)], "at most 128"),
+        (lambda q, k, v: (q[0], k[0], v[0]), "expected"),
+    ],
+)
+def test_what_tma_cannot_read_is_refused(change, message):
+    with record_launches() as launches, pytest.raises(ValueError, match=message):
+        hopper_attention(*change(*inputs()))
+    assert not launches
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """By (head size, overlapped), of either 16-bit type, causal: what the compiler makes for sm_90."""
+    choices = {
+        (64, False): torch.bfloat16,
+        (64, True): torch.float16,
+        (128, False): torch.float16,
+        (128, True): torch.bfloat16,
+    }
+    with record_launches() as launches:
+        for (head_dim, overlapped), dtype in choices.items():
+            hopper_attention(*inputs(128, 128, head_dim=head_dim, dtype=dtype), overlapped=overlapped)
+    return dict(zip(choices, compile_launches(launches)))
+
+
+def loop_of(compiled) -> str:
+    """The loop over the tiles of keys in the compiler's intermediate form, of the first warps that multiply."""
+    loops = re.findall(r"scf\.for(.*?)scf\.yield", compiled.ttgir, flags=re.DOTALL)
+    return next(loop for loop in loops if "ttng.warp_group_dot " in loop)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@both_ideas
+def test_compiles_to_tma_and_asynchronous_products_without_spills(compiled, head_dim, overlapped):
+    made = compiled[head_dim, overlapped]
+    assert made.spilled_bytes == 0 and made.shared_bytes <= 227 * 1024
+    assert "serialized" not in made.report  # products that wait for one another, by the assembler's own warning
+    assert "wgmma.mma_async" in made.ptx
+    assert re.search(r"cp\.async\.bulk\.tensor\.2d\.shared", made.ptx)  # tiles in
+    assert re.search(r"cp\.async\.bulk\.tensor\.2d\.global\.shared", made.ptx)  # and out
+    assert {access.operation for access in made.accesses} == {"tt.store"}  # lse; all else by TMA
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_warps_are_specialised(compiled, head_dim):
+    made = compiled[head_dim, False]
+    assert made.num_warps == 12
+    producer, *consumers = re.split(r"\n\s+partition\d+\(", made.ttgir[made.ttgir.index("ttg.warp_specialize(") :])
+    assert "ttng.async_tma_copy_global_to_local" in producer and "ttng.warp_group_dot" not in producer
+    assert len(consumers) == 2
+    for consumer in consumers:
+        assert consumer.count("ttng.warp_group_dot ") == 2 and "async_tma_copy_global_to_local" not in consumer
+        assert re.search(rf"-> tensor<64x{head_dim}xf32", consumer)  # half of the 128 queries
+    assert "setmaxnreg.dec" in made.ptx and "setmaxnreg.inc" in made.ptx
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_product_with_values_is_under_way_during_the_softmax(compiled, head_dim):
+    steps = r"ttng\.warp_group_dot_wait|ttng\.warp_group_dot(?= )|math\.exp2"
+    of_scores, wait, of_values, *softmax = re.findall(steps, loop_of(compiled[head_dim, True]))
+    assert (of_scores, wait, of_values) == ("ttng.warp_group_dot", "ttng.warp_group_dot_wait", "ttng.warp_group_dot")
+    assert softmax and set(softmax) == {"math.exp2"}
+
+    *before, last = re.findall(steps, loop_of(compiled[head_dim, False]))  # specialised: products one by one
+    assert before[0] == last == "ttng.warp_group_dot" and "math.exp2" in before
