@@ -14,15 +14,14 @@ sequence, where a stored softmax needs s s' a e more. Kernels: flash_forward, fl
 
 # %% auto #0
 __all__ = ['LARGEST_HEAD', 'FLASH_DTYPES', 'FLASH_BLOCK', 'ATTENTIONS', 'flash_operator', 'flash_backward_operator',
-           'keep_attention', 'attention_gradient', 'as_autocast', 'check_for_kernel', 'flash_attention',
-           'use_flash_attention', 'flash_block_forward', 'flash_block_backward', 'check_lengths',
-           'flash_attention_varlen', 'lengths_to_cu_seqlens', 'packed_attention', 'options', 'main',
-           'flash_attention_reference']
+           'keep_attention', 'attention_gradient', 'check_for_kernel', 'flash_attention', 'use_flash_attention',
+           'flash_block_forward', 'flash_block_backward', 'check_lengths', 'flash_attention_varlen',
+           'lengths_to_cu_seqlens', 'packed_attention', 'options', 'main', 'flash_attention_reference']
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-attention-own-imports
 from .flash_backward import launch_backward
 from .flash_forward import launch_forward
-from .tiled_attention import check_attention, flash_attention_reference
+from .tiled_attention import check_attention, flash_attention_reference, scale_or_usual
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-attention-imports
 import argparse
@@ -34,6 +33,7 @@ from . import model as plain_model
 from . import single_gpu
 from .attention_blocks import AttentionBlock, whole_rows
 from .model import Transformer
+from .parallel_linear import as_autocast
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-attention--all-
 _all_ = ["flash_attention_reference"]
@@ -86,14 +86,6 @@ def attention_gradient(ctx, out_grad: torch.Tensor, _) -> tuple:
 flash_operator.register_autograd(attention_gradient, setup_context=keep_attention)
 
 
-def as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors in autocast's type where it is on: as PyTorch does with its own attention."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    return [x.to(torch.get_autocast_dtype(kind)) for x in tensors]
-
-
 def check_for_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> float:
     """The scale, 1 / sqrt(d) where it is None. Raises ValueError for what the kernels can't take."""
     check_attention(q, k, v, scale)
@@ -102,7 +94,7 @@ def check_for_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
             f"q is {q.dtype} with heads of {q.shape[-1]}: flash_attention takes float32, bfloat16 or float16 and heads "
             f"of at most {LARGEST_HEAD}"
         )
-    return q.shape[-1] ** -0.5 if scale is None else scale
+    return scale_or_usual(scale, q.shape[-1])
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-attention-flash-attention
 def flash_attention(

@@ -46,6 +46,7 @@ import math
 import torch
 
 from .attention_blocks import AttentionBlock, BlockAttention
+from .parallel_linear import as_autocast
 
 # %% ../notebooks/13_flash_attention.ipynb #tiled-attention-attention-dtypes
 ATTENTION_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -204,8 +205,10 @@ def flash_attention_reference(
     """softmax(scale q k^T) v: [b, s, a, d], with gradients. q: [b, s, a, d]; k, v: [b, s', kv, d], where kv divides a.
 
     Causal: query i sees keys 0..i. scale None: 1 / sqrt(d). Keeps q, k, v, out and lse for backward, and no scores.
+    Under autocast in its type, as PyTorch's own.
     Raises ValueError as check_attention and check_blocks; for gradients of gradients, RuntimeError.
     """
+    q, k, v = as_autocast(q, k, v)
     check_attention(q, k, v, scale)
     check_blocks(q.shape[1], k.shape[1], block_q, block_k)
     return BlockAttention.apply(q, k, v, TILED_BLOCK, causal, scale, block_q, block_k)
