@@ -197,7 +197,7 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: AttentionBlock, *settings):
         ctx.block, ctx.settings = block, settings
-        with torch.autocast(q.device.type, enabled=False):  # backward is without it, too
+        with torch.autocast(q.device.type, enabled=False):  # the caller has decided on the dtype
             out, lse = block.forward(q, k, v, *settings)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -206,5 +206,6 @@ class BlockAttention(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         if torch.is_grad_enabled():  # create_graph=True: lse is a constant to autograd, and would give wrong numbers
             raise RuntimeError("attention in blocks has no gradients of its gradients")
-        gradients = ctx.block.backward(gradient, *ctx.saved_tensors, *ctx.settings)
+        with torch.autocast(gradient.device.type, enabled=False):  # on here where backward is called inside of it
+            gradients = ctx.block.backward(gradient, *ctx.saved_tensors, *ctx.settings)
         return *gradients, None, *(None for _ in ctx.settings)
