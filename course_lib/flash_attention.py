@@ -140,11 +140,14 @@ def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[tor
 FLASH_BLOCK = AttentionBlock(flash_block_forward, flash_block_backward)
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-varlen
-def check_lengths(rows: int, cu_seqlens: torch.Tensor, longest: int) -> None:
-    """Raises ValueError where cu_seqlens can't cut a packed row; its values, on the device, are not read."""
+def check_lengths(q: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> None:
+    """Raises ValueError where cu_seqlens can't cut q's packed row; its values, on the device, are not read."""
+    rows = q.shape[0]
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.dtype != torch.int32:
         raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}: expected int32 [sequences + 1]")
-    if not 0 < longest <= max(rows, 1):
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device}, q on {q.device}: expected one device")
+    if not min(rows, 1) <= longest <= max(rows, 1):
         raise ValueError(f"max_seqlen is {longest}: expected 1 to {rows}, the tokens of all sequences")
 
 
@@ -168,9 +171,11 @@ def flash_attention_varlen(
         raise ValueError(
             f"q is {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: expected [t, a, d], [t, kv, d] twice"
         )
-    check_lengths(q.shape[0], cu_seqlens, max_seqlen)
+    check_lengths(q, cu_seqlens, max_seqlen)
     q, k, v = (x[None] for x in as_autocast(q, k, v))
-    return flash_operator(q, k, v, cu_seqlens, max_seqlen, causal, check_for_kernel(q, k, v, scale))[0][0]
+    scale = check_for_kernel(q, k, v, scale)
+    out, _ = flash_operator(q, k, v, cu_seqlens.contiguous(), max_seqlen, causal, scale)
+    return out.squeeze(0)  # of out[0] autograd would copy the gradient
 
 
 def lengths_to_cu_seqlens(lengths: list[int], device: torch.device | None = None) -> tuple[torch.Tensor, int]:
@@ -180,10 +185,15 @@ def lengths_to_cu_seqlens(lengths: list[int], device: torch.device | None = None
 
 
 def packed_attention(cu_seqlens: torch.Tensor, max_seqlen: int):
-    """An attention for `Attention.core` and rows [1, t, ...] that are packed so: no document sees another."""
+    """An attention for `Attention.core` and rows [1, t, ...] that are packed so: no document sees another.
+
+    It raises ValueError for a batch of more than one row.
+    """
 
     def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return flash_attention_varlen(q[0], k[0], v[0], cu_seqlens, max_seqlen)[None]
+        if q.shape[0] != 1:
+            raise ValueError(f"q is {list(q.shape)}: expected one packed row, [1, t, a, d]")
+        return flash_attention_varlen(*(x.squeeze(0) for x in (q, k, v)), cu_seqlens, max_seqlen)[None]
 
     return attend_packed
 

@@ -22,7 +22,7 @@ __all__ = ['KEY_CONFIGURATIONS', 'QUERY_CONFIGURATIONS', 'DELTA_ROWS', 'delta_ke
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-own-imports
 from .flash_forward import LOG2_E, head_at, head_sizes, load_rows, seen_keys, sequence_at, sequences_of
-from .flash_forward import store_rows, strides_of
+from .flash_forward import own_rows_at, store_rows, strides_of
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-imports
 import torch
@@ -39,7 +39,7 @@ KEY_CONFIGURATIONS, QUERY_CONFIGURATIONS = [
         for block_q, block_k, warps in shapes
     ]
     for shapes in (
-        [(32, 64, 4), (64, 64, 4), (64, 64, 8), (32, 128, 8), (64, 128, 8)],
+        [(32, 64, 4), (32, 64, 8), (64, 64, 4), (64, 64, 8), (32, 128, 8), (64, 128, 8)],
         [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8)],
     )
 ]
@@ -54,8 +54,8 @@ def delta_kernel(
     head, heads = tl.program_id(1), tl.num_programs(1)
     batch, start, queries, _ = sequence_at(tl.program_id(2), cu_seqlens, s_q, s_q)
     first = tl.program_id(0) * BLOCK_Q
-    out_rows = head_at(out, batch, start, head, s_q * heads * HEAD_DIM, heads * HEAD_DIM, HEAD_DIM)
-    grad_rows = head_at(out_grad, batch, start, head, s_q * heads * HEAD_DIM, heads * HEAD_DIM, HEAD_DIM)
+    out_rows = own_rows_at(out, batch, start, head, s_q, heads, HEAD_DIM)
+    grad_rows = own_rows_at(out_grad, batch, start, head, s_q, heads, HEAD_DIM)
     out_tile = load_rows(out_rows, first, queries, heads * HEAD_DIM, HEAD_DIM, BLOCK_Q, BLOCK_D)
     grad_tile = load_rows(grad_rows, first, queries, heads * HEAD_DIM, HEAD_DIM, BLOCK_Q, BLOCK_D)
     row = first + tl.arange(0, BLOCK_Q)
@@ -103,8 +103,8 @@ def query_gradient_kernel(
         q_rows = head_at(q, batch, start, head, q_batch, q_row, q_head)
         k_rows = head_at(k, batch, start, head // group, k_batch, k_row, k_head)
         v_rows = head_at(v, batch, start, head // group, v_batch, v_row, v_head)
-        grad_rows = head_at(out_grad, batch, start, head, s_q * width, width, HEAD_DIM)
-        q_grad_rows = head_at(q_grad, batch, start, head, s_q * width, width, HEAD_DIM)
+        grad_rows = own_rows_at(out_grad, batch, start, head, s_q, heads, HEAD_DIM)
+        q_grad_rows = own_rows_at(q_grad, batch, start, head, s_q, heads, HEAD_DIM)
         row = first_query + tl.arange(0, BLOCK_Q)
         lse_tile = tl.load(
             head_at(lse, batch, start, head, s_q * heads, 1, s_q) + row, mask=row < queries, other=float("inf")
@@ -174,7 +174,7 @@ def key_gradient_kernel(
         v_sum = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         for head in range(kv_head * group, (kv_head + 1) * group):
             q_rows = head_at(q, batch, start, head, q_batch, q_row, q_head)
-            grad_rows = head_at(out_grad, batch, start, head, s_q * heads * HEAD_DIM, heads * HEAD_DIM, HEAD_DIM)
+            grad_rows = own_rows_at(out_grad, batch, start, head, s_q, heads, HEAD_DIM)
             lse_rows = head_at(lse, batch, start, head, s_q * heads, 1, s_q)
             delta_rows = head_at(delta, batch, start, head, s_q * heads, 1, s_q)
             k_sum, v_sum = gather_key_gradients(
@@ -182,8 +182,8 @@ def key_gradient_kernel(
                 first_key, queries, scale * LOG2_E, CAUSAL, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D,
             )  # fmt: skip
         row = kv_heads * HEAD_DIM
-        k_grad_rows = head_at(k_grad, batch, start, kv_head, s_k * row, row, HEAD_DIM)
-        v_grad_rows = head_at(v_grad, batch, start, kv_head, s_k * row, row, HEAD_DIM)
+        k_grad_rows = own_rows_at(k_grad, batch, start, kv_head, s_k, kv_heads, HEAD_DIM)
+        v_grad_rows = own_rows_at(v_grad, batch, start, kv_head, s_k, kv_heads, HEAD_DIM)
         store_rows(k_grad_rows, k_sum * scale, first_key, keys, row, HEAD_DIM, BLOCK_K, BLOCK_D)
         store_rows(v_grad_rows, v_sum, first_key, keys, row, HEAD_DIM, BLOCK_K, BLOCK_D)
 

@@ -329,15 +329,23 @@ def test_as_a_block_of_a_ring(dtype, within):
         assert rms(found - expected) < within * rms(expected), name
 
 
-def test_autocast_of_forward_changes_nothing():
+def test_autocast_casts_as_for_pytorchs_own():
+    """Backward, outside of it or inside, is that of the cast inputs."""
     case = Case()
     gradient, *leaves = inputs(case)
-    expected = run(ours, (gradient, *leaves), case)
+    short = [x.to(torch.bfloat16).requires_grad_() for x in leaves]
+    out = ours(*short, case)
+    expected = out, *torch.autograd.grad(out, short, gradient.to(torch.bfloat16))
     leaves = [x.requires_grad_() for x in leaves]
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        out = ours(*leaves, case)
-    found = out, *torch.autograd.grad(out, leaves, gradient)
-    assert all(torch.equal(x, same) for x, same in zip(found, expected, strict=True))
+    for inside in (False, True):
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            out = ours(*leaves, case)
+            if inside:
+                found = out, *torch.autograd.grad(out, leaves, gradient.to(torch.bfloat16))
+        if not inside:
+            found = out, *torch.autograd.grad(out, leaves, gradient.to(torch.bfloat16))
+        assert out.dtype == torch.bfloat16
+        assert all(torch.equal(x, same.to(x.dtype)) for x, same in zip(found, expected, strict=True))
 
 
 def wrong(**changes):
