@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 
 def bytes_of(tree) -> int:
-    """Bytes of the tensors in `tree`; of an expanded one, those that are there."""
-    tensors = [x for x in tree_leaves(tree) if torch.is_tensor(x)]
-    return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors)
+    """Bytes of the tensors in `tree`, each once; of an expanded one, those that are there."""
+    tensors = {id(x): x for x in tree_leaves(tree) if torch.is_tensor(x)}
+    return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors.values())
 
 
 class BytesMoved(TorchDispatchMode):

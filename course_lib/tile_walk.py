@@ -157,7 +157,11 @@ def walk_state(steps: Sequence[WalkStep], number: int) -> WalkState:
 
 
 def rows_that_rose(steps: Sequence[WalkStep], number: int) -> int:
-    """In how many rows the number-th tile raised a maximum that earlier tiles had set: there weights are rescaled."""
+    """In how many rows the number-th tile raised a maximum that earlier tiles had set: there weights are rescaled.
+
+    Raises ValueError as walk_state.
+    """
+    check_step_number(steps, number)
     if steps[number - 1].tile.column == 0:
         return 0
     return int((steps[number - 1].highest > steps[number - 2].highest).sum())

@@ -12,7 +12,8 @@ from course_lib.fused_rope import rope, turn
 from course_lib.guard_bands import GuardBands, guarded
 from course_lib.launches import record_launches
 from course_lib.model import PRESETS, ModelConfig, Transformer, apply_rope, rope_angles
-from kernel_traffic import OperationTraffic, count_accesses
+from course_lib.operation_bytes import BytesMoved
+from kernel_traffic import count_accesses
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -143,11 +144,11 @@ def test_eager_moves_nine_and_ten():
     shape = (2, 3, 16, 8)
     x, grad = numbers(2, *shape)
     x = x.clone().requires_grad_()
-    both = passes(apply_rope, x, *angles(shape, torch.float32, False), grad)
-    for direction, expected in zip(both, [9, 10], strict=True):
-        with OperationTraffic(least=x.numel() // 2) as traffic:  # the angles are less
+    cos, sin = angles(shape, torch.float32, False)
+    for direction, expected in zip(passes(apply_rope, x, cos, sin, grad), [9, 10], strict=True):
+        with BytesMoved() as moved:
             direction()
-        assert traffic.elements == expected * x.numel()
+        assert moved.total == expected * x.nbytes + 2 * (cos.nbytes + sin.nbytes)  # once for each half of x
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,8 @@ from course_lib.guard_bands import GuardBands, guarded
 from course_lib.launches import record_launches
 from course_lib.model import PRESETS, Transformer
 from course_lib.model import swiglu as eager
-from kernel_traffic import OperationTraffic, count_accesses
+from course_lib.operation_bytes import BytesMoved
+from kernel_traffic import count_accesses
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -134,9 +135,9 @@ def test_eager_moves_five_and_nine():
     gate, up, grad = numbers(3, 3, 100)
     gate, up = gate.clone().requires_grad_(), up.clone().requires_grad_()
     for direction, expected in zip(passes(eager, gate, up, grad), [5, 9], strict=True):
-        with OperationTraffic() as traffic:
+        with BytesMoved() as moved:
             direction()
-        assert traffic.elements == expected * 300
+        assert moved.total == expected * gate.nbytes
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
