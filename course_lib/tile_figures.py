@@ -220,6 +220,7 @@ def draw_online_row(scores: Sequence[float], block: int):
             style = {"ha": "center", "va": "center", "fontsize": 9.5, "color": "white" if dark else "black"}
             axes.text(key + 0.5, row + 0.5, f"{weights[key]:.2f}", **style)
         frame = tile_patch(Tile(row, row + 1, start, end, ""), fill=False, edgecolor=THIS_TILE, linewidth=2.5, zorder=3)
+        frame.set_clip_on(False)  # the last one reaches the edge of the axes
         axes.add_patch(frame)
         shrink = "" if row == 0 else f"{(before - highest).exp().item():.3f}"
         for place, word in enumerate((f"{highest.item():g}", f"{total.item():.3f}", shrink)):

@@ -4,6 +4,7 @@ import math
 import re
 import warnings
 
+import ipywidgets
 import numpy as np
 import pytest
 import torch
@@ -193,10 +194,13 @@ def test_steps_that_are_not_there_are_refused(number):
         draw_walk([], 1)
 
 
-def test_the_slider_redraws_and_the_play_button_moves_it():
+def test_the_slider_redraws_and_the_play_button_moves_it(monkeypatch):
+    links, link = [], ipywidgets.jslink
+    monkeypatch.setattr(ipywidgets, "jslink", lambda *ends: links.append(ends) or link(*ends))
     steps = walk()
     widget = walk_slider(steps)
     (play, slider), picture = widget.children[0].children, widget.children[1]
+    assert links == [((play, "value"), (slider, "value"))]  # the browser follows it, no kernel does
     assert (slider.min, slider.max, slider.value) == (play.min, play.max, play.value) == (1, 5, 1)
     first = picture.value
     assert first == png(draw_walk(steps, 1))
