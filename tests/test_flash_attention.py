@@ -101,7 +101,7 @@ CONFIGURATIONS = list(zip_longest(FORWARD_CONFIGURATIONS, QUERY_CONFIGURATIONS, 
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("chosen", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("chosen", CONFIGURATIONS, ids=range(len(CONFIGURATIONS)))
 def test_every_configuration_that_the_autotuner_may_choose(chosen, causal, monkeypatch):
     kernels_of = flash_forward_kernel, query_gradient_kernel, key_gradient_kernel
     for kernel, configuration in zip(kernels_of, chosen, strict=True):
