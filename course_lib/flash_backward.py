@@ -9,7 +9,7 @@ Three kernels: delta; dk and dv, by programs that hold a tile of keys and walk a
 that share its head (a sum that no two programs write to); dq, by programs that hold a tile of queries and walk along
 the keys. The second and the third make z and dp twice: seven products instead of five, against forward's two. A single
 kernel has to add dq from many programs into the same rows, in float32 and by atomic operations (FlashAttention-2, Dao
-2023, §3.1.2), in another order each time; here, the same inputs give the same bits.
+2023, §3.2), in another order each time; here, the same inputs give the same bits.
 
 Where lse and out are those of more keys than are at hand (a ring), the gradients are those of this block's part.
 """
