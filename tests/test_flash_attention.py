@@ -444,6 +444,7 @@ def wrong(**changes):
     (wrong(v=(2, 6, 2, 8)), None, "k has 5 tokens and v 6"),
     (wrong(v=(2, 5, 2, 4)), None, "expected one head_dim"),
     (wrong(q=(2, 5, 3, 8)), None, "3 query heads, 2 key heads"),
+    (wrong(q=(65536, 1, 4, 8), k=(65536, 1, 2, 8), v=(65536, 1, 2, 8)), None, "at most 65535 sequences"),
     (wrong(), 0.0, "scale is 0.0: expected a positive finite number"),
     (wrong(), math.nan, "scale is nan"),
 ])  # fmt: skip
