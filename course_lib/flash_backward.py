@@ -21,8 +21,8 @@ __all__ = ['KEY_CONFIGURATIONS', 'QUERY_CONFIGURATIONS', 'DELTA_ROWS', 'delta_ke
            'query_gradient_kernel', 'gather_key_gradients', 'key_gradient_kernel', 'launch_backward']
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-own-imports
-from .flash_forward import LOG2_E, head_at, head_sizes, load_rows, seen_keys, sequence_at, sequences_of
-from .flash_forward import own_rows_at, store_rows, strides_of
+from .flash_forward import LOG2_E, head_at, head_sizes, load_columns, load_rows, seen_keys
+from .flash_forward import own_rows_at, sequence_at, sequences_of, store_rows, strides_of
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-imports
 import torch
@@ -33,14 +33,14 @@ from .matmul import tunable
 from .rounding import cast, dot, widen
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-key-configurations
-KEY_CONFIGURATIONS, QUERY_CONFIGURATIONS = [
+KEY_CONFIGURATIONS, QUERY_CONFIGURATIONS = [  # 64 x 16: float32 where a block has 99 KB of shared memory
     [
         triton.Config({"BLOCK_Q": block_q, "BLOCK_K": block_k}, num_warps=warps, num_stages=2)
         for block_q, block_k, warps in shapes
     ]
     for shapes in (
-        [(32, 64, 4), (32, 64, 8), (64, 64, 4), (64, 64, 8), (32, 128, 8), (64, 128, 8)],
-        [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8)],
+        [(32, 64, 4), (32, 64, 8), (64, 64, 4), (64, 64, 8), (32, 128, 8), (64, 128, 8), (16, 64, 4)],
+        [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8), (64, 16, 4)],
     )
 ]
 DELTA_ROWS = 64
@@ -54,13 +54,13 @@ def delta_kernel(
     head, heads = tl.program_id(1), tl.num_programs(1)
     batch, start, queries, _ = sequence_at(tl.program_id(2), cu_seqlens, s_q, s_q)
     first = tl.program_id(0) * BLOCK_Q
-    out_rows = own_rows_at(out, batch, start, head, s_q, heads, HEAD_DIM)
-    grad_rows = own_rows_at(out_grad, batch, start, head, s_q, heads, HEAD_DIM)
-    out_tile = load_rows(out_rows, first, queries, heads * HEAD_DIM, HEAD_DIM, BLOCK_Q, BLOCK_D)
-    grad_tile = load_rows(grad_rows, first, queries, heads * HEAD_DIM, HEAD_DIM, BLOCK_Q, BLOCK_D)
-    row = first + tl.arange(0, BLOCK_Q)
+    row, count, width = tl.arange(0, BLOCK_Q), queries - first, heads * HEAD_DIM
+    out_rows = own_rows_at(out, batch, start + first, head, s_q, heads, HEAD_DIM)
+    grad_rows = own_rows_at(out_grad, batch, start + first, head, s_q, heads, HEAD_DIM)
+    out_tile = load_rows(out_rows, count, width, HEAD_DIM, BLOCK_Q, BLOCK_D)
+    grad_tile = load_rows(grad_rows, count, width, HEAD_DIM, BLOCK_Q, BLOCK_D)
     sums = tl.sum(widen(out_tile) * widen(grad_tile), axis=1)
-    tl.store(head_at(delta, batch, start, head, s_q * heads, 1, s_q) + row, sums, mask=row < queries)
+    tl.store(head_at(delta, batch, start + first, head, s_q * heads, 1, s_q) + row, sums, mask=row < count)
 
 # %% ../notebooks/13_flash_attention.ipynb #ex-13-7
 @triton.jit
@@ -69,20 +69,21 @@ def gather_query_gradients(
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
+    last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_columns(v_rows, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
         if first_key >= unmasked_end:
             key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            p = tl.where(seen, p, 0.0)
-        p_grad = dot(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
+            p = tl.where(key <= last_seen, p, 0.0)
+        p_grad = dot(grad_tile, v_tile, tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
+        k_rows += BLOCK_K * k_row
+        v_rows += BLOCK_K * v_row
     return q_sum
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-query-gradient-kernel
@@ -100,25 +101,23 @@ def query_gradient_kernel(
     first_query = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_Q
     if first_query < queries:
         width = heads * HEAD_DIM
-        q_rows = head_at(q, batch, start, head, q_batch, q_row, q_head)
+        q_rows = head_at(q, batch, start + first_query, head, q_batch, q_row, q_head)
         k_rows = head_at(k, batch, start, head // group, k_batch, k_row, k_head)
         v_rows = head_at(v, batch, start, head // group, v_batch, v_row, v_head)
-        grad_rows = own_rows_at(out_grad, batch, start, head, s_q, heads, HEAD_DIM)
-        q_grad_rows = own_rows_at(q_grad, batch, start, head, s_q, heads, HEAD_DIM)
-        row = first_query + tl.arange(0, BLOCK_Q)
-        lse_tile = tl.load(
-            head_at(lse, batch, start, head, s_q * heads, 1, s_q) + row, mask=row < queries, other=float("inf")
-        )
-        delta_tile = tl.load(
-            head_at(delta, batch, start, head, s_q * heads, 1, s_q) + row, mask=row < queries, other=0.0
-        )
-        q_tile = load_rows(q_rows, first_query, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first_query, queries, width, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_rows = own_rows_at(out_grad, batch, start + first_query, head, s_q, heads, HEAD_DIM)
+        q_grad_rows = own_rows_at(q_grad, batch, start + first_query, head, s_q, heads, HEAD_DIM)
+        row, count = tl.arange(0, BLOCK_Q), queries - first_query
+        lse_rows = head_at(lse, batch, start + first_query, head, s_q * heads, 1, s_q)
+        delta_rows = head_at(delta, batch, start + first_query, head, s_q * heads, 1, s_q)
+        lse_tile = tl.load(lse_rows + row, mask=row < count, other=0.0)
+        delta_tile = tl.load(delta_rows + row, mask=row < count, other=0.0)
+        q_tile = load_rows(q_rows, count, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_tile = load_rows(grad_rows, count, width, HEAD_DIM, BLOCK_Q, BLOCK_D)
         q_sum = gather_query_gradients(
             q_tile, grad_tile, lse_tile, delta_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys,
             scale * LOG2_E, CAUSAL, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D,
         )  # fmt: skip
-        store_rows(q_grad_rows, q_sum * scale, first_query, queries, width, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        store_rows(q_grad_rows, q_sum * scale, count, width, HEAD_DIM, BLOCK_Q, BLOCK_D)
 
 # %% ../notebooks/13_flash_attention.ipynb #ex-13-8
 @triton.jit
@@ -129,24 +128,31 @@ def gather_key_gradients(
 ):  # fmt: skip
     """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
 
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers.
+    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers. Queries past
+    the end need no mask: their rows of q and of out's gradient are 0, and with them their part of either sum.
+
+    Each tile is loaded where it is first used, and v_sum comes after p_grad: of all orders the one that spills least.
     """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
+    row = tl.arange(0, BLOCK_Q)
+    q_rows += tl.cast(start, tl.int64) * q_row
+    grad_rows += tl.cast(start, tl.int64) * grad_row
     for first in range(start, queries, BLOCK_Q):
-        query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows, first, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first, queries, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
-        delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
+        q_tile = load_rows(q_rows, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        lse = tl.load(lse_rows + first + row, mask=row < queries - first, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
         p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
         if CAUSAL:
             if first < first_key + BLOCK_K - 1:  # from there on all of these queries see all of these keys
-                p = tl.where(key <= query[None, :], p, 0.0)
-        v_sum = dot(cast(p, grad_tile.dtype), grad_tile, v_sum)
+                p = tl.where(key <= first + row[None, :], p, 0.0)
+        grad_tile = load_rows(grad_rows, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        delta = tl.load(delta_rows + first + row, mask=row < queries - first, other=0.0)
         p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
+        v_sum = dot(cast(p, grad_tile.dtype), grad_tile, v_sum)
         k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
+        q_rows += BLOCK_Q * q_row
+        grad_rows += BLOCK_Q * grad_row
     return k_sum, v_sum
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-key-gradient-kernel
@@ -162,14 +168,14 @@ def key_gradient_kernel(
     [b, a, s_q] are contiguous.
     """
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
-    heads = kv_heads * group
+    heads, width = kv_heads * group, kv_heads * group * HEAD_DIM
     batch, start, queries, keys = sequence_at(tl.program_id(2), cu_seqlens, s_q, s_k)
     first_key = tl.program_id(0) * BLOCK_K
     if first_key < keys:
-        k_rows = head_at(k, batch, start, kv_head, k_batch, k_row, k_head)
-        v_rows = head_at(v, batch, start, kv_head, v_batch, v_row, v_head)
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_rows = head_at(k, batch, start + first_key, kv_head, k_batch, k_row, k_head)
+        v_rows = head_at(v, batch, start + first_key, kv_head, v_batch, v_row, v_head)
+        k_tile = load_rows(k_rows, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         k_sum = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         v_sum = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         for head in range(kv_head * group, (kv_head + 1) * group):
@@ -178,14 +184,13 @@ def key_gradient_kernel(
             lse_rows = head_at(lse, batch, start, head, s_q * heads, 1, s_q)
             delta_rows = head_at(delta, batch, start, head, s_q * heads, 1, s_q)
             k_sum, v_sum = gather_key_gradients(
-                k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, heads * HEAD_DIM,
+                k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, width,
                 first_key, queries, scale * LOG2_E, CAUSAL, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D,
             )  # fmt: skip
-        row = kv_heads * HEAD_DIM
-        k_grad_rows = own_rows_at(k_grad, batch, start, kv_head, s_k, kv_heads, HEAD_DIM)
-        v_grad_rows = own_rows_at(v_grad, batch, start, kv_head, s_k, kv_heads, HEAD_DIM)
-        store_rows(k_grad_rows, k_sum * scale, first_key, keys, row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        store_rows(v_grad_rows, v_sum, first_key, keys, row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_grad_rows = own_rows_at(k_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
+        v_grad_rows = own_rows_at(v_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
+        store_rows(k_grad_rows, k_sum * scale, keys - first_key, kv_heads * HEAD_DIM, HEAD_DIM, BLOCK_K, BLOCK_D)
+        store_rows(v_grad_rows, v_sum, keys - first_key, kv_heads * HEAD_DIM, HEAD_DIM, BLOCK_K, BLOCK_D)
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-launch-backward
 def launch_backward(

@@ -34,7 +34,7 @@ __all__ = ['online_softmax', 'attend_specialized', 'attend_overlapped', 'hopper_
            'check_hopper_inputs', 'hopper_sizes', 'descriptor_memory', 'hopper_attention']
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-hopper-own-imports
-from .flash_forward import LOG2_E, head_at, head_sizes, strides_of
+from .flash_forward import LOG2_E, head_at, head_sizes, own_rows_at, strides_of
 from .tiled_attention import check_attention, scale_or_usual
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-hopper-imports
@@ -110,7 +110,7 @@ def hopper_forward_kernel(
     q_head_at = head_at(q, batch, 0, head, q_batch, q_row, q_head)
     k_head_at = head_at(k, batch, 0, head // group, k_batch, k_row, k_head)
     v_head_at = head_at(v, batch, 0, head // group, v_batch, v_row, v_head)
-    out_head_at = head_at(out, batch, 0, head, queries * heads * HEAD_DIM, heads * HEAD_DIM, HEAD_DIM)
+    out_head_at = own_rows_at(out, batch, 0, head, queries, heads, HEAD_DIM)
     q_rows = tl.make_tensor_descriptor(q_head_at, [queries, HEAD_DIM], [q_row, 1], [BLOCK_Q, BLOCK_D])
     k_rows = tl.make_tensor_descriptor(k_head_at, [keys, HEAD_DIM], [k_row, 1], [BLOCK_K, BLOCK_D])
     v_rows = tl.make_tensor_descriptor(v_head_at, [keys, HEAD_DIM], [v_row, 1], [BLOCK_K, BLOCK_D])

@@ -59,7 +59,7 @@ OTHER = "other"
 INSTRUCTION_LINE = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)((?:\.\w+)*)(.*?);")
 LABEL_LINE = re.compile(r"(\.L\w+):")
 PRODUCT_SHAPES = {"884": (8, 8, 4), "1688": (16, 8, 8), "16816": (16, 8, 16), "16832": (16, 8, 32)}  # of a warp
-TENSOR_FLOPS_PER_CLOCK = {8: 2048, 9: 4096}  # of an SM, 16-bit inputs, by major compute capability
+TENSOR_FLOPS_PER_CLOCK = {(8, 0): 2048, (9, 0): 4096}  # of an SM, 16-bit inputs, by compute capability
 SPECIAL_PER_CLOCK = 16  # of an SM
 
 # %% ../notebooks/13_flash_attention.ipynb #instructions-mix
@@ -178,11 +178,10 @@ def loop_cycles(mix: LoopMix, gpu: GPU, warps: int) -> dict[str, float]:
     """Clocks of an SM that one turn of a block of `warps` warps keeps each unit busy, products in 16 bits. Without what
     is executed only sometimes. Raises ValueError for a GPU whose tensor cores are not in TENSOR_FLOPS_PER_CLOCK.
     """
-    major = gpu.compute_capability[0]
-    if major not in TENSOR_FLOPS_PER_CLOCK:
-        raise ValueError(f"{gpu.name}: no figure for its tensor cores, only for compute capability 8 and 9")
+    if gpu.compute_capability not in TENSOR_FLOPS_PER_CLOCK:
+        raise ValueError(f"{gpu.name}: no figure for its tensor cores, only for compute capability 8.0 and 9.0")
     return {
-        "tensor cores": mix.product_flops * warps / TENSOR_FLOPS_PER_CLOCK[major],
+        "tensor cores": mix.product_flops * warps / TENSOR_FLOPS_PER_CLOCK[gpu.compute_capability],
         "special functions": mix.always["special"] * warps * WARP / SPECIAL_PER_CLOCK,
         "float32 units": mix.always["float32"] * warps * WARP / gpu.cores_per_sm,
         "any instruction": mix.always.total() * warps / gpu.sub_partitions,

@@ -3,8 +3,9 @@ of 16 bytes, products on the tensor cores that do not wait for each other, and n
 compiler, on the CPU; pytest -s prints the table.
 """
 
+import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import triton
 
+from course_lib.ablations import undone
 from course_lib.compiled import Compiled, compile_launches
 from course_lib.flash_backward import (
     DELTA_ROWS,
@@ -40,20 +42,22 @@ PRODUCTS = {"flash_forward_kernel": 2, "query_gradient_kernel": 3, "key_gradient
 # Known exceptions, in bytes a thread, and no more than these, by kernel, GPU, and (block_q, block_k, warps). The
 # autotuner measures, and takes others.
 SPILLED = {
-    ("flash_forward_kernel", 90, (128, 64, 4)): 484,
-    ("key_gradient_kernel", 90, (32, 64, 4)): 52,
-    ("key_gradient_kernel", 90, (64, 64, 4)): 332,
-    ("key_gradient_kernel", 90, (64, 64, 8)): 48,
-    ("key_gradient_kernel", 90, (64, 128, 8)): 60,
-    ("flash_forward_kernel", 80, (128, 64, 4)): 488,
-    ("flash_forward_kernel", 80, (128, 64, 8)): 4,
-    ("query_gradient_kernel", 80, (64, 64, 4)): 4,
-    ("query_gradient_kernel", 80, (128, 32, 8)): 88,
-    ("query_gradient_kernel", 80, (128, 64, 8)): 1956,
-    ("key_gradient_kernel", 80, (32, 64, 4)): 12,
-    ("key_gradient_kernel", 80, (64, 64, 4)): 32,
-    ("key_gradient_kernel", 80, (32, 128, 8)): 6616,
-    ("key_gradient_kernel", 80, (64, 128, 8)): 11504,
+    ("flash_forward_kernel", 90, (128, 64, 4)): 508,
+    ("flash_forward_kernel", 90, (128, 128, 8)): 24,
+    ("key_gradient_kernel", 90, (32, 64, 4)): 60,
+    ("key_gradient_kernel", 90, (64, 64, 4)): 536,
+    ("key_gradient_kernel", 90, (64, 64, 8)): 72,
+    ("key_gradient_kernel", 90, (64, 128, 8)): 264,
+    ("flash_forward_kernel", 80, (128, 64, 4)): 412,
+    ("flash_forward_kernel", 80, (128, 128, 8)): 132,
+    ("key_gradient_kernel", 80, (32, 64, 4)): 40,
+    ("key_gradient_kernel", 80, (32, 128, 8)): 1704,
+    ("key_gradient_kernel", 80, (64, 64, 4)): 420,
+    ("key_gradient_kernel", 80, (64, 64, 8)): 100,
+    ("key_gradient_kernel", 80, (64, 128, 8)): 2820,
+    ("query_gradient_kernel", 80, (64, 32, 4)): 8,
+    ("query_gradient_kernel", 80, (64, 64, 4)): 36,
+    ("query_gradient_kernel", 80, (128, 64, 8)): 1528,
 }
 
 
@@ -72,6 +76,7 @@ HALF = torch.bfloat16
 USES = [
     Use(90, HALF, 128),
     Use(80, HALF, 128),
+    Use(80, HALF, 64),
     Use(90, HALF, 64),
     Use(90, HALF, 128, causal=False),
     Use(90, HALF, 128, packed=True, first=True),
@@ -194,3 +199,30 @@ def test_products_are_on_the_tensor_cores_and_do_not_wait_for_each_other(rows):
         instructions = "mma.sync" in made.ptx, "wgmma.mma_async.sync" in made.ptx
         assert instructions == (products > 0 and not on_groups and not exact, products > 0 and on_groups), str(row)
         assert "ptxas" in made.report and SERIALIZED not in made.report, str(row)
+
+
+def splits(made: Compiled) -> set[str]:
+    """How the warps of a block share the rows and the columns of its products on the tensor cores."""
+    return set(re.findall(r"nvidia_mma<{.*?warpsPerCTA = (\[\d+, \d+\])", made.ttgir))
+
+
+def test_warps_share_the_queries_and_not_the_keys(rows):
+    """So that a row's maximum and sum are one warp's affair. On the A100 with BLOCK_Q >= head_dim, by Triton's rule."""
+    forward = [row for row in rows if row.launch.name == "flash_forward_kernel" and row.use.dtype != torch.float32]
+    forward = [row for row in forward if row.use.capability == 90 or row.blocks[0] >= row.use.head_dim]
+    assert {row.use.capability for row in forward} == {80, 90}
+    for row in forward:
+        assert splits(row.made) == {f"[{row.blocks[2]}, 1]"}, str(row)
+
+
+def test_the_compiler_does_not_look_past_a_transposition():
+    """The control: with k as rows, and transposed, an A100's warps divide the keys."""
+    transposed = undone(
+        flash_forward_kernel,
+        {
+            "k_tile = load_columns(": "k_tile = load_rows(",
+            "dot(q_tile, k_tile,": "dot(q_tile, tl.trans(k_tile),",
+        },
+    )
+    wide = next(row.launch for row in rows_of(Use(80, HALF, 128)) if row.blocks == (128, 64, 8))
+    assert "[8, 1]" not in splits(compile_launches([replace(wide, kernel=transposed)], 80)[0])

@@ -97,7 +97,7 @@ def test_peaks_are_those_of_the_data_sheets():
     """FLOPs a clock and SM against the peak: A100 at its boost clock, H100 at the 1,830 MHz its tensor peak is for."""
     for name, clock in (("A100", 1.41e9), ("H100", 1.83e9)):
         gpu = GPUS[name]
-        per_clock = instructions.TENSOR_FLOPS_PER_CLOCK[gpu.compute_capability[0]]
+        per_clock = instructions.TENSOR_FLOPS_PER_CLOCK[gpu.compute_capability]
         assert per_clock * gpu.sms * clock == pytest.approx(gpu.peak_flops["bfloat16"], rel=2e-3)
 
 

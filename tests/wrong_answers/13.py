@@ -926,8 +926,8 @@ def attend_tiles(
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         key = first_key + tl.arange(0, BLOCK_K)[None, :]
         seen = (key < keys) & (key <= query) if CAUSAL else key < keys
@@ -958,8 +958,8 @@ def attend_tiles(
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, keys, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         if first_key >= unmasked_end:
             key = first_key + tl.arange(0, BLOCK_K)[None, :]
@@ -991,8 +991,8 @@ def attend_tiles(
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         if first_key >= unmasked_end:
             key = first_key + tl.arange(0, BLOCK_K)[None, :]
@@ -1024,8 +1024,8 @@ def attend_tiles(
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         if first_key >= unmasked_end:
             key = first_key + tl.arange(0, BLOCK_K)[None, :]
@@ -1057,8 +1057,8 @@ def attend_tiles(
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         if first_key >= unmasked_end:
             key = first_key + tl.arange(0, BLOCK_K)[None, :]
@@ -1090,8 +1090,8 @@ def attend_tiles(
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         if first_key >= unmasked_end:
             key = first_key + tl.arange(0, BLOCK_K)[None, :]
@@ -1123,8 +1123,8 @@ def attend_tiles(
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         if first_key >= unmasked_end:
             key = first_key + tl.arange(0, BLOCK_K)[None, :]
@@ -1156,8 +1156,8 @@ def attend_tiles(
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         if first_key >= unmasked_end:
             key = first_key + tl.arange(0, BLOCK_K)[None, :]
@@ -1189,8 +1189,8 @@ def attend_tiles(
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         if first_key >= unmasked_end:
             key = first_key + tl.arange(0, BLOCK_K)[None, :]
@@ -1215,28 +1215,31 @@ def attend_tiles(
     """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
     exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
 
-    One loop: of two loops, one after the other, the second would make each product wait for the one before.
+    One loop: of two loops, one after the other, the second would make each product wait for the one before. v comes
+    late: a tile that is not yet loaded holds no registers. `keys - first_key` for both tiles is more than short: it is
+    what leads the compiler from one product to the other (load_columns).
     """
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
+    last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for part in tl.static_range(2):
         for first_key in range(part * unmasked_end, end if part else unmasked_end, BLOCK_K):
-            k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-            v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-            scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
+            k_tile = load_columns(k_rows, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+            scores = dot(q_tile, k_tile, tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
             if part:
                 key = first_key + tl.arange(0, BLOCK_K)[None, :]
-                seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-                scores = tl.where(seen, scores, float("-inf"))
+                scores = tl.where(key <= last_seen, scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, axis=1))
             powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
             shrink = tl.exp2((highest - higher) * to_base_2)
             total = total * shrink + tl.sum(powers, axis=1)
+            v_tile = load_rows(v_rows, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
             weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
             highest = higher
+            k_rows += BLOCK_K * k_row
+            v_rows += BLOCK_K * v_row
     return highest, total, weighted
 
 
@@ -1251,8 +1254,8 @@ def gather_query_gradients(
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
         if first_key >= unmasked_end:
@@ -1275,8 +1278,8 @@ def gather_query_gradients(
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
         if first_key >= unmasked_end:
@@ -1299,8 +1302,8 @@ def gather_query_gradients(
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
         if first_key >= unmasked_end:
@@ -1323,8 +1326,8 @@ def gather_query_gradients(
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, keys, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
         if first_key >= unmasked_end:
@@ -1347,8 +1350,8 @@ def gather_query_gradients(
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
         key = first_key + tl.arange(0, BLOCK_K)[None, :]
@@ -1370,8 +1373,8 @@ def gather_query_gradients(
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         p = tl.exp2(scores * to_base_2 - lse[:, None])
         if first_key >= unmasked_end:
@@ -1394,8 +1397,8 @@ def gather_query_gradients(
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
         if first_key >= unmasked_end:
@@ -1418,8 +1421,8 @@ def gather_query_gradients(
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         p = tl.exp(scores * (to_base_2 / 1.4426950408889634) - lse[:, None])
         if first_key >= unmasked_end:
@@ -1442,8 +1445,8 @@ def gather_query_gradients(
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows, first_key, keys, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows, first_key, keys, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
         scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
         p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
         if first_key >= unmasked_end:
@@ -1470,8 +1473,8 @@ def gather_key_gradients(
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
         query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows, first, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first, queries, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
         lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
         delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
@@ -1500,8 +1503,8 @@ def gather_key_gradients(
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
         query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows, first, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first, queries, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
         lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
         delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
@@ -1530,8 +1533,8 @@ def gather_key_gradients(
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
         query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows, first, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first, queries, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
         lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
         delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
@@ -1560,8 +1563,8 @@ def gather_key_gradients(
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
         query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows, first, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first, queries, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
         lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
         delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
@@ -1589,8 +1592,8 @@ def gather_key_gradients(
     start = 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
         query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows, first, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first, queries, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
         lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
         delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
@@ -1619,8 +1622,8 @@ def gather_key_gradients(
     start = (first_key + BLOCK_Q) // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
         query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows, first, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first, queries, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
         lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
         delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
@@ -1649,8 +1652,8 @@ def gather_key_gradients(
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
         query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows, first, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first, queries, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
         lse = tl.load(lse_rows + query)  # no query there: p = 0
         delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
@@ -1680,8 +1683,8 @@ def gather_key_gradients(
     k_sum, v_sum = tl.zeros_like(k_sum), tl.zeros_like(v_sum)
     for first in range(start, queries, BLOCK_Q):
         query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows, first, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first, queries, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
         lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
         delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
@@ -1710,8 +1713,8 @@ def gather_key_gradients(
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
         query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows, first, queries, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows, first, queries, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
+        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
         lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
         delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
