@@ -186,7 +186,7 @@ def flash_attention_varlen(
     out, _ = flash_operator(q, k, v, cu_seqlens.contiguous(), max_seqlen, causal, scale)
     return out.squeeze(0)  # of out[0] autograd would copy the gradient
 
-
+# %% ../notebooks/13_flash_attention.ipynb #flash-packed
 def lengths_to_cu_seqlens(lengths: list[int], device: torch.device | None = None) -> tuple[torch.Tensor, int]:
     """cu_seqlens and max_seqlen of sequences of these lengths, packed in this order."""
     ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
