@@ -368,6 +368,7 @@ def other_uses() -> dict[str, object]:
     apply_tensor_parallel(partly, group)
     split_ones = [p.requires_grad for p in partly.blocks.parameters()]
     found["frozen before the split"] = ["a gradient"] * any(split_ones)
+    dist.barrier(group)  # a rank that returns closes the groups it has just made, on which others may still connect
     return found
 
 
