@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from attention_inputs import DEVICE, NAMES, exact, inputs, plain, plain_scores, pytorchs, rms, run
 from course_lib.attention_blocks import attend, attend_backward, nothing_seen
 from course_lib.attention_tiles import flops_backward, flops_forward, tiles
 from course_lib.guard_bands import GuardBands
@@ -23,9 +23,6 @@ from course_lib.tiled_attention import (
     tiled_forward,
     unfold_heads,
 )
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = ("out", "dq", "dk", "dv")
 
 
 class Case(NamedTuple):
@@ -53,52 +50,8 @@ def random_cases(count: int) -> list[Case]:
     return cases
 
 
-def inputs(case: Case, dtype=torch.float32, seed: int = 0) -> list[torch.Tensor]:
-    """The gradient of out, q, k, v."""
-    generator = torch.Generator().manual_seed(seed)
-    of_q, of_k = (case.b, case.s_q, case.heads, case.d), (case.b, case.s_k, case.kv_heads, case.d)
-    shapes = of_q, of_q, of_k, of_k
-    return [torch.randn(shape, generator=generator).to(dtype).to(DEVICE) for shape in shapes]
-
-
-def plain_scores(q, k, case: Case):
-    """All scores at once: [b, a, s, s']."""
-    k = k.repeat_interleave(case.heads // case.kv_heads, 2)
-    scale = 1 / math.sqrt(case.d) if case.scale is None else case.scale
-    z = torch.einsum("bqad,bkad->baqk", q, k) * scale
-    hidden = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).triu(1)
-    return z.masked_fill(hidden, -math.inf) if case.causal else z
-
-
-def plain(q, k, v, case: Case):
-    values = v.repeat_interleave(case.heads // case.kv_heads, 2)
-    return torch.einsum("baqk,bkad->bqad", plain_scores(q, k, case).softmax(-1), values)
-
-
-def pytorchs(q, k, v, case: Case):
-    by_head = (x.transpose(1, 2) for x in (q, k, v))
-    attention = F.scaled_dot_product_attention(*by_head, is_causal=case.causal, scale=case.scale, enable_gqa=True)
-    return attention.transpose(1, 2)
-
-
 def ours(q, k, v, case: Case):
     return flash_attention_reference(q, k, v, case.causal, case.scale, case.block_q, case.block_k)
-
-
-def run(attention, given, case: Case) -> tuple[torch.Tensor, ...]:
-    """out, dq, dk, dv."""
-    gradient, *leaves = given
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    out = attention(*leaves, case)
-    return out.detach(), *torch.autograd.grad(out, leaves, gradient)
-
-
-def exact(given, case: Case) -> tuple[torch.Tensor, ...]:
-    return run(plain, [x.double() for x in given], case)
-
-
-def rms(x: torch.Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
 
 
 def test_random_shapes_in_float64_are_exact():
