@@ -25,13 +25,13 @@ def stray_loads() -> Iterator[list[int]]:
     """How many lanes of each load in the `with` block read a band, or memory that was never written.
 
     Counted in the interpreter; elsewhere a stray load shows only where it reaches a result. The bits of the bands' NaNs
-    are those of the integers -100 to -1.
+    are those of the integers -100 to -1; in a type of one byte any number may have them, so those loads are not counted.
     """
     load, strays = InterpreterBuilder.create_masked_load, []
 
     def watching(self, pointers, mask, *rest, **options):
         loaded = load(self, pointers, mask, *rest, **options)
-        if pointers.get_element_ty().is_floating():
+        if pointers.get_element_ty().is_floating() and loaded.data.itemsize > 1:
             bits = loaded.data.view(f"i{loaded.data.itemsize}")
             strays.append(int(((bits < 0) & (bits >= -100) & mask.data).sum()))
         return loaded
