@@ -197,7 +197,7 @@ def fully_shard(
     module: nn.Module,
     group: dist.ProcessGroup | None = None,
     compute_dtype: torch.dtype | None = None,
-    encode: Encoding | None = None,
+    encode: Encoding | Callable[[ShardedParameters], Encoding | None] | None = None,
     *,
     reduce_dtype: torch.dtype | None = None,
     units: Iterable | None = None,
@@ -208,10 +208,11 @@ def fully_shard(
 
     compute_dtype: what parameters are gathered in, and floating-point inputs cast to; reduce_dtype: of gradients on
     their way (None: as they are made). units: modules, or lists of modules, gathered at a time; None: `find_blocks`.
-    encode: what travels in place of values; None: values in compute_dtype. init(name, tensor): fills a whole tensor of
-    a meta-device module, on the default device; one is made at a time. A parameter's `reduce_group` is read as by
-    DataParallel. What no rank has used of a unit that ran counts as having a gradient of 0. wrapper: who decides when
-    units are gathered (notebook 10 has another one). Make the optimizer later.
+    encode: what travels in place of values, or a function that says so for each flat buffer; None: values in
+    compute_dtype. init(name, tensor): fills a whole tensor of a meta-device module, on the default device; one is made
+    at a time. A parameter's `reduce_group` is read as by DataParallel. What no rank has used of a unit that ran counts
+    as having a gradient of 0. wrapper: who decides when units are gathered (notebook 10 has another one). Make the
+    optimizer later.
 
     Raises ValueError, on all ranks, for meta tensors without `init`, units inside of one another, a module that is
     sharded already, and different models or arguments on the ranks.

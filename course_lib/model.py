@@ -199,15 +199,15 @@ class Transformer(nn.Module):
 # %% ../notebooks/01_single_gpu.ipynb #model-init
 @torch.no_grad()
 def init_parameter(name: str, parameter: torch.Tensor, config: ModelConfig, seed: int = 0) -> None:
-    """Fill the whole of one parameter: ones for norms, zeros for biases, else normal with deviation 0.02, residual
-    outputs scaled by 1/sqrt(2L) (GPT-2, §2.3).
+    """Fill the whole of one parameter: ones for norms, zeros for other vectors, else normal with deviation 0.02,
+    residual outputs scaled by 1/sqrt(2L) (GPT-2, §2.3).
 
     The numbers depend on the seed and the name alone: whoever needs one parameter can make it without the others.
     """
     if parameter.is_meta:  # a shape without numbers
         return
-    if name.endswith(("norm.weight", "bias")):
-        parameter.fill_(1.0 if name.endswith("weight") else 0.0)
+    if parameter.dim() < 2:
+        parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
         return
     deviation = 0.02 / math.sqrt(2 * config.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
     generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))

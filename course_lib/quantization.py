@@ -52,7 +52,8 @@ class Quantized(NamedTuple):
 def blocks_of(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int, int, int]:
     """How many blocks there are by rows and by columns, and how many rows and columns one has."""
     rows, columns = (size if size != WHOLE else max(whole, 1) for size, whole in zip(block, shape, strict=True))
-    return -(-shape[0] // rows), -(-shape[1] // columns), rows, columns
+    down, across = (1 if size == WHOLE else -(-whole // size) for size, whole in zip(block, shape, strict=True))
+    return down, across, rows, columns
 
 
 def in_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -101,8 +102,8 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """
     scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+        mantissa_bits = 2**23 - 1  # any of them that is set makes the exponent, which stands above them, one more
+        scale = ((scale.view(torch.int32) + mantissa_bits) & ~mantissa_bits).view(torch.float32)
     return torch.where(amax > 0, scale, 1.0)
 
 
@@ -124,8 +125,9 @@ def quantize(
     if scale is None:
         scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
     largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
+    blocks = in_blocks(x.detach().float(), block)
+    scaled = (blocks / scale[:, None, :, None]).clamp(-largest, largest)
+    scaled = torch.where(blocks.isfinite(), scaled, torch.nan)
     return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
 
 # %% ../notebooks/14_fp8.ipynb #quantization-dequantize

@@ -52,7 +52,7 @@ def row_scaled_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> tor
     (m, _), n = a.values.shape, len(b.values)
     left, right = padded_to_16(a.values), padded_to_16(b.values).t()  # the second one column by column
     if a.scale.numel() == b.scale.numel() == 1:
-        return torch._scaled_mm(left, right, a.scale, b.scale, out_dtype=out_dtype)[:m, :n]
+        return torch._scaled_mm(left, right, a.scale, b.scale, out_dtype=out_dtype)[:m, :n].contiguous()
     one = torch.ones((), device=left.device)
     sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32)[:m, :n]
     return (sums * a.scale * b.scale.t()).to(out_dtype)
@@ -67,12 +67,13 @@ def emulated_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch
 
 def fp8_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """a [m, k] times the transpose of b [n, k]: [m, n] in out_dtype. On the hardware where it can: `torch._scaled_mm`
-    for scales of whole rows, `block_matmul` on GPUs for blocks. Otherwise emulated.
+    for scales of whole rows, `block_matmul` on GPUs for blocks. Otherwise emulated, and always for float64.
 
     Raises ValueError where shapes or devices don't fit.
     """
     check_operands(a, b)
-    if 0 in (a.values.numel(), b.values.numel()) or not has_scaled_mm(a.values.device):
+    exact = out_dtype == torch.float64 or 0 in (a.values.numel(), b.values.numel())
+    if exact or not has_scaled_mm(a.values.device):
         return emulated_matmul(a, b, out_dtype)
     if a.block[1] == b.block[1] == WHOLE:
         return row_scaled_matmul(a, b, out_dtype)
@@ -89,18 +90,25 @@ def short_sum_matmul(
     a: Quantized, b: Quantized, bits: int = 14, together: int = 32, promote: int | None = None
 ) -> torch.Tensor:
     """The product as a tensor core with an accumulator of few bits makes it: [m, n] float32. For scales of whole
-    matrices; memory for m n `together` numbers.
+    matrices or rows; memory for m n `together` numbers.
 
     One instruction adds `together` products to the sum so far. All are shifted to the largest one's exponent, and what
     falls below `bits` bits is cut. promote: after so many numbers of k the sum goes to a float32, and starts again.
+    Raises ValueError for other scales, and where promote is no multiple of together.
     """
+    check_operands(a, b)
+    if not a.block[1] == b.block[1] == WHOLE:
+        raise ValueError(f"short sums are for scales that hold for all of k, not for blocks of {a.block} and {b.block}")
+    if promote and promote % together:
+        raise ValueError(f"promote after {promote} numbers: an instruction adds {together} of them")
     left, right = (in_blocks(each.values.double(), (1, together)).squeeze(1) for each in (a, b))  # [m, k/32, 32]
-    total = torch.zeros(len(left), len(right), dtype=torch.float64)
+    total = left.new_zeros(len(left), len(right))
     sums = total.clone()
     for step in range(left.shape[1]):
         terms = torch.cat([left[:, None, step] * right[None, :, step], sums[..., None]], -1)  # [m, n, 33]
         _, exponent = torch.frexp(terms.abs().amax(-1, keepdim=True))
-        sums = cut(terms, torch.ldexp(torch.ones(()).double(), exponent - bits)).sum(-1)
+        unit = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent - bits)
+        sums = cut(terms, unit).sum(-1)
         if promote and (step + 1) * together % promote == 0:
             total, sums = (total + sums).float().double(), torch.zeros_like(sums)
     return ((total + sums) * a.scale * b.scale.t()).float()

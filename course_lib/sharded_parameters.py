@@ -97,7 +97,7 @@ class ShardedParameters:
 
     sharded: of each the piece that this rank keeps [elements], a view of `shard` [shard_numel]; whole: of each all
     values, while they are gathered. places: of each parameter (full name, module, name there), more than one where it
-    is shared. make(name, like): a whole parameter.
+    is shared. encoding: an Encoding, or a function of this object that makes one. make(name, like): a whole parameter.
     """
 
     def __init__(self, parameters, places, group, mean: float, compute_dtype, reduce_dtype, encoding, make):
@@ -115,6 +115,7 @@ class ShardedParameters:
             if hasattr(parameter, "tensor_shard"):  # a piece of a part (notebook 06)
                 self.sharded[i].tensor_shard = parameter.tensor_shard
         dtype = compute_dtype if compute_dtype and first.is_floating_point() else first.dtype
+        encoding = encoding(self) if callable(encoding) else encoding
         self.buffer = GatheredBuffer(self.layout, self.shard, dtype, encoding)
         views = self.layout.views(self.buffer.values.data)  # .data: to autograd, a gather is no change of the weights
         self.whole = [nn.Parameter(view, self.trained) for view in views]
