@@ -177,10 +177,13 @@ class Fp8Gather:
             self.seen = None
 
     def changes(self) -> list[int]:
-        """How often the pieces, and the histories of delayed scales, have been changed in ways that PyTorch counts."""
+        """How often the pieces, and the histories of delayed scales, have been changed in ways that PyTorch counts; and
+        whether amax are recorded, as in training.
+        """
         casters = [caster for payload in self.payloads for caster in payload.casters.values()]
-        histories = [caster.history for caster in casters if isinstance(caster, DelayedCaster)]
-        return [tensor._version for tensor in [*(payload.part.shard for payload in self.payloads), *histories]]
+        delayed = [caster for caster in casters if isinstance(caster, DelayedCaster)]
+        tensors = [payload.part.shard for payload in self.payloads] + [caster.history for caster in delayed]
+        return [*(tensor._version for tensor in tensors), *(caster.training for caster in delayed)]
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -13,3 +13,10 @@ def ranks():
     """Four ranks on the CPU, for all tests that only call them; one that breaks them starts its own."""
     with Ranks(4, "gloo", timeout_s=60) as four:
         yield four
+
+
+@pytest.fixture(scope="session")
+def two():
+    """Two ranks on the CPU: half the processes, where two tell as much."""
+    with Ranks(2, "gloo", timeout_s=60) as pair:
+        yield pair

@@ -1,0 +1,255 @@
+"""What benchmarks/fp8.py compares: products, casts and linear layers of notebook 14, at which sizes, and their work.
+
+Products of x [m, k] and w [n, k], transposed; 2 m n k FLOPs. Operands are in 8 bits before the clock starts. BF16:
+torch.mm. scaled_mm: torch._scaled_mm with a scale for each matrix, slow accumulation (the accurate one); fast: with
+the other one. blockwise: torch.nn.functional.scaled_mm with scales of 1 x 128 and 128 x 128 (Hopper and CUDA 12.9). Of
+scales of blocks, ours is the kernel for Hopper; plain: the one without TMA and groups of warps. Errors are distances
+from the product of what our own operands stand for, in a wider type: a column that quantizes otherwise, or not at all,
+has the difference of quantization there.
+
+Casts: bytes that must move (x read, 8 bits and scales written), so that a second pass counts for nothing. eager:
+`quantize`; compile: torch.compile of it.
+
+Layers: y = x w^T and its two gradients, 2 m n k FLOPs each, quantization included. ours, blocks: `Fp8Linear` with a
+scale for each matrix, and with tiles and squares. BF16: nn.Linear. torchao: Float8Linear, one scale for each matrix,
+where it is installed; compiled on a GPU, as it is meant to be.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from kernel_runs import Case, random
+from torch import nn
+
+from course_lib.fp8_casts import quantize_both, quantize_delayed, quantize_fused
+from course_lib.fp8_hopper import hopper_block_matmul, hopper_block_matmul_kernel
+from course_lib.fp8_kernels import block_matmul, block_matmul_kernel
+from course_lib.fp8_linear import Casts, Fp8Linear, Fp8Products
+from course_lib.fp8_recipes import by_blocks, per_tensor
+from course_lib.quantization import (
+    ROW,
+    SQUARE,
+    TENSOR,
+    TILE,
+    Quantized,
+    block_amax,
+    blocks_of,
+    dequantize,
+    quantize,
+)
+from course_lib.scaled_matmul import fp8_matmul
+
+torchao = importlib.util.find_spec("torchao")
+BLOCKS = {"tensor": TENSOR, "row": ROW, "1 x 128": TILE, "128 x 128": SQUARE}
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
+SIZES = {  # m, n, k: cubes, and 8k tokens in the MLPs of Llama 3 8B and 70B
+    "cuda": {
+        "products": [
+            (4096, 4096, 4096), (8192, 8192, 8192), (8192, 14336, 4096), (8192, 4096, 14336), (8192, 28672, 8192),
+            (8192, 8192, 28672),
+        ],
+        "casts": [(8192, 4096), (8192, 8192), (8192, 28672)],
+    },
+    "cpu": {"products": [(32, 48, 160)], "casts": [(20, 144)]},
+}  # fmt: skip
+
+
+def operands(x: torch.Tensor, w: torch.Tensor, blocks: tuple[tuple[int, int], tuple[int, int]]) -> list[torch.Tensor]:
+    """Values and scales of x and w for the product, of both once more for a scale a matrix, and one."""
+    found = [each for source, block in zip((x, w), blocks) for each in quantize_fused(source, block=block)[:2]]
+    return found + [each for source in (x, w) for each in quantize_fused(source)[:2]]
+
+
+def exact_product(x, w, x_values, x_scale, w_values, w_scale, *_, blocks) -> list[torch.Tensor]:
+    """Of what the 8 bits stand for, in a wider type."""
+    wider = WIDER[x.dtype]
+    left, right = (
+        dequantize(Quantized(*each), wider)
+        for each in ((x_values, x_scale, blocks[0]), (w_values, w_scale, blocks[1]))
+    )
+    return [(left @ right.t()).float()]
+
+
+def ours(x, w, x_values, x_scale, w_values, w_scale, *_, blocks, matmul) -> torch.Tensor:
+    return matmul(Quantized(x_values, x_scale, blocks[0]), Quantized(w_values, w_scale, blocks[1]), x.dtype)
+
+
+def per_matrix(x, w, *rest, fast: bool) -> torch.Tensor:
+    """torch._scaled_mm."""
+    x_values, x_scale, w_values, w_scale = rest[-4:]
+    return torch._scaled_mm(x_values, w_values.t(), x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=fast)
+
+
+def padded_scale(scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Scales as cuBLAS reads them. Of squares: [pieces of k, padded to a multiple of 4; rows], pieces side by side."""
+    return F.pad(scale, (0, -scale.shape[1] % 4)).t() if block == SQUARE else scale
+
+
+def blockwise(x, w, x_values, x_scale, w_values, w_scale, *_, blocks) -> torch.Tensor:
+    """torch.nn.functional.scaled_mm with scales of blocks; padding theirs is a copy of some kilobytes."""
+    recipes = [F.ScalingType.BlockWise1x128 if block == TILE else F.ScalingType.BlockWise128x128 for block in blocks]
+    scales = x_scale, padded_scale(w_scale, blocks[1])
+    return F.scaled_mm(x_values, w_values.t(), scales[0], recipes[0], scales[1], recipes[1], output_dtype=x.dtype)
+
+
+def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str, str]) -> Case:
+    """x in blocks of names[0] times w in blocks of names[1]."""
+    blocks = BLOCKS[names[0]], BLOCKS[names[1]]
+    whole = blocks == (TENSOR, TENSOR)
+
+    @cache  # all columns read the same ones
+    def make():
+        x, w = (random(rows, k, device=device, needs_gradient=False) for rows in (m, n))
+        return x, w, *operands(x, w, blocks)
+
+    methods: dict[str, Callable] = {
+        "ours": partial(ours, blocks=blocks, matmul=fp8_matmul if whole else hopper_block_matmul),
+        "scaled_mm": partial(per_matrix, fast=False),
+        "fast": partial(per_matrix, fast=True),
+        "BF16": lambda x, w, *_: torch.mm(x, w.t()),
+    }
+    if not whole:
+        methods["plain"] = partial(ours, blocks=blocks, matmul=block_matmul)
+        methods["blockwise"] = partial(blockwise, blocks=blocks)
+    kernel = "product, tensor" if whole else f"product, {names[0]}, {names[1]}"
+    return Case(
+        kernel,
+        f"{m:,} x {n:,} x {k:,}",
+        make,
+        methods,
+        {"forward": 2 * m * n * k},
+        "TFLOP/s",
+        rival="scaled_mm",
+        exact=partial(exact_product, blocks=blocks),
+        about={"m": m, "n": n, "k": k},
+    )
+
+
+def tuned_anew() -> None:
+    """Let the autotuners forget other sizes, as a training has few."""
+    for kernel in (block_matmul_kernel, hopper_block_matmul_kernel):
+        kernel.cache.clear()
+
+
+def product_cases(device: torch.device) -> Iterator[Case]:
+    """One scale a matrix; tiles and squares: forward and the input's gradient; tiles twice: the weight's gradient."""
+    for m, n, k in SIZES[device.type]["products"]:
+        tuned_anew()
+        for names in (("tensor", "tensor"), ("1 x 128", "128 x 128"), ("1 x 128", "1 x 128")):
+            yield product_case(device, m, n, k, names)
+
+
+def tensors(*found: Quantized | torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Values and scales."""
+    return tuple(part for each in found for part in (each[:2] if isinstance(each, Quantized) else (each,)))
+
+
+def cast_case(
+    device: torch.device, rows: int, columns: int, name: str, work: float, fused: Callable, eager: Callable
+) -> Case:
+    """fused, eager: take x and return what is quantized."""
+    methods = {"ours": lambda x: tensors(*fused(x)), "eager": lambda x: tensors(*eager(x))}
+    if device.type == "cuda":
+        methods["compile"] = torch.compile(methods["eager"], dynamic=False)
+    return Case(
+        f"cast, {name}",
+        f"{rows:,} x {columns:,}",
+        lambda: (random(rows, columns, device=device, needs_gradient=False),),
+        methods,
+        {"forward": work},
+    )
+
+
+BOTH = {"tensor, both": (TENSOR, False), "1 x 128, both": (TILE, False), "1 x 128, both, 2^i": (TILE, True)}
+
+
+def cast_cases(device: torch.device) -> Iterator[Case]:
+    """Each kind of blocks; some with the transpose, and with scales that are powers of two; a scale that is there."""
+    element = random(0, device=device).element_size()
+    for rows, columns in SIZES[device.type]["casts"]:
+        case, numbers = partial(cast_case, device, rows, columns), rows * columns
+        for name, block in BLOCKS.items():
+            yield case(
+                name,
+                numbers * (element + 1) + scale_bytes((rows, columns), block),
+                lambda x, block=block: [quantize_fused(x, block=block)],
+                lambda x, block=block: [quantize(x, block=block)],
+            )
+        for name, (block, powers) in BOTH.items():
+            others = scale_bytes((columns, rows), block) if block == TILE else 0
+            how = {"block": block, "power_of_two": powers}
+            yield case(
+                name,
+                numbers * (element + 2) + scale_bytes((rows, columns), block) + others,
+                lambda x, how=how: quantize_both(x, **how),
+                lambda x, how=how: [quantize(x, **how), quantize(x.t(), **how)],
+            )
+        yield case(
+            "delayed, both",
+            numbers * (element + 2) + 8,
+            lambda x: quantize_delayed(x, x.new_full((1, 1), 0.01, dtype=torch.float32)),
+            lambda x: delayed(x, x.new_full((1, 1), 0.01, dtype=torch.float32)),
+        )
+
+
+def scale_bytes(shape: tuple[int, int], block: tuple[int, int]) -> int:
+    """Of a matrix of this shape."""
+    down, across, *_ = blocks_of(shape, block)
+    return 4 * down * across
+
+
+def delayed(x: torch.Tensor, scale: torch.Tensor) -> list[Quantized | torch.Tensor]:
+    """`quantize_delayed` by PyTorch's operators."""
+    return [quantize(x, scale=scale), quantize(x.t(), scale=scale), block_amax(x, TENSOR)]
+
+
+def layer(casts: Casts, device: torch.device, n: int, k: int) -> Callable:
+    """x, w -> x w^T in 8 bits, by an `Fp8Linear` whose weight is w."""
+    linear = Fp8Linear(nn.Linear(k, n, bias=False, device=device), casts)
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return Fp8Products.apply(x, None, [linear.casters], w)[0]
+
+    return product
+
+
+def torchao_layer(device: torch.device) -> Callable:
+    """Its autograd function, with its default recipe: one scale a matrix, found anew each time."""
+    from torchao.float8.config import Float8LinearConfig
+    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
+
+    config = Float8LinearConfig(emulate=device.type == "cpu")
+    settings = Float8Linear(16, 16, bias=False, config=config)
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return matmul_with_hp_or_float8_args.apply(x, w.t(), settings.linear_mm_config, config)
+
+    return torch.compile(product, dynamic=False) if device.type == "cuda" else product
+
+
+def layer_cases(device: torch.device) -> Iterator[Case]:
+    """Forward and backward of a linear layer, with all that is quantized."""
+    for m, n, k in SIZES[device.type]["products"]:
+        tuned_anew()
+        methods = {
+            "ours": layer(per_tensor(), device, n, k),
+            "blocks": layer(by_blocks(), device, n, k),
+            "BF16": F.linear,
+        }
+        if torchao:
+            methods["torchao"] = torchao_layer(device)
+        flops = 2 * m * n * k
+        yield Case(
+            "linear",
+            f"{m:,} x {n:,} x {k:,}",
+            lambda m=m, n=n, k=k: (random(m, k, device=device), random(n, k, device=device)),
+            methods,
+            {"forward": flops, "backward": 2 * flops, "forward and backward": 3 * flops},
+            "TFLOP/s",
+            peak=True,
+            rival="BF16",
+            about={"m": m, "n": n, "k": k},
+        )
