@@ -1,4 +1,4 @@
-"""How kernels.py and attention.py measure: columns in alternation, correctness first, forward and backward apart.
+"""How kernels.py, attention.py and fp8.py measure: columns in alternation, correctness first, passes apart.
 
 A `Comparison` is a table: its cases, and how a row is printed. A `Case` is one computation at one size, with a method
 for each column. All columns get the same inputs, and their results and gradients are compared with a reference before
@@ -99,7 +99,7 @@ class Method:
     def prepare(self) -> None:
         """What comes before a backward."""
         self.forward()
-        self.gradients = draw_gradients(self.outputs)
+        self.gradients = draw_gradients(self.outputs) if self.wanted else ()
 
     def backward(self) -> tuple[torch.Tensor, ...]:
         found = torch.autograd.grad(self.outputs, self.wanted, self.gradients)

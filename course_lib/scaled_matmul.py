@@ -51,11 +51,12 @@ def row_scaled_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> tor
     """`torch._scaled_mm` for scales of whole matrices or whole rows: [m, n] in out_dtype."""
     (m, _), n = a.values.shape, len(b.values)
     left, right = padded_to_16(a.values), padded_to_16(b.values).t()  # the second one column by column
-    if a.scale.numel() == b.scale.numel() == 1:
-        return torch._scaled_mm(left, right, a.scale, b.scale, out_dtype=out_dtype)[:m, :n].contiguous()
-    one = torch.ones((), device=left.device)
-    sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32)[:m, :n]
-    return (sums * a.scale * b.scale.t()).to(out_dtype)
+    with torch.autocast(left.device.type, enabled=False):  # on a CPU it would make the sums bf16's
+        if a.scale.numel() == b.scale.numel() == 1:
+            return torch._scaled_mm(left, right, a.scale, b.scale, out_dtype=out_dtype)[:m, :n].contiguous()
+        one = torch.ones((), device=left.device)
+        sums = torch._scaled_mm(left, right, one, one, out_dtype=torch.float32)[:m, :n]
+        return (sums * a.scale * b.scale.t()).to(out_dtype)
 
 # %% ../notebooks/14_fp8.ipynb #fp8-matmul
 def emulated_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:

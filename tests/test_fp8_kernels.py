@@ -227,8 +227,6 @@ SERIALIZED = "C7515"  # NVIDIA's assembler: each product on the tensor cores wai
 SPILLED = {
     (90, (128, 128, 8)): 32,
     (89, (128, 128, 8)): 8,
-    (89, (64, 128, 4)): 16,
-    (89, (128, 64, 4)): 16,
 }
 
 
