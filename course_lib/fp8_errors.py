@@ -1,7 +1,7 @@
 """Where 8 bits hurt: the error of each product of each layer, and outliers to try them with.
 
-`operands_of` takes x, w and dy of every linear layer from one ordinary forward and backward; `product_errors` makes the
-three products of each in 8 bits and compares. So an error is the layer's own: the errors of the layers before it are not
+`operands_of` takes x, w and dy of every linear layer from one ordinary forward and backward; `product_errors` makes
+the three products of each in 8 bits and compares. So an error is the layer's own: the errors of the layers before it are not
 in its operands.
 
 `plant_outliers` makes a channel of what goes into attention and MLP larger by a factor, and the weights that read it
@@ -31,10 +31,12 @@ PRODUCTS = ("y", "dx", "dw")
 
 def operands_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
     """x [tokens, in], w [out, in] and dy [tokens, out] of each linear layer of the blocks, by its name, from a forward
-    and a backward. The model is one without FP8; its gradients are overwritten.
+    and a backward; the model's gradients are overwritten. Raises ValueError for a model in FP8, or one that is split.
     """
     found, handles = {}, []
     layers = {name: layer for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)}
+    if not layers:
+        raise ValueError("no nn.Linear in the blocks: measure before apply_fp8 and apply_tensor_parallel")
     for name, layer in layers.items():
         found[name] = [None, layer.weight.detach().clone(), None]
 
@@ -44,9 +46,11 @@ def operands_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -
 
         handles.append(layer.register_forward_hook(take_input))
     model.zero_grad()
-    loss(model(inputs), targets).backward()
-    for handle in handles:
-        handle.remove()
+    try:
+        loss(model(inputs), targets).backward()
+    finally:
+        for handle in handles:
+            handle.remove()
     return {name: tuple(kept) for name, kept in found.items()}
 
 
@@ -81,10 +85,12 @@ def product_errors(
 @torch.no_grad()
 def plant_outliers(model: nn.Module, factor: float, channel: int = 0) -> nn.Module:
     """Make one channel of the input of every block's attention and MLP larger by `factor`, in place; what the model
-    computes stays. Returns the model. Raises ValueError unless factor is a power of two.
+    computes stays. Returns the model. Raises ValueError unless factor is a power of two, and for no such channel.
     """
     if torch.frexp(torch.tensor(float(factor)))[0] != 0.5:
         raise ValueError(f"factor {factor} is not a power of two: the model would compute other numbers")
+    if not 0 <= channel < model.config.hidden:
+        raise ValueError(f"channel {channel}: there are {model.config.hidden}, from 0 on")
     for block in model.blocks:
         attention, mlp = block.attention, block.mlp
         for norm, readers in (
