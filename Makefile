@@ -47,7 +47,7 @@ render: .venv/installed-test ## run the notebooks and keep their outputs; NB=01 
 	@$(RUN) scripts/render.py $(NOTEBOOKS)
 
 bench: .venv/installed-test ## run the comparisons of benchmarks/, which write benchmarks/results/
-	@status=0; for script in $(filter-out benchmarks/measure.py benchmarks/kernel_cases.py benchmarks/kernel_runs.py benchmarks/attention_cases.py benchmarks/attention_exact.py benchmarks/record_inductor.py,$(wildcard benchmarks/*.py)); do echo "$$script"; $(RUN) "$$script" || status=1; done; exit $$status
+	@status=0; for script in $(filter-out benchmarks/measure.py benchmarks/kernel_cases.py benchmarks/kernel_runs.py benchmarks/attention_cases.py benchmarks/attention_exact.py benchmarks/fp8_cases.py benchmarks/record_inductor.py,$(wildcard benchmarks/*.py)); do echo "$$script"; $(RUN) "$$script" || status=1; done; exit $$status
 
 bench-planner: .venv/installed-test ## hold the planner against measured and published runs: benchmarks/results/planner.json
 	@$(RUN) benchmarks/planner.py
