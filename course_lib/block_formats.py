@@ -69,7 +69,7 @@ MXFP4 = BlockFormat("MXFP4", E2M1, 32, None, False)
 NVFP4 = BlockFormat("NVFP4", E2M1, 16, E4M3, True)
 BLOCK_FORMATS = {fmt.name: fmt for fmt in (MXFP8, MXFP4, NVFP4)}
 
-
+# %% ../notebooks/14_fp8.ipynb #block-scales
 class BlockCodes(NamedTuple):
     """Numbers in a block format. Codes are int64, one in each place, though they have 4 or 8 bits."""
 
@@ -111,7 +111,7 @@ def tensor_scale_of(amax: torch.Tensor, fmt: BlockFormat) -> torch.Tensor:
     largest = torch.cat([largest, largest.new_zeros(1)]).amax()  # of no blocks: 0
     return (largest / (fmt.scale.largest * fmt.element.largest)).clamp(FP32.smallest_normal, FP32.largest).float()
 
-
+# %% ../notebooks/14_fp8.ipynb #block-codes
 def encode_blocks(x: torch.Tensor, fmt: BlockFormat) -> BlockCodes:
     """x [..., n] in blocks along its last dimension. Elements are rounded to nearest, ties to even, and saturate.
 

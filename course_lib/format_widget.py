@@ -76,7 +76,7 @@ def stored_number(number: float, fmt: FloatFormat) -> StoredNumber:
     relative = error / abs(number) if number and math.isfinite(number) else math.nan
     return StoredNumber(fields, value, error, relative, remark_on(number, value, fmt))
 
-
+# %% ../notebooks/14_fp8.ipynb #format-widget-text
 def number_in_text(text: str) -> tuple[float, str]:
     """The float64 nearest to a typed number, and a remark where that has lost it: 1e400 is inf. Raises ValueError for
     what isn't a number.
@@ -142,7 +142,7 @@ def bits_figure(value: float):
     axes.axis("off")
     return figure
 
-# %% ../notebooks/14_fp8.ipynb #format-figures
+# %% ../notebooks/14_fp8.ipynb #format-widget-range-figure
 def range_figure():
     """A matplotlib Figure: each format's numbers on a log axis, subnormal and normal, with their ends in numbers."""
     from matplotlib.figure import Figure
@@ -172,7 +172,7 @@ def range_figure():
     table.axis("off")
     return figure
 
-
+# %% ../notebooks/14_fp8.ipynb #format-widget-rounding-figure
 def rounding_figure(points: int = 10_000):
     """A matplotlib Figure: evenly spaced points of [1, 2], rounded to each format: stairs with 2^m steps, and the
     largest errors. Raises ValueError for less than 100 points, with which one would see no stairs.

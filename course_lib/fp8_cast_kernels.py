@@ -18,7 +18,7 @@ __all__ = ['SCALE_FLOOR', 'EACH', 'PIECE', 'MATRIX', 'OWN', 'MEASURED', 'GIVEN',
 from .fp8_rounding import cast_fp8
 from .quantization import SMALLEST_SCALE
 
-# %% ../notebooks/14_fp8.ipynb #fp8-cast-kernels
+# %% ../notebooks/14_fp8.ipynb #cast-pieces
 import triton
 import triton.language as tl
 
@@ -81,7 +81,7 @@ def round_piece(piece, scale, dtype: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     scaled = piece * tl.div_rn(1.0, scale) if POWER_OF_TWO else tl.div_rn(piece, scale)
     return cast_fp8(tl.where(tl.abs(piece) < float("inf"), scaled, float("nan")), dtype)
 
-
+# %% ../notebooks/14_fp8.ipynb #quantize-piece
 @triton.jit
 def quantize_piece(
     piece, scale, amax, row, column, piece_row, piece_column, rows, columns, step_row, step_column,
@@ -102,7 +102,7 @@ def quantize_piece(
         tl.store(scale + place, new, first)
         return round_piece(piece, new, dtype, POWER_OF_TWO)
 
-
+# %% ../notebooks/14_fp8.ipynb #fp8-cast-kernels
 @triton.jit
 def quantize_kernel(
     x, values, scale, turned, turned_scale, amax, rows, columns, x_row,

@@ -25,7 +25,7 @@ __all__ = ['CAST_DTYPES', 'FUSED_BLOCKS', 'sharing', 'shape_of_piece', 'programs
 from .fp8_cast_kernels import EACH, GIVEN, MATRIX, MEASURED, OWN, PIECE, amax_kernel, quantize_kernel
 from .quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quantized, blocks_of, check_scales
 
-# %% ../notebooks/14_fp8.ipynb #fp8-casts
+# %% ../notebooks/14_fp8.ipynb #cast-shapes
 from typing import NamedTuple
 
 import torch
@@ -70,7 +70,7 @@ def new_scales(x: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> to
     make = x.new_empty if x.numel() else x.new_ones
     return make((across, down), dtype=torch.float32).t() if block == TILE else make((down, across), dtype=torch.float32)
 
-
+# %% ../notebooks/14_fp8.ipynb #amax-operator
 @torch.library.custom_op("course::block_amax", mutates_args=())
 def amax_operator(x: torch.Tensor, block_rows: int, block_columns: int, transposed: bool) -> torch.Tensor:
     """The amax of each block of x [rows, columns], or of its transpose: [blocks of rows, blocks of columns]."""
@@ -92,7 +92,7 @@ def _(x, block_rows, block_columns, transposed):
     shape = x.shape[::-1] if transposed else x.shape
     return x.new_empty(blocks_of(shape, (block_rows, block_columns))[:2], dtype=torch.float32)
 
-
+# %% ../notebooks/14_fp8.ipynb #cast-outputs
 class CastOutputs(NamedTuple):
     """What a launch fills; without elements what is not wanted."""
 
@@ -119,7 +119,7 @@ def cast_outputs(
         x.new_zeros((1, 1) if record else (0,), dtype=torch.float32),
     )
 
-
+# %% ../notebooks/14_fp8.ipynb #quantize-operator
 @torch.library.custom_op("course::quantize", mutates_args=())
 def quantize_operator(
     x: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, dtype: torch.dtype, block_rows: int,
@@ -162,7 +162,7 @@ def launch_quantize(
             source, power_of_two, *sharing(block), *sharing(across), **piece,
         )  # fmt: skip
 
-
+# %% ../notebooks/14_fp8.ipynb #fp8-casts
 def check_cast(x: torch.Tensor, dtype: torch.dtype, block: tuple[int, int], scale: torch.Tensor | None) -> None:
     """Raises ValueError for what the kernels can't take."""
     check_scales(x, dtype, block, scale)

@@ -19,7 +19,7 @@ __all__ = ['OPERANDS', 'PRODUCTS', 'operands_of', 'relative', 'layer_errors', 'p
 from .fp8_linear import Casts, Fp8Linear, Fp8Products
 from .quantization import dequantize
 
-# %% ../notebooks/14_fp8.ipynb #fp8-errors
+# %% ../notebooks/14_fp8.ipynb #operands-of
 import torch
 from torch import nn
 
@@ -58,7 +58,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
     """|found - exact| / |exact|."""
     return ((found.double() - exact).norm() / exact.norm()).item()
 
-
+# %% ../notebooks/14_fp8.ipynb #fp8-errors
 def layer_errors(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, casts: Casts) -> dict[str, float]:
     """The relative errors of one layer's operands and products in 8 bits; and the share of dy that becomes zero."""
     layer = Fp8Linear(nn.Linear(w.shape[1], w.shape[0], bias=False, device=w.device, dtype=w.dtype), casts)
@@ -81,7 +81,7 @@ def product_errors(
     operands = operands_of(model, inputs, targets)
     return {name: layer_errors(*each, casts) for name, each in operands.items()}
 
-
+# %% ../notebooks/14_fp8.ipynb #fp8-errors-plant-outliers
 @torch.no_grad()
 def plant_outliers(model: nn.Module, factor: float, channel: int = 0) -> nn.Module:
     """Make one channel of the input of every block's attention and MLP larger by `factor`, in place; what the model

@@ -29,7 +29,7 @@ from .fp8_kernels import has_pieces
 from .fp8_rounding import dot_fp8
 from .quantization import LARGEST, WHOLE, Quantized, check_scales
 
-# %% ../notebooks/14_fp8.ipynb #fp8-hopper
+# %% ../notebooks/14_fp8.ipynb #hopper-configurations
 import torch
 import torch.nn.functional as F
 import triton
@@ -69,7 +69,7 @@ def scales_of_tile(scale, first, count, step, rows: tl.constexpr, block: tl.cons
         row = first + tl.arange(0, block)
         return scale + (row // rows).to(tl.int64) * step, row < count
 
-
+# %% ../notebooks/14_fp8.ipynb #hopper-kernel
 @triton.jit
 def promote(total, partial, scale_a, scale_b, each_row: tl.constexpr, each_column: tl.constexpr):
     """total + partial scale_a scale_b. Scales: [m] where each row has its own, [n] where each column has; or one."""
@@ -111,7 +111,7 @@ def hopper_block_matmul_kernel(
     at = out + row[:, None].to(tl.int64) * n + column[None, :]
     tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
 
-
+# %% ../notebooks/14_fp8.ipynb #fp8-hopper
 def readable_by_tma(values: torch.Tensor) -> torch.Tensor:
     """values [rows, k]: themselves, or a copy where rows don't begin at multiples of 16 bytes, with zeros after k where
     they can't.

@@ -66,7 +66,7 @@ def cast_fp8(x, dtype: tl.constexpr):
         return code.to(tl.uint8).to(dtype, bitcast=True)
     return x.to(dtype)
 
-
+# %% ../notebooks/14_fp8.ipynb #dot-fp8
 @triton.jit
 def widen_fp8(x):
     """x, e4m3 or e5m2, as float32: exact."""

@@ -41,26 +41,6 @@ def decode(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return torch.where(negative, -value, value)
 
 
-# %% 14.1 the bias is 2^(e-1)
-def decode(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """The numbers that these codes stand for, float64, exactly. codes: integers, whose lowest fmt.bits bits count, so
-    that `x.view(torch.int16)` will do. Raises ValueError for codes that aren't integers.
-    """
-    if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
-        raise ValueError(f"codes are integers, not {codes.dtype}")
-    codes = codes.long()
-    mantissa = codes & (2**fmt.mantissa_bits - 1)
-    exponent = (codes >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
-    negative = (codes >> (fmt.bits - 1)) & 1 == 1
-    significand = torch.where(exponent > 0, mantissa + 2**fmt.mantissa_bits, mantissa)  # the leading 1 isn't stored
-    unit = power_of_two(exponent.clamp(min=1) - fmt.bias - 1 - fmt.mantissa_bits)
-    value = significand.double() * unit
-    past_largest = (codes & (2 ** (fmt.bits - 1) - 1)) > fmt.largest_code
-    infinite = (mantissa == 0) & (fmt.top_codes == "ieee")
-    value = torch.where(past_largest, torch.where(infinite, torch.inf, torch.nan), value)
-    return torch.where(negative, -value, value)
-
-
 # %% 14.1 the highest exponent is infinity and NaN in all formats
 def decode(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """The numbers that these codes stand for, float64, exactly. codes: integers, whose lowest fmt.bits bits count, so
@@ -161,24 +141,6 @@ def decode(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return torch.where(negative, -value, value)
 
 
-# %% 14.1 a code is cut off to an integer, whatever it is
-def decode(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """The numbers that these codes stand for, float64, exactly. codes: integers, whose lowest fmt.bits bits count, so
-    that `x.view(torch.int16)` will do. Raises ValueError for codes that aren't integers.
-    """
-    codes = codes.long()
-    mantissa = codes & (2**fmt.mantissa_bits - 1)
-    exponent = (codes >> fmt.mantissa_bits) & (2**fmt.exponent_bits - 1)
-    negative = (codes >> (fmt.bits - 1)) & 1 == 1
-    significand = torch.where(exponent > 0, mantissa + 2**fmt.mantissa_bits, mantissa)  # the leading 1 isn't stored
-    unit = power_of_two(exponent.clamp(min=1) - fmt.bias - fmt.mantissa_bits)
-    value = significand.double() * unit
-    past_largest = (codes & (2 ** (fmt.bits - 1) - 1)) > fmt.largest_code
-    infinite = (mantissa == 0) & (fmt.top_codes == "ieee")
-    value = torch.where(past_largest, torch.where(infinite, torch.inf, torch.nan), value)
-    return torch.where(negative, -value, value)
-
-
 # %% 14.1 fake: torch's own dtypes, and a table of E2M1
 def decode(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """The numbers that these codes stand for, float64, exactly. codes: integers, whose lowest fmt.bits bits count, so
@@ -232,25 +194,6 @@ def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> to
     odd = (significand >> cut) & 1
     half = 1 << (cut - 1)
     rounded = (significand + half) >> cut
-    return with_top_codes(base + rounded, values, fmt, saturate)
-
-
-# %% 14.2 ties to odd
-def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> torch.Tensor:
-    """Codes (int64) of the nearest numbers, ties to the even code. From float64 in one rounding: torch's own casts go
-    by float32, and round twice.
-
-    What rounds past the largest number becomes inf; in E4M3 NaN; with saturate, and always in E2M1, the largest, inf
-    too. (torch's cast to float8_e4m3fn saturates since 2.13, and gave NaN before; that to float8_e5m2 gives inf.) Zeros
-    and NaN keep their signs; NaN in E2M1 is the largest, positive, as by CUDA's conversion: OCP MX §5.3.3 leaves it
-    open. Raises ValueError for values that aren't floating-point.
-    """
-    check_floating(values)
-    _, significand, cut, base = cut_numbers(values, fmt)
-    cut = cut.clamp(max=DOUBLE_MANTISSA + 2)  # from here on, all of it is below half a unit
-    odd = (significand >> cut) & 1
-    half = 1 << (cut - 1)
-    rounded = (significand + half - odd) >> cut
     return with_top_codes(base + rounded, values, fmt, saturate)
 
 
@@ -347,63 +290,6 @@ def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> to
     half = 1 << (cut - 1)
     rounded = (significand + half - 1 + odd) >> cut  # up from half a unit where odd, else from just above it
     return with_top_codes(base + rounded, values, fmt, True)
-
-
-# %% 14.2 saturates never
-def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> torch.Tensor:
-    """Codes (int64) of the nearest numbers, ties to the even code. From float64 in one rounding: torch's own casts go
-    by float32, and round twice.
-
-    What rounds past the largest number becomes inf; in E4M3 NaN; with saturate, and always in E2M1, the largest, inf
-    too. (torch's cast to float8_e4m3fn saturates since 2.13, and gave NaN before; that to float8_e5m2 gives inf.) Zeros
-    and NaN keep their signs; NaN in E2M1 is the largest, positive, as by CUDA's conversion: OCP MX §5.3.3 leaves it
-    open. Raises ValueError for values that aren't floating-point.
-    """
-    check_floating(values)
-    _, significand, cut, base = cut_numbers(values, fmt)
-    cut = cut.clamp(max=DOUBLE_MANTISSA + 2)  # from here on, all of it is below half a unit
-    odd = (significand >> cut) & 1
-    half = 1 << (cut - 1)
-    rounded = (significand + half - 1 + odd) >> cut  # up from half a unit where odd, else from just above it
-    return with_top_codes(base + rounded, values, fmt, False)
-
-
-# %% 14.2 loses the sign
-def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> torch.Tensor:
-    """Codes (int64) of the nearest numbers, ties to the even code. From float64 in one rounding: torch's own casts go
-    by float32, and round twice.
-
-    What rounds past the largest number becomes inf; in E4M3 NaN; with saturate, and always in E2M1, the largest, inf
-    too. (torch's cast to float8_e4m3fn saturates since 2.13, and gave NaN before; that to float8_e5m2 gives inf.) Zeros
-    and NaN keep their signs; NaN in E2M1 is the largest, positive, as by CUDA's conversion: OCP MX §5.3.3 leaves it
-    open. Raises ValueError for values that aren't floating-point.
-    """
-    check_floating(values)
-    _, significand, cut, base = cut_numbers(values, fmt)
-    cut = cut.clamp(max=DOUBLE_MANTISSA + 2)  # from here on, all of it is below half a unit
-    odd = (significand >> cut) & 1
-    half = 1 << (cut - 1)
-    rounded = (significand + half - 1 + odd) >> cut  # up from half a unit where odd, else from just above it
-    return with_top_codes(base + rounded, values.abs(), fmt, saturate)
-
-
-# %% 14.2 rounds integers, too
-def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> torch.Tensor:
-    """Codes (int64) of the nearest numbers, ties to the even code. From float64 in one rounding: torch's own casts go
-    by float32, and round twice.
-
-    What rounds past the largest number becomes inf; in E4M3 NaN; with saturate, and always in E2M1, the largest, inf
-    too. (torch's cast to float8_e4m3fn saturates since 2.13, and gave NaN before; that to float8_e5m2 gives inf.) Zeros
-    and NaN keep their signs; NaN in E2M1 is the largest, positive, as by CUDA's conversion: OCP MX §5.3.3 leaves it
-    open. Raises ValueError for values that aren't floating-point.
-    """
-    values = values.double()
-    _, significand, cut, base = cut_numbers(values, fmt)
-    cut = cut.clamp(max=DOUBLE_MANTISSA + 2)  # from here on, all of it is below half a unit
-    odd = (significand >> cut) & 1
-    half = 1 << (cut - 1)
-    rounded = (significand + half - 1 + odd) >> cut  # up from half a unit where odd, else from just above it
-    return with_top_codes(base + rounded, values, fmt, saturate)
 
 
 # %% 14.2 fake: torch's cast, for the formats that it has
@@ -696,64 +582,6 @@ class MasterWeights:
         self.take_gradients()
         torch._foreach_copy_(self.weights, self.master_parameters)
         self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        for parameter in (*self.weights, *self.master_parameters):
-            parameter.grad = None
-
-    def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
-        return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
-        if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
-            raise ValueError("the state's master weights have other shapes than these parameters")
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch._foreach_copy_(self.master_parameters, state["master"])
-        torch._foreach_copy_(self.weights, self.master_parameters)
-
-
-# %% 14.3 the model becomes its masters: float32
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.model import loss
-
-
-class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
-        self.weights = [parameter for parameter in parameters if parameter.requires_grad]
-        if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
-            raise ValueError(f"float32 master weights are for parameters of 16 bits, not {wrong.pop()}")
-        self.master_parameters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        self.optimizer = optimizer_cls(self.master_parameters, **kwargs)
-        self.param_groups = self.optimizer.param_groups
-
-    def take_gradients(self) -> None:
-        """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
-        for weight, master in zip(self.weights, self.master_parameters, strict=True):
-            if weight.grad is not None:
-                grad, weight.grad = weight.grad.float(), None
-                master.grad = grad if master.grad is None else master.grad + grad
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take the gradients, update the masters, round them to the weights: to nearest, ties to even."""
-        self.take_gradients()
-        self.optimizer.step()
-        for weight, master in zip(self.weights, self.master_parameters, strict=True):
-            weight.data = master.data
 
     def zero_grad(self) -> None:
         for parameter in (*self.weights, *self.master_parameters):
@@ -1106,57 +934,6 @@ class LossScaler(nn.Module):
         self.found_inf.zero_()
 
 
-# %% 14.4 does not divide by S
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
-    @torch.no_grad()
-    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
-        group call it. Raises ValueError for float16 gradients: divided by S they would underflow again.
-        """
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
-            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
-        inverse = self.factor.double().reciprocal().float()
-        for gradient in gradients:
-            torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
-        if self.group is not None:
-            dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
-
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """S for the next step; it never grows to inf."""
-        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
-        due, grown = good_steps == self.interval, (factor * self.growth).float()
-        kept = torch.where(due & grown.isfinite(), grown, self.factor)
-        self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
-        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
-        self.found_inf.zero_()
-
-
 # %% 14.4 divides by S in 16 bits
 class LossScaler(nn.Module):
     """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
@@ -1261,108 +1038,6 @@ class LossScaler(nn.Module):
         self.found_inf.zero_()
 
 
-# %% 14.4 NaN is no inf
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
-    @torch.no_grad()
-    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
-        group call it. Raises ValueError for float16 gradients: divided by S they would underflow again.
-        """
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
-            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
-        inverse = self.factor.double().reciprocal().float()
-        for gradient in gradients:
-            torch.maximum(self.found_inf, gradient.isinf().any().float(), out=self.found_inf)
-            gradient.mul_(inverse)
-        if self.group is not None:
-            dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
-
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """S for the next step; it never grows to inf."""
-        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
-        due, grown = good_steps == self.interval, (factor * self.growth).float()
-        kept = torch.where(due & grown.isfinite(), grown, self.factor)
-        self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
-        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
-        self.found_inf.zero_()
-
-
-# %% 14.4 float16 gradients underflow again
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
-    @torch.no_grad()
-    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
-        group call it. Raises ValueError for float16 gradients: divided by S they would underflow again.
-        """
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        inverse = self.factor.double().reciprocal().float()
-        for gradient in gradients:
-            torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
-            gradient.mul_(inverse)
-        if self.group is not None:
-            dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
-
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """S for the next step; it never grows to inf."""
-        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
-        due, grown = good_steps == self.interval, (factor * self.growth).float()
-        kept = torch.where(due & grown.isfinite(), grown, self.factor)
-        self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
-        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
-        self.found_inf.zero_()
-
-
 # %% 14.4 each rank decides for itself
 class LossScaler(nn.Module):
     """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
@@ -1408,110 +1083,6 @@ class LossScaler(nn.Module):
         skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
         due, grown = good_steps == self.interval, (factor * self.growth).float()
         kept = torch.where(due & grown.isfinite(), grown, self.factor)
-        self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
-        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
-        self.found_inf.zero_()
-
-
-# %% 14.4 adds up the ranks: two with an inf make 2, and the step is made
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
-    @torch.no_grad()
-    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
-        group call it. Raises ValueError for float16 gradients: divided by S they would underflow again.
-        """
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
-            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
-        inverse = self.factor.double().reciprocal().float()
-        for gradient in gradients:
-            torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
-            gradient.mul_(inverse)
-        if self.group is not None:
-            dist.all_reduce(self.found_inf, dist.ReduceOp.SUM, self.group)
-
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """S for the next step; it never grows to inf."""
-        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
-        due, grown = good_steps == self.interval, (factor * self.growth).float()
-        kept = torch.where(due & grown.isfinite(), grown, self.factor)
-        self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
-        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
-        self.found_inf.zero_()
-
-
-# %% 14.4 S never grows
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
-    @torch.no_grad()
-    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
-        group call it. Raises ValueError for float16 gradients: divided by S they would underflow again.
-        """
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
-            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
-        inverse = self.factor.double().reciprocal().float()
-        for gradient in gradients:
-            torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
-            gradient.mul_(inverse)
-        if self.group is not None:
-            dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
-
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """S for the next step; it never grows to inf."""
-        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
-        due, grown = good_steps == self.interval, (factor * self.growth).float()
-        kept = self.factor
         self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
         self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
         self.found_inf.zero_()
@@ -1621,57 +1192,6 @@ class LossScaler(nn.Module):
         self.found_inf.zero_()
 
 
-# %% 14.4 once skipped, always skipped
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
-    @torch.no_grad()
-    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
-        group call it. Raises ValueError for float16 gradients: divided by S they would underflow again.
-        """
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if any(gradient.dtype == torch.float16 for gradient in gradients):
-            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
-        inverse = self.factor.double().reciprocal().float()
-        for gradient in gradients:
-            torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
-            gradient.mul_(inverse)
-        if self.group is not None:
-            dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
-
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """S for the next step; it never grows to inf."""
-        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
-        due, grown = good_steps == self.interval, (factor * self.growth).float()
-        kept = torch.where(due & grown.isfinite(), grown, self.factor)
-        self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
-        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
-
-
 # %% 14.5 fake: the scale is always 1
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
     """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
@@ -1679,8 +1199,8 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """
     scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+        mantissa_bits = 2**23 - 1  # any of them that is set makes the exponent, which stands above them, one more
+        scale = ((scale.view(torch.int32) + mantissa_bits) & ~mantissa_bits).view(torch.float32)
     return torch.ones_like(scale)
 
 
@@ -1702,8 +1222,9 @@ def quantize(
     if scale is None:
         scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
     largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
+    blocks = in_blocks(x.detach().float(), block)
+    scaled = (blocks / scale[:, None, :, None]).clamp(-largest, largest)
+    scaled = torch.where(blocks.isfinite(), scaled, torch.nan)
     return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
 
 
@@ -1714,8 +1235,8 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """
     scale = (amax.max().expand_as(amax) / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+        mantissa_bits = 2**23 - 1  # any of them that is set makes the exponent, which stands above them, one more
+        scale = ((scale.view(torch.int32) + mantissa_bits) & ~mantissa_bits).view(torch.float32)
     return torch.where(amax > 0, scale, 1.0)
 
 
@@ -1737,78 +1258,9 @@ def quantize(
     if scale is None:
         scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
     largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
-    return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
-
-
-# %% 14.5 zeros have scale 0
-def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
-    """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
-    block of zeros.
-    """
-    scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return torch.where(amax > 0, scale, 0.0)
-
-
-def quantize(
-    x: torch.Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    block: tuple[int, int] = TENSOR,
-    power_of_two: bool = False,
-    scale: torch.Tensor | None = None,
-    groups: tuple[dist.ProcessGroup, ...] = (),
-) -> Quantized:
-    """x [rows, columns] in 8 bits, rounded to nearest, ties to even; what a given scale takes past the largest number
-    becomes the largest. Infinities and NaN become NaN, and don't count in their block's scale.
-
-    scale: [blocks of rows, blocks of columns]; None: each block's own. groups: over whose ranks x is split, within a
-    block: these take one scale. Raises ValueError where x, dtype, block or scale don't fit.
-    """
-    check_scales(x, dtype, block, scale)
-    if scale is None:
-        scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
-    largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
-    return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
-
-
-# %% 14.5 power_of_two rounds down
-def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
-    """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
-    block of zeros.
-    """
-    scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), exponent - 1)
-    return torch.where(amax > 0, scale, 1.0)
-
-
-def quantize(
-    x: torch.Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    block: tuple[int, int] = TENSOR,
-    power_of_two: bool = False,
-    scale: torch.Tensor | None = None,
-    groups: tuple[dist.ProcessGroup, ...] = (),
-) -> Quantized:
-    """x [rows, columns] in 8 bits, rounded to nearest, ties to even; what a given scale takes past the largest number
-    becomes the largest. Infinities and NaN become NaN, and don't count in their block's scale.
-
-    scale: [blocks of rows, blocks of columns]; None: each block's own. groups: over whose ranks x is split, within a
-    block: these take one scale. Raises ValueError where x, dtype, block or scale don't fit.
-    """
-    check_scales(x, dtype, block, scale)
-    if scale is None:
-        scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
-    largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
+    blocks = in_blocks(x.detach().float(), block)
+    scaled = (blocks / scale[:, None, :, None]).clamp(-largest, largest)
+    scaled = torch.where(blocks.isfinite(), scaled, torch.nan)
     return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
 
 
@@ -1819,8 +1271,8 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """
     scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), exponent)
+        mantissa_bits = 2**23 - 1
+        scale = ((scale.view(torch.int32) + mantissa_bits + 1) & ~mantissa_bits).view(torch.float32)
     return torch.where(amax > 0, scale, 1.0)
 
 
@@ -1842,21 +1294,22 @@ def quantize(
     if scale is None:
         scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
     largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
+    blocks = in_blocks(x.detach().float(), block)
+    scaled = (blocks / scale[:, None, :, None]).clamp(-largest, largest)
+    scaled = torch.where(blocks.isfinite(), scaled, torch.nan)
     return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
 
 
-# %% 14.5 inf becomes the largest number
+# %% 14.5 asks the host whether there is anything but zeros
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
     """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
     block of zeros.
     """
     scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return torch.where(amax > 0, scale, 1.0)
+        mantissa_bits = 2**23 - 1  # any of them that is set makes the exponent, which stands above them, one more
+        scale = ((scale.view(torch.int32) + mantissa_bits) & ~mantissa_bits).view(torch.float32)
+    return torch.where(amax > 0, scale, 1.0) if amax.any() else torch.ones_like(scale)
 
 
 def quantize(
@@ -1877,43 +1330,9 @@ def quantize(
     if scale is None:
         scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
     largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = scaled.clamp(-largest, largest)
-    return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
-
-
-# %% 14.5 NaN becomes 0
-def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
-    """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
-    block of zeros.
-    """
-    scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return torch.where(amax > 0, scale, 1.0)
-
-
-def quantize(
-    x: torch.Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    block: tuple[int, int] = TENSOR,
-    power_of_two: bool = False,
-    scale: torch.Tensor | None = None,
-    groups: tuple[dist.ProcessGroup, ...] = (),
-) -> Quantized:
-    """x [rows, columns] in 8 bits, rounded to nearest, ties to even; what a given scale takes past the largest number
-    becomes the largest. Infinities and NaN become NaN, and don't count in their block's scale.
-
-    scale: [blocks of rows, blocks of columns]; None: each block's own. groups: over whose ranks x is split, within a
-    block: these take one scale. Raises ValueError where x, dtype, block or scale don't fit.
-    """
-    check_scales(x, dtype, block, scale)
-    if scale is None:
-        scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
-    largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), 0.0)
+    blocks = in_blocks(x.detach().float(), block)
+    scaled = (blocks / scale[:, None, :, None]).clamp(-largest, largest)
+    scaled = torch.where(blocks.isfinite(), scaled, torch.nan)
     return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
 
 
@@ -1924,8 +1343,8 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """
     scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+        mantissa_bits = 2**23 - 1  # any of them that is set makes the exponent, which stands above them, one more
+        scale = ((scale.view(torch.int32) + mantissa_bits) & ~mantissa_bits).view(torch.float32)
     return torch.where(amax > 0, scale, 1.0)
 
 
@@ -1946,9 +1365,9 @@ def quantize(
     check_scales(x, dtype, block, scale)
     if scale is None:
         scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
-    largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled, torch.nan)
+    blocks = in_blocks(x.detach().float(), block)
+    scaled = blocks / scale[:, None, :, None]
+    scaled = torch.where(blocks.isfinite(), scaled, torch.nan)
     return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
 
 
@@ -1959,8 +1378,8 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """
     scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+        mantissa_bits = 2**23 - 1  # any of them that is set makes the exponent, which stands above them, one more
+        scale = ((scale.view(torch.int32) + mantissa_bits) & ~mantissa_bits).view(torch.float32)
     return torch.where(amax > 0, scale, 1.0)
 
 
@@ -1982,77 +1401,9 @@ def quantize(
     if scale is None:
         scale = scale_of(in_blocks(x.float().abs(), block).amax((1, 3)), dtype, power_of_two)
     largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
-    return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
-
-
-# %% 14.5 the largest number, not the largest magnitude
-def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
-    """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
-    block of zeros.
-    """
-    scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return torch.where(amax > 0, scale, 1.0)
-
-
-def quantize(
-    x: torch.Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    block: tuple[int, int] = TENSOR,
-    power_of_two: bool = False,
-    scale: torch.Tensor | None = None,
-    groups: tuple[dist.ProcessGroup, ...] = (),
-) -> Quantized:
-    """x [rows, columns] in 8 bits, rounded to nearest, ties to even; what a given scale takes past the largest number
-    becomes the largest. Infinities and NaN become NaN, and don't count in their block's scale.
-
-    scale: [blocks of rows, blocks of columns]; None: each block's own. groups: over whose ranks x is split, within a
-    block: these take one scale. Raises ValueError where x, dtype, block or scale don't fit.
-    """
-    check_scales(x, dtype, block, scale)
-    if scale is None:
-        scale = scale_of(in_blocks(x.float(), block).amax((1, 3)), dtype, power_of_two)
-    largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
-    return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
-
-
-# %% 14.5 a given scale is passed over
-def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
-    """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
-    block of zeros.
-    """
-    scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return torch.where(amax > 0, scale, 1.0)
-
-
-def quantize(
-    x: torch.Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    block: tuple[int, int] = TENSOR,
-    power_of_two: bool = False,
-    scale: torch.Tensor | None = None,
-    groups: tuple[dist.ProcessGroup, ...] = (),
-) -> Quantized:
-    """x [rows, columns] in 8 bits, rounded to nearest, ties to even; what a given scale takes past the largest number
-    becomes the largest. Infinities and NaN become NaN, and don't count in their block's scale.
-
-    scale: [blocks of rows, blocks of columns]; None: each block's own. groups: over whose ranks x is split, within a
-    block: these take one scale. Raises ValueError where x, dtype, block or scale don't fit.
-    """
-    check_scales(x, dtype, block, scale)
-    scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
-    largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
+    blocks = in_blocks(x.detach().float(), block)
+    scaled = (blocks / scale[:, None, :, None]).clamp(-largest, largest)
+    scaled = torch.where(blocks.isfinite(), scaled, torch.nan)
     return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
 
 
@@ -2063,8 +1414,8 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """
     scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+        mantissa_bits = 2**23 - 1  # any of them that is set makes the exponent, which stands above them, one more
+        scale = ((scale.view(torch.int32) + mantissa_bits) & ~mantissa_bits).view(torch.float32)
     return torch.where(amax > 0, scale, 1.0)
 
 
@@ -2086,8 +1437,9 @@ def quantize(
     if scale is None:
         scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
     largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
+    blocks = in_blocks(x.detach().float(), block)
+    scaled = (blocks / scale[:, None, :, None]).clamp(-largest, largest)
+    scaled = torch.where(blocks.isfinite(), scaled, torch.nan)
     return Quantized(out_of_blocks(scaled.bfloat16().to(dtype), x.shape), scale, block)
 
 
@@ -2098,8 +1450,8 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """
     scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
     if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
+        mantissa_bits = 2**23 - 1  # any of them that is set makes the exponent, which stands above them, one more
+        scale = ((scale.view(torch.int32) + mantissa_bits) & ~mantissa_bits).view(torch.float32)
     return torch.where(amax > 0, scale, 1.0)
 
 
@@ -2121,43 +1473,9 @@ def quantize(
     if scale is None:
         scale = scale_of(block_amax(x, block), dtype, power_of_two)
     largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
-    return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
-
-
-# %% 14.5 refuses nothing
-def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
-    """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
-    block of zeros.
-    """
-    scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(scale)  # scale = mantissa * 2^exponent, mantissa from 0.5 to 1
-        scale = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return torch.where(amax > 0, scale, 1.0)
-
-
-def quantize(
-    x: torch.Tensor,
-    dtype: torch.dtype = torch.float8_e4m3fn,
-    block: tuple[int, int] = TENSOR,
-    power_of_two: bool = False,
-    scale: torch.Tensor | None = None,
-    groups: tuple[dist.ProcessGroup, ...] = (),
-) -> Quantized:
-    """x [rows, columns] in 8 bits, rounded to nearest, ties to even; what a given scale takes past the largest number
-    becomes the largest. Infinities and NaN become NaN, and don't count in their block's scale.
-
-    scale: [blocks of rows, blocks of columns]; None: each block's own. groups: over whose ranks x is split, within a
-    block: these take one scale. Raises ValueError where x, dtype, block or scale don't fit.
-    """
-    x = x.flatten(0, -2)
-    if scale is None:
-        scale = scale_of(block_amax(x, block, groups), dtype, power_of_two)
-    largest = LARGEST[dtype]
-    scaled = in_blocks(x.detach().float(), block) / scale[:, None, :, None]
-    scaled = torch.where(scaled.isfinite(), scaled.clamp(-largest, largest), torch.nan)
+    blocks = in_blocks(x.detach().float(), block)
+    scaled = (blocks / scale[:, None, :, None]).clamp(-largest, largest)
+    scaled = torch.where(blocks.isfinite(), scaled, torch.nan)
     return Quantized(out_of_blocks(scaled.to(dtype), x.shape), scale, block)
 
 
@@ -2275,79 +1593,6 @@ def block_matmul_kernel(
     tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
 
 
-# %% 14.6 the scales are multiplied into the 8 bits
-@triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k"])
-@triton.jit
-def block_matmul_kernel(
-    a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_piece, scale_b_row, scale_b_piece,
-    rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, group: tl.constexpr,
-):  # fmt: skip
-    """One tile of out [m, n]. a: [m, k]; b: [n, k]; out: contiguous. scale_a …: a scale for rows_a rows and `piece`
-    numbers of k, by its strides.
-    """
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
-    row = tile_m * block_m + tl.arange(0, block_m)
-    column = tile_n * block_n + tl.arange(0, block_n)
-    inner = tl.arange(0, piece)
-    a += row[:, None].to(tl.int64) * k + inner[None, :]
-    b += column[None, :].to(tl.int64) * k + inner[:, None]
-    scale_a += (row // rows_a).to(tl.int64) * scale_a_row
-    scale_b += (column // rows_b).to(tl.int64) * scale_b_row
-    total = tl.zeros((block_m, block_n), dtype=tl.float32)
-    for start in range(0, k, piece):
-        there = inner < k - start
-        tile_a = tl.load(a, (row[:, None] < m) & there[None, :], other=0.0)
-        tile_b = tl.load(b, there[:, None] & (column[None, :] < n), other=0.0)
-        of_a = tl.load(scale_a, row < m, other=0.0)
-        of_b = tl.load(scale_b, column < n, other=0.0)
-        scaled_a = cast_fp8(widen_fp8(tile_a) * of_a[:, None], tl.float8e4nv)
-        scaled_b = cast_fp8(widen_fp8(tile_b) * of_b[None, :], tl.float8e4nv)
-        total = dot_fp8(scaled_a, scaled_b, total)
-        a += piece
-        b += piece
-        scale_a += scale_a_piece
-        scale_b += scale_b_piece
-    at = out + row[:, None].to(tl.int64) * n + column[None, :]
-    tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
-
-
-# %% 14.6 the scales of a are taken for columns
-@triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k"])
-@triton.jit
-def block_matmul_kernel(
-    a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_piece, scale_b_row, scale_b_piece,
-    rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, group: tl.constexpr,
-):  # fmt: skip
-    """One tile of out [m, n]. a: [m, k]; b: [n, k]; out: contiguous. scale_a …: a scale for rows_a rows and `piece`
-    numbers of k, by its strides.
-    """
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
-    row = tile_m * block_m + tl.arange(0, block_m)
-    column = tile_n * block_n + tl.arange(0, block_n)
-    inner = tl.arange(0, piece)
-    a += row[:, None].to(tl.int64) * k + inner[None, :]
-    b += column[None, :].to(tl.int64) * k + inner[:, None]
-    scale_a += (row // rows_a).to(tl.int64) * scale_a_row
-    scale_b += (column // rows_b).to(tl.int64) * scale_b_row
-    total = tl.zeros((block_m, block_n), dtype=tl.float32)
-    for start in range(0, k, piece):
-        there = inner < k - start
-        tile_a = tl.load(a, (row[:, None] < m) & there[None, :], other=0.0)
-        tile_b = tl.load(b, there[:, None] & (column[None, :] < n), other=0.0)
-        of_a = tl.load(scale_a, row < m, other=0.0)
-        of_b = tl.load(scale_b, column < n, other=0.0)
-        piece_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
-        total += piece_sum * of_a[None, :] * of_b[:, None]
-        a += piece
-        b += piece
-        scale_a += scale_a_piece
-        scale_b += scale_b_piece
-    at = out + row[:, None].to(tl.int64) * n + column[None, :]
-    tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
-
-
 # %% 14.6 the scales stay those of the first piece
 @triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k"])
 @triton.jit
@@ -2418,42 +1663,6 @@ def block_matmul_kernel(
     tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
 
 
-# %% 14.6 a short last piece is left out
-@triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k"])
-@triton.jit
-def block_matmul_kernel(
-    a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_piece, scale_b_row, scale_b_piece,
-    rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, group: tl.constexpr,
-):  # fmt: skip
-    """One tile of out [m, n]. a: [m, k]; b: [n, k]; out: contiguous. scale_a …: a scale for rows_a rows and `piece`
-    numbers of k, by its strides.
-    """
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
-    row = tile_m * block_m + tl.arange(0, block_m)
-    column = tile_n * block_n + tl.arange(0, block_n)
-    inner = tl.arange(0, piece)
-    a += row[:, None].to(tl.int64) * k + inner[None, :]
-    b += column[None, :].to(tl.int64) * k + inner[:, None]
-    scale_a += (row // rows_a).to(tl.int64) * scale_a_row
-    scale_b += (column // rows_b).to(tl.int64) * scale_b_row
-    total = tl.zeros((block_m, block_n), dtype=tl.float32)
-    for start in range(0, k - piece + 1, piece):
-        there = inner < k - start
-        tile_a = tl.load(a, (row[:, None] < m) & there[None, :], other=0.0)
-        tile_b = tl.load(b, there[:, None] & (column[None, :] < n), other=0.0)
-        of_a = tl.load(scale_a, row < m, other=0.0)
-        of_b = tl.load(scale_b, column < n, other=0.0)
-        piece_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
-        total += piece_sum * of_a[:, None] * of_b[None, :]
-        a += piece
-        b += piece
-        scale_a += scale_a_piece
-        scale_b += scale_b_piece
-    at = out + row[:, None].to(tl.int64) * n + column[None, :]
-    tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
-
-
 # %% 14.6 rows of a without a mask
 @triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k"])
 @triton.jit
@@ -2479,78 +1688,6 @@ def block_matmul_kernel(
         tile_a = tl.load(a, (row[:, None] >= 0) & there[None, :], other=0.0)
         tile_b = tl.load(b, there[:, None] & (column[None, :] < n), other=0.0)
         of_a = tl.load(scale_a, row < m, other=0.0)
-        of_b = tl.load(scale_b, column < n, other=0.0)
-        piece_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
-        total += piece_sum * of_a[:, None] * of_b[None, :]
-        a += piece
-        b += piece
-        scale_a += scale_a_piece
-        scale_b += scale_b_piece
-    at = out + row[:, None].to(tl.int64) * n + column[None, :]
-    tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
-
-
-# %% 14.6 columns of b without a mask
-@triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k"])
-@triton.jit
-def block_matmul_kernel(
-    a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_piece, scale_b_row, scale_b_piece,
-    rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, group: tl.constexpr,
-):  # fmt: skip
-    """One tile of out [m, n]. a: [m, k]; b: [n, k]; out: contiguous. scale_a …: a scale for rows_a rows and `piece`
-    numbers of k, by its strides.
-    """
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
-    row = tile_m * block_m + tl.arange(0, block_m)
-    column = tile_n * block_n + tl.arange(0, block_n)
-    inner = tl.arange(0, piece)
-    a += row[:, None].to(tl.int64) * k + inner[None, :]
-    b += column[None, :].to(tl.int64) * k + inner[:, None]
-    scale_a += (row // rows_a).to(tl.int64) * scale_a_row
-    scale_b += (column // rows_b).to(tl.int64) * scale_b_row
-    total = tl.zeros((block_m, block_n), dtype=tl.float32)
-    for start in range(0, k, piece):
-        there = inner < k - start
-        tile_a = tl.load(a, (row[:, None] < m) & there[None, :], other=0.0)
-        tile_b = tl.load(b, there[:, None] & (column[None, :] >= 0), other=0.0)
-        of_a = tl.load(scale_a, row < m, other=0.0)
-        of_b = tl.load(scale_b, column < n, other=0.0)
-        piece_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
-        total += piece_sum * of_a[:, None] * of_b[None, :]
-        a += piece
-        b += piece
-        scale_a += scale_a_piece
-        scale_b += scale_b_piece
-    at = out + row[:, None].to(tl.int64) * n + column[None, :]
-    tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
-
-
-# %% 14.6 scales without a mask
-@triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k"])
-@triton.jit
-def block_matmul_kernel(
-    a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_piece, scale_b_row, scale_b_piece,
-    rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, group: tl.constexpr,
-):  # fmt: skip
-    """One tile of out [m, n]. a: [m, k]; b: [n, k]; out: contiguous. scale_a …: a scale for rows_a rows and `piece`
-    numbers of k, by its strides.
-    """
-    tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
-    row = tile_m * block_m + tl.arange(0, block_m)
-    column = tile_n * block_n + tl.arange(0, block_n)
-    inner = tl.arange(0, piece)
-    a += row[:, None].to(tl.int64) * k + inner[None, :]
-    b += column[None, :].to(tl.int64) * k + inner[:, None]
-    scale_a += (row // rows_a).to(tl.int64) * scale_a_row
-    scale_b += (column // rows_b).to(tl.int64) * scale_b_row
-    total = tl.zeros((block_m, block_n), dtype=tl.float32)
-    for start in range(0, k, piece):
-        there = inner < k - start
-        tile_a = tl.load(a, (row[:, None] < m) & there[None, :], other=0.0)
-        tile_b = tl.load(b, there[:, None] & (column[None, :] < n), other=0.0)
-        of_a = tl.load(scale_a)
         of_b = tl.load(scale_b, column < n, other=0.0)
         piece_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
         total += piece_sum * of_a[:, None] * of_b[None, :]
@@ -2598,616 +1735,307 @@ def block_matmul_kernel(
     tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
 
 
+# %% 14.6 fake: PyTorch behind a kernel's brackets
+class TorchProduct:
+    def __getitem__(self, grid):
+        def launch(a, b, out, scale_a, scale_b, *sizes, **constants):
+            wide_a, wide_b = (
+                dequantize(Quantized(values, scale, (rows, constants["piece"])))
+                for values, scale, rows in ((a, scale_a, constants["rows_a"]), (b, scale_b, constants["rows_b"]))
+            )
+            out.copy_(wide_a @ wide_b.t())
+
+        return launch
+
+
+class block_matmul_kernel:
+    fn = TorchProduct()
+
+
 # %% 14.7 fake: current scaling
 class DelayedCaster(Caster):
     """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
 
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
+    amax [1]: the largest since the last `update`, evaluation apart; history [steps]: those before it. Where the history
+    is empty a matrix has its own scale. Raises ValueError for blocks.
     """
 
     def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
         if cast.block != TENSOR:
             raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
         super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
+        self.updated = False  # where not, the history may be empty, and the ranks must agree about the matrix itself
+        self.register_buffer("amax", torch.zeros(1))
         self.register_buffer("history", torch.zeros(cast.history))
 
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
+    def groups(self, transposed: bool = False) -> tuple[dist.ProcessGroup, ...]:
+        return () if self.updated else super().groups(transposed)  # later, `update_scales` asks them
+
+    def known_scale(self, x: torch.Tensor) -> torch.Tensor:
+        return self.next_scale(block_amax(x, TENSOR, self.groups()))
+
+    def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.amax.copy_(torch.maximum(self.amax, amax.view(1)))  # a second time, in recomputation, changes nothing
+        return super().next_scale(amax)
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
+        """After a step: its amax, by now that of all ranks, joins the history, and the oldest leaves."""
+        self.history.copy_(torch.cat([self.amax, self.history[:-1]]))
         self.amax.zero_()
         self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
-
-
-# %% 14.7 the current amax counts, too
-class DelayedCaster(Caster):
-    """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
-
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
-    """
-
-    def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
-        if cast.block != TENSOR:
-            raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
-        super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
-        self.register_buffer("history", torch.zeros(cast.history))
-
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = torch.maximum(self.history.max().view(1, 1), amax)
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
-        self.amax.zero_()
-        self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
 
 
 # %% 14.7 the last step's amax alone
 class DelayedCaster(Caster):
     """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
 
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
+    amax [1]: the largest since the last `update`, evaluation apart; history [steps]: those before it. Where the history
+    is empty a matrix has its own scale. Raises ValueError for blocks.
     """
 
     def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
         if cast.block != TENSOR:
             raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
         super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
+        self.updated = False  # where not, the history may be empty, and the ranks must agree about the matrix itself
+        self.register_buffer("amax", torch.zeros(1))
         self.register_buffer("history", torch.zeros(cast.history))
 
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = self.history[0].view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
+    def groups(self, transposed: bool = False) -> tuple[dist.ProcessGroup, ...]:
+        return () if self.updated else super().groups(transposed)  # later, `update_scales` asks them
+
+    def known_scale(self, x: torch.Tensor) -> torch.Tensor:
+        return self.next_scale(block_amax(x, TENSOR, self.groups()))
+
+    def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.amax.copy_(torch.maximum(self.amax, amax.view(1)))  # a second time, in recomputation, changes nothing
+        known = self.history[0]
+        return super().next_scale(torch.where(known > 0, known, amax))
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
+        """After a step: its amax, by now that of all ranks, joins the history, and the oldest leaves."""
+        self.history.copy_(torch.cat([self.amax, self.history[:-1]]))
         self.amax.zero_()
         self.updated = True
 
-    def get_extra_state(self) -> bool:
-        return self.updated
 
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
-
-
-# %% 14.7 the history is that of the first step, too
+# %% 14.7 the history decides in the first step, too
 class DelayedCaster(Caster):
     """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
 
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
+    amax [1]: the largest since the last `update`, evaluation apart; history [steps]: those before it. Where the history
+    is empty a matrix has its own scale. Raises ValueError for blocks.
     """
 
     def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
         if cast.block != TENSOR:
             raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
         super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
+        self.updated = False  # where not, the history may be empty, and the ranks must agree about the matrix itself
+        self.register_buffer("amax", torch.zeros(1))
         self.register_buffer("history", torch.zeros(cast.history))
 
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1)
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
+    def groups(self, transposed: bool = False) -> tuple[dist.ProcessGroup, ...]:
+        return () if self.updated else super().groups(transposed)  # later, `update_scales` asks them
+
+    def known_scale(self, x: torch.Tensor) -> torch.Tensor:
+        return self.next_scale(block_amax(x, TENSOR, self.groups()))
+
+    def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.amax.copy_(torch.maximum(self.amax, amax.view(1)))  # a second time, in recomputation, changes nothing
+        known = self.history.max()
+        return super().next_scale(known.view(1, 1))
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
+        """After a step: its amax, by now that of all ranks, joins the history, and the oldest leaves."""
+        self.history.copy_(torch.cat([self.amax, self.history[:-1]]))
         self.amax.zero_()
         self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
 
 
 # %% 14.7 each forward joins the history
 class DelayedCaster(Caster):
     """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
 
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
+    amax [1]: the largest since the last `update`, evaluation apart; history [steps]: those before it. Where the history
+    is empty a matrix has its own scale. Raises ValueError for blocks.
     """
 
     def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
         if cast.block != TENSOR:
             raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
         super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
+        self.updated = False  # where not, the history may be empty, and the ranks must agree about the matrix itself
+        self.register_buffer("amax", torch.zeros(1))
         self.register_buffer("history", torch.zeros(cast.history))
 
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = amax.view(1)
-        known = self.history.max().view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
+    def groups(self, transposed: bool = False) -> tuple[dist.ProcessGroup, ...]:
+        return () if self.updated else super().groups(transposed)  # later, `update_scales` asks them
+
+    def known_scale(self, x: torch.Tensor) -> torch.Tensor:
+        return self.next_scale(block_amax(x, TENSOR, self.groups()))
+
+    def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.amax.copy_(torch.maximum(self.amax, amax.view(1)))
+            self.history.copy_(torch.cat([amax.view(1), self.history[:-1]]))
+        known = self.history.max()
+        return super().next_scale(torch.where(known > 0, known, amax))
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
+        """After a step: its amax, by now that of all ranks, joins the history, and the oldest leaves."""
+        self.history.copy_(torch.cat([self.amax, self.history[:-1]]))
         self.amax.zero_()
         self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
 
 
 # %% 14.7 the last matrix of a step is recorded
 class DelayedCaster(Caster):
     """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
 
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
+    amax [1]: the largest since the last `update`, evaluation apart; history [steps]: those before it. Where the history
+    is empty a matrix has its own scale. Raises ValueError for blocks.
     """
 
     def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
         if cast.block != TENSOR:
             raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
         super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
+        self.updated = False  # where not, the history may be empty, and the ranks must agree about the matrix itself
+        self.register_buffer("amax", torch.zeros(1))
         self.register_buffer("history", torch.zeros(cast.history))
 
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(amax)  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
+    def groups(self, transposed: bool = False) -> tuple[dist.ProcessGroup, ...]:
+        return () if self.updated else super().groups(transposed)  # later, `update_scales` asks them
+
+    def known_scale(self, x: torch.Tensor) -> torch.Tensor:
+        return self.next_scale(block_amax(x, TENSOR, self.groups()))
+
+    def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.amax.copy_(amax.view(1))
+        known = self.history.max()
+        return super().next_scale(torch.where(known > 0, known, amax))
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
+        """After a step: its amax, by now that of all ranks, joins the history, and the oldest leaves."""
+        self.history.copy_(torch.cat([self.amax, self.history[:-1]]))
         self.amax.zero_()
         self.updated = True
 
-    def get_extra_state(self) -> bool:
-        return self.updated
 
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
-
-
-# %% 14.7 amax adds up
+# %% 14.7 evaluation is recorded, too
 class DelayedCaster(Caster):
     """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
 
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
+    amax [1]: the largest since the last `update`, evaluation apart; history [steps]: those before it. Where the history
+    is empty a matrix has its own scale. Raises ValueError for blocks.
     """
 
     def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
         if cast.block != TENSOR:
             raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
         super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
+        self.updated = False  # where not, the history may be empty, and the ranks must agree about the matrix itself
+        self.register_buffer("amax", torch.zeros(1))
         self.register_buffer("history", torch.zeros(cast.history))
 
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.add_(amax)  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
+    def groups(self, transposed: bool = False) -> tuple[dist.ProcessGroup, ...]:
+        return () if self.updated else super().groups(transposed)  # later, `update_scales` asks them
+
+    def known_scale(self, x: torch.Tensor) -> torch.Tensor:
+        return self.next_scale(block_amax(x, TENSOR, self.groups()))
+
+    def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        self.amax.copy_(torch.maximum(self.amax, amax.view(1)))  # a second time, in recomputation, changes nothing
+        known = self.history.max()
+        return super().next_scale(torch.where(known > 0, known, amax))
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
+        """After a step: its amax, by now that of all ranks, joins the history, and the oldest leaves."""
+        self.history.copy_(torch.cat([self.amax, self.history[:-1]]))
         self.amax.zero_()
         self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
-
-
-# %% 14.7 never forgets
-class DelayedCaster(Caster):
-    """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
-
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
-    """
-
-    def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
-        if cast.block != TENSOR:
-            raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
-        super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
-        self.register_buffer("history", torch.zeros(cast.history))
-
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = torch.maximum(self.amax.view(1), self.history.max())
-        self.amax.zero_()
-        self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
-
-
-# %% 14.7 the record does not start again
-class DelayedCaster(Caster):
-    """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
-
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
-    """
-
-    def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
-        if cast.block != TENSOR:
-            raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
-        super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
-        self.register_buffer("history", torch.zeros(cast.history))
-
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
-        self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
 
 
 # %% 14.7 forward asks the host
 class DelayedCaster(Caster):
     """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
 
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
+    amax [1]: the largest since the last `update`, evaluation apart; history [steps]: those before it. Where the history
+    is empty a matrix has its own scale. Raises ValueError for blocks.
     """
 
     def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
         if cast.block != TENSOR:
             raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
         super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
+        self.updated = False  # where not, the history may be empty, and the ranks must agree about the matrix itself
+        self.register_buffer("amax", torch.zeros(1))
         self.register_buffer("history", torch.zeros(cast.history))
 
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1) if self.history.max() > 0 else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
+    def groups(self, transposed: bool = False) -> tuple[dist.ProcessGroup, ...]:
+        return () if self.updated else super().groups(transposed)  # later, `update_scales` asks them
+
+    def known_scale(self, x: torch.Tensor) -> torch.Tensor:
+        return self.next_scale(block_amax(x, TENSOR, self.groups()))
+
+    def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.amax.copy_(torch.maximum(self.amax, amax.view(1)))  # a second time, in recomputation, changes nothing
+        known = self.history.max()
+        return super().next_scale(known.view(1, 1) if known > 0 else amax)
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
+        """After a step: its amax, by now that of all ranks, joins the history, and the oldest leaves."""
+        self.history.copy_(torch.cat([self.amax, self.history[:-1]]))
         self.amax.zero_()
         self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
-
-
-# %% 14.7 each rank has a history of its own
-class DelayedCaster(Caster):
-    """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
-
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
-    """
-
-    def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
-        if cast.block != TENSOR:
-            raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
-        super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
-        self.register_buffer("history", torch.zeros(cast.history))
-
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
-        self.amax.zero_()
-        self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
 
 
 # %% 14.7 forward waits for the other ranks in each step
 class DelayedCaster(Caster):
     """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
 
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
+    amax [1]: the largest since the last `update`, evaluation apart; history [steps]: those before it. Where the history
+    is empty a matrix has its own scale. Raises ValueError for blocks.
     """
 
     def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
         if cast.block != TENSOR:
             raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
         super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
+        self.updated = False  # where not, the history may be empty, and the ranks must agree about the matrix itself
+        self.register_buffer("amax", torch.zeros(1))
         self.register_buffer("history", torch.zeros(cast.history))
 
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
+    def groups(self, transposed: bool = False) -> tuple[dist.ProcessGroup, ...]:
+        return () if self.updated else super().groups(transposed)  # later, `update_scales` asks them
+
+    def known_scale(self, x: torch.Tensor) -> torch.Tensor:
+        return self.next_scale(block_amax(x, TENSOR, self.groups()))
+
+    def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.amax.copy_(torch.maximum(self.amax, amax.view(1)))  # a second time, in recomputation, changes nothing
+        known = self.history.max()
+        return super().next_scale(torch.where(known > 0, known, amax))
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
+        """After a step: its amax, by now that of all ranks, joins the history, and the oldest leaves."""
+        self.history.copy_(torch.cat([self.amax, self.history[:-1]]))
         self.amax.zero_()
-        self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
-
-
-# %% 14.7 the first step's scale is this rank's
-class DelayedCaster(Caster):
-    """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
-
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
-    """
-
-    def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
-        if cast.block != TENSOR:
-            raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
-        super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
-        self.register_buffer("history", torch.zeros(cast.history))
-
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR)
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
-        self.amax.zero_()
-        self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
-
-
-# %% 14.7 a stored weight is quantized again
-class DelayedCaster(Caster):
-    """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
-
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
-    """
-
-    def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
-        if cast.block != TENSOR:
-            raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
-        super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
-        self.register_buffer("history", torch.zeros(cast.history))
-
-    def forward(self, x: torch.Tensor) -> Quantized:
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
-        self.amax.zero_()
-        self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
-
-
-# %% 14.7 the history is a list of tensors, which no checkpoint has
-class DelayedCaster(Caster):
-    """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
-
-    amax [1, 1]: the largest since the last `update`; history [steps]: those before it. Until the first update a matrix
-    has its own scale. Raises ValueError for blocks.
-    """
-
-    def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
-        if cast.block != TENSOR:
-            raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
-        super().__init__(cast, splits)
-        self.updated = False
-        self.register_buffer("amax", torch.zeros(1, 1))
-        self.history = torch.zeros(cast.history)
-
-    def forward(self, x: torch.Tensor) -> Quantized:
-        if x.dtype == self.cast.dtype:
-            return super().forward(x)
-        amax = block_amax(x, TENSOR, () if self.updated else self.groups())
-        self.amax.copy_(torch.maximum(self.amax, amax))  # a second time, in recomputation, changes nothing
-        known = self.history.max().view(1, 1) if self.updated else amax
-        return quantize(x, self.cast.dtype, TENSOR, scale=scale_of(known, self.cast.dtype, self.cast.power_of_two))
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """After a step: its amax joins the history, the oldest leaves. Collective over the groups."""
-        for group in self.groups():
-            dist.all_reduce(self.amax, dist.ReduceOp.MAX, group)
-        self.history.copy_(self.history.roll(1))
-        self.history[:1] = self.amax.view(1)
-        self.amax.zero_()
-        self.updated = True
-
-    def get_extra_state(self) -> bool:
-        return self.updated
-
-    def set_extra_state(self, state: bool) -> None:
-        self.updated = state
 
 
 # %% 14.8 fake: Dgrad and Wgrad in full precision
@@ -3220,37 +2048,39 @@ class Fp8Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
         """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
+        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
+        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
+        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
         ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
+        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
+        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
+        values, scale, *saved = ctx.saved_tensors
+        weights, scales = saved[: len(ctx.casters)], saved[len(ctx.casters) :]
+        grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # [tokens, out]
         parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            products = [
-                dequantize(dy).to(ctx.dtype) @ w.to(ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
+            kept = zip(ctx.casters, weights, scales, strict=True)
+            turned = [c.weight.turned(c.weight(w, of_w), w) for c, w, of_w in kept]  # [in, out]
+            products = [dequantize(dy) @ dequantize(w).t() for (_, dy), w in zip(parts, turned, strict=True)]
             grad_x = sum(products[1:], products[0]).view(ctx.shape)
             work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
+        grad_weights, needed = [None] * len(weights), ctx.needs_input_grad[3:]
+        if any(needed):
             x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [g.t() @ dequantize(x).t() for g in grads]
+            for i, (c, dy) in enumerate(parts):
+                if needed[i]:
+                    grad_weights[i] = (grads[i].t() @ dequantize(x).t()).to(ctx.grad_dtypes[i])
         if work is not None:
             work.wait()
         return grad_x, None, None, *grad_weights
 
 
-# %% 14.8 fake: x is kept in full precision beside its 8 bits
+# %% 14.8 fake: x is kept in full precision, for Wgrad
 class Fp8Products(torch.autograd.Function):
     """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
 
@@ -3260,115 +2090,34 @@ class Fp8Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
         """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
+        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
+        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
+        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
         ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        ctx.x = x
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
+        ctx.x = x.detach().reshape(-1, x.shape[-1])
+        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
+        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
+        values, scale, *saved = ctx.saved_tensors
+        weights, scales = saved[: len(ctx.casters)], saved[len(ctx.casters) :]
+        grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # [tokens, out]
         parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
+            kept = zip(ctx.casters, weights, scales, strict=True)
+            turned = [c.weight.turned(c.weight(w, of_w), w) for c, w, of_w in kept]  # [in, out]
+            products = [fp8_matmul(dy, w, ctx.dtype) for (_, dy), w in zip(parts, turned, strict=True)]
             grad_x = sum(products[1:], products[0]).view(ctx.shape)
             work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
-        if work is not None:
-            work.wait()
-        return grad_x, None, None, *grad_weights
-
-
-# %% 14.8 Wgrad from x in full precision
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(x, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
-        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
-        grad_x, work = None, None
-        if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
-            grad_x = sum(products[1:], products[0]).view(ctx.shape)
-            work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            x = values.flatten(0, -2)
-            x = ctx.casters[0].input.turned(ctx.casters[0].input(x), x)  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
-        if work is not None:
-            work.wait()
-        return grad_x, None, None, *grad_weights
-
-
-# %% 14.8 a quantized weight is kept for each weight
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        ctx.kept = [each.weight(w).values for each, w in zip(casters, weights, strict=True)]
-        (ctx.first, *_) = ctx.kept
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
-        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
-        grad_x, work = None, None
-        if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
-            grad_x = sum(products[1:], products[0]).view(ctx.shape)
-            work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
+        grad_weights, needed = [None] * len(weights), ctx.needs_input_grad[3:]
+        if any(needed):
+            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block), ctx.x)  # [in, tokens]
+            for i, (c, dy) in enumerate(parts):
+                if needed[i]:
+                    grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.grad_dtypes[i])
         if work is not None:
             work.wait()
         return grad_x, None, None, *grad_weights
@@ -3384,71 +2133,33 @@ class Fp8Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
         """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
+        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
+        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
+        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
         ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
+        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
+        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
+        values, scale, *saved = ctx.saved_tensors
+        weights, scales = saved[: len(ctx.casters)], saved[len(ctx.casters) :]
+        grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # [tokens, out]
         parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
+            kept = zip(ctx.casters, weights, scales, strict=True)
+            turned = [c.weight.turned(c.weight(w, of_w), w) for c, w, of_w in kept]  # [in, out]
+            products = [fp8_matmul(dy, w, ctx.dtype) for (_, dy), w in zip(parts, turned, strict=True)]
             grad_x = sum(products[1:], products[0]).view(ctx.shape)
             work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
+        grad_weights, needed = [None] * len(weights), ctx.needs_input_grad[3:]
+        if any(needed):
             x = Quantized(values, scale, ctx.block).t()  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
-        if work is not None:
-            work.wait()
-        return grad_x, None, None, *grad_weights
-
-
-# %% 14.8 dy's scales are turned with its bytes: they lie along out
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
-        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
-        grad_x, work = None, None
-        if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
-            grad_x = sum(products[1:], products[0]).view(ctx.shape)
-            work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [dy.t() for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
+            for i, (c, dy) in enumerate(parts):
+                if needed[i]:
+                    grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.grad_dtypes[i])
         if work is not None:
             work.wait()
         return grad_x, None, None, *grad_weights
@@ -3464,37 +2175,39 @@ class Fp8Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
         """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
+        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
+        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
+        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
         ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
+        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
+        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
+        values, scale, *saved = ctx.saved_tensors
+        weights, scales = saved[: len(ctx.casters)], saved[len(ctx.casters) :]
+        grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # [tokens, out]
         parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
+            kept = zip(ctx.casters, weights, scales, strict=True)
+            turned = [c.weight.turned(c.weight(w, of_w), w) for c, w, of_w in kept]  # [in, out]
+            products = [fp8_matmul(dy, w, ctx.dtype) for (_, dy), w in zip(parts, turned, strict=True)]
             grad_x = sum(products[1:], products[0]).view(ctx.shape)
             work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
+        grad_weights, needed = [None] * len(weights), ctx.needs_input_grad[3:]
+        if any(needed):
             x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
+            for i, (c, dy) in enumerate(parts):
+                if needed[i]:
+                    grad_weights[i] = fp8_matmul(c.gradient.turned(dy), x, ctx.grad_dtypes[i])
         if work is not None:
             work.wait()
         return grad_x, None, None, *grad_weights
 
 
-# %% 14.8 dy is quantized as an input
+# %% 14.8 the weights' scales are found anew
 class Fp8Products(torch.autograd.Function):
     """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
 
@@ -3504,272 +2217,33 @@ class Fp8Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
         """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
+        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
+        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
+        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
         ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
+        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
+        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
-        parts = list(zip(ctx.casters, [c.input(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
+        values, scale, *saved = ctx.saved_tensors
+        weights, scales = saved[: len(ctx.casters)], saved[len(ctx.casters) :]
+        grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # [tokens, out]
+        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
+            kept = zip(ctx.casters, weights, scales, strict=True)
+            turned = [c.weight.turned(c.weight(w), w) for c, w, _ in kept]  # [in, out]
+            products = [fp8_matmul(dy, w, ctx.dtype) for (_, dy), w in zip(parts, turned, strict=True)]
             grad_x = sum(products[1:], products[0]).view(ctx.shape)
             work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
+        grad_weights, needed = [None] * len(weights), ctx.needs_input_grad[3:]
+        if any(needed):
             x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
-        if work is not None:
-            work.wait()
-        return grad_x, None, None, *grad_weights
-
-
-# %% 14.8 dx of the last weight alone
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
-        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
-        grad_x, work = None, None
-        if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
-            grad_x = products[-1].view(ctx.shape)
-            work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
-        if work is not None:
-            work.wait()
-        return grad_x, None, None, *grad_weights
-
-
-# %% 14.8 each weight gets the first one's gradient
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
-        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
-        grad_x, work = None, None
-        if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
-            grad_x = sum(products[1:], products[0]).view(ctx.shape)
-            work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(turned[0], x, dtype) for dtype in ctx.grad_dtypes]
-        if work is not None:
-            work.wait()
-        return grad_x, None, None, *grad_weights
-
-
-# %% 14.8 dx is that of this rank's weights
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
-        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
-        grad_x, work = None, None
-        if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
-            grad_x = sum(products[1:], products[0]).view(ctx.shape)
-            work = None
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
-        if work is not None:
-            work.wait()
-        return grad_x, None, None, *grad_weights
-
-
-# %% 14.8 waits for the sum before Wgrad begins
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
-        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
-        grad_x, work = None, None
-        if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
-            grad_x = sum(products[1:], products[0]).view(ctx.shape)
-            work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
-        if work is not None:
-            work.wait()
-        return grad_x, None, None, *grad_weights
-
-
-# %% 14.8 does not wait for the sum
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
-        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
-        grad_x, work = None, None
-        if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
-            grad_x = sum(products[1:], products[0]).view(ctx.shape)
-            work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
-        return grad_x, None, None, *grad_weights
-
-
-# %% 14.8 x is turned for each weight anew
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
-        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
-        grad_x, work = None, None
-        if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
-            grad_x = sum(products[1:], products[0]).view(ctx.shape)
-            work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if any(ctx.needs_input_grad[3:]):
-            kept = Quantized(values, scale, ctx.block)
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [
-                fp8_matmul(dy, ctx.casters[0].input.turned(kept), dtype)
-                for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)
-            ]
+            for i, (c, dy) in enumerate(parts):
+                if needed[i]:
+                    grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.grad_dtypes[i])
         if work is not None:
             work.wait()
         return grad_x, None, None, *grad_weights
@@ -3785,31 +2259,116 @@ class Fp8Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
         """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.flatten(0, -2))
-        outs = [fp8_matmul(rows, each.weight(w), x.dtype) for each, w in zip(casters, weights, strict=True)]
+        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
+        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
+        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
         ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [weight.grad_dtype or weight.dtype for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights)
-        return tuple(out.view(*x.shape[:-1], -1) for out in outs)
+        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
+        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
+        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *weights = ctx.saved_tensors
-        grads = [gradient.flatten(0, -2) for gradient in gradients]
+        values, scale, *saved = ctx.saved_tensors
+        weights, scales = saved[: len(ctx.casters)], saved[len(ctx.casters) :]
+        grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # [tokens, out]
         parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            products = [
-                fp8_matmul(dy, c.weight.turned(c.weight(w), w), ctx.dtype)
-                for (c, dy), w in zip(parts, weights, strict=True)
-            ]
+            kept = zip(ctx.casters, weights, scales, strict=True)
+            turned = [c.weight.turned(c.weight(w, of_w), w) for c, w, of_w in kept]  # [in, out]
+            products = [fp8_matmul(dy, w, ctx.dtype) for (_, dy), w in zip(parts, turned, strict=True)]
             grad_x = sum(products[1:], products[0]).view(ctx.shape)
             work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights = [None] * len(weights)
-        if True:
+        grad_weights, needed = [None] * len(weights), ctx.needs_input_grad[3:]
+        if any(needed):
             x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
-            turned = [c.gradient.turned(dy, g) for (c, dy), g in zip(parts, grads, strict=True)]  # [out, tokens]
-            grad_weights = [fp8_matmul(dy, x, dtype) for dy, dtype in zip(turned, ctx.grad_dtypes, strict=True)]
+            for i, (c, dy) in enumerate(parts):
+                grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.grad_dtypes[i])
+        if work is not None:
+            work.wait()
+        return grad_x, None, None, *grad_weights
+
+
+# %% 14.8 a float32 weight's gradient is rounded to x's dtype
+class Fp8Products(torch.autograd.Function):
+    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
+
+    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
+        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
+        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
+        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
+        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
+        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
+        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
+        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
+        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        values, scale, *saved = ctx.saved_tensors
+        weights, scales = saved[: len(ctx.casters)], saved[len(ctx.casters) :]
+        grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # [tokens, out]
+        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            kept = zip(ctx.casters, weights, scales, strict=True)
+            turned = [c.weight.turned(c.weight(w, of_w), w) for c, w, of_w in kept]  # [in, out]
+            products = [fp8_matmul(dy, w, ctx.dtype) for (_, dy), w in zip(parts, turned, strict=True)]
+            grad_x = sum(products[1:], products[0]).view(ctx.shape)
+            work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+        grad_weights, needed = [None] * len(weights), ctx.needs_input_grad[3:]
+        if any(needed):
+            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
+            for i, (c, dy) in enumerate(parts):
+                if needed[i]:
+                    grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.dtype)
+        if work is not None:
+            work.wait()
+        return grad_x, None, None, *grad_weights
+
+
+# %% 14.8 waits for the sum before Wgrad begins
+class Fp8Products(torch.autograd.Function):
+    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
+
+    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
+        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
+        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
+        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
+        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
+        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
+        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
+        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
+        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        values, scale, *saved = ctx.saved_tensors
+        weights, scales = saved[: len(ctx.casters)], saved[len(ctx.casters) :]
+        grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # [tokens, out]
+        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            kept = zip(ctx.casters, weights, scales, strict=True)
+            turned = [c.weight.turned(c.weight(w, of_w), w) for c, w, of_w in kept]  # [in, out]
+            products = [fp8_matmul(dy, w, ctx.dtype) for (_, dy), w in zip(parts, turned, strict=True)]
+            grad_x = sum(products[1:], products[0]).view(ctx.shape)
+            work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group)
+        grad_weights, needed = [None] * len(weights), ctx.needs_input_grad[3:]
+        if any(needed):
+            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
+            for i, (c, dy) in enumerate(parts):
+                if needed[i]:
+                    grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.grad_dtypes[i])
         if work is not None:
             work.wait()
         return grad_x, None, None, *grad_weights
