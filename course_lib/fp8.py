@@ -77,7 +77,8 @@ def apply_fp8(model: nn.Module, recipe: Recipe, batch_group: dist.ProcessGroup |
     changes nothing. Routers and experts (notebook 08) stay as they are.
 
     batch_group: the ranks that share the batch, where their scales are to be those of the whole batch. Call
-    `update_scales(model)` after each optimizer step where the recipe has delayed scaling.
+    `update_scales(model)` after each optimizer step where the recipe has delayed scaling. A split model is that of one
+    process where each rank's part is a whole number of blocks; a block that lies on two ranks is cut there.
 
     Raises ValueError, and changes nothing, for layers that are FP8 already, or sequence-parallel, or in chunks.
     """
@@ -170,7 +171,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
         with torch.device("meta"):
             model = apply_tensor_parallel(Transformer(config), tp)
         materialize(model, lambda name, tensor: init_parameter(name, tensor, config, seed))
-        apply_fp8(model, PROGRAMS[chosen.recipe], dp)
+        recipe = PROGRAMS[chosen.recipe]
+        delayed = recipe.casts is not None and any(cast.history for cast in recipe.casts)
+        apply_fp8(model, recipe, dp if delayed else None)  # a current scale would wait for all ranks, each time
         return fully_shard(model, dp, dtype, encode=Fp8Gather() if chosen.gather == "fp8" else None)
 
     def step(sharded, optimizer, inputs, targets, _dtype=None, max_norm=1.0):

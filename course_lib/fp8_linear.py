@@ -182,13 +182,8 @@ class LayerCasters(nn.Module):
 
 
 def gradient_dtype(weight: torch.Tensor) -> torch.dtype:
-    """The dtype of a weight's gradient: the weight's, or what the parameter's `grad_dtype` says. Raises ValueError for
-    8 bits: a gradient has no scale there.
-    """
-    dtype = (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
-    if dtype.itemsize == 1 and weight.requires_grad:
-        raise ValueError(f"a gradient of {dtype} has no scale: set weight.grad_dtype to 16 or 32 bits")
-    return dtype
+    """The dtype of a weight's gradient: the weight's, or what the parameter's `grad_dtype` says."""
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 # %% ../notebooks/14_fp8.ipynb #ex-14-8
 class Fp8Products(torch.autograd.Function):

@@ -150,7 +150,8 @@ class LossScaler(nn.Module):
         skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
         due, grown = good_steps == self.interval, (factor * self.growth).float()
         kept = torch.where(due & grown.isfinite(), grown, self.factor)
-        self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
+        shrunk = (factor * self.backoff).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
+        self.factor.copy_(torch.where(skipped, shrunk, kept))
         self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
         self.found_inf.zero_()
 

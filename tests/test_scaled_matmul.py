@@ -10,7 +10,7 @@ import torch
 from course_lib import scaled_matmul
 from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
 from course_lib.scaled_matmul import (
-    cut,
+    cut_towards_zero,
     emulated_matmul,
     fp8_matmul,
     has_scaled_mm,
@@ -202,7 +202,7 @@ def test_an_example_by_hand():
 
 def test_cut():
     values = torch.tensor([7.9, -7.9, 2.0, 1.9, 0.0], dtype=torch.float64)
-    assert cut(values, torch.tensor(2.0)).tolist() == [6, -6, 2, 0, 0]
+    assert cut_towards_zero(values, torch.tensor(2.0)).tolist() == [6, -6, 2, 0, 0]
 
 
 def squares(k: int, rows: int = 24) -> tuple[Quantized, Quantized, torch.Tensor]:
