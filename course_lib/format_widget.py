@@ -120,7 +120,7 @@ def bits_figure(value: float):
     from matplotlib.patches import Patch
 
     number = float(value)
-    figure = Figure(figsize=(11.5, 0.36 * len(FORMATS) + 1.1), dpi=100, layout="constrained")
+    figure = Figure(figsize=(11.5, 0.36 * len(FORMATS) + 1.1), dpi=72, layout="constrained")
     axes = figure.add_subplot()
     columns = {"stored": 40.5, "error": 45.5, "relative error": 52, "": 53}  # where they end; the last one begins there
     for name, place in columns.items():
@@ -147,7 +147,7 @@ def range_figure():
     """A matplotlib Figure: each format's numbers on a log axis, subnormal and normal, with their ends in numbers."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11.5, 3.4), dpi=100, layout="constrained")
+    figure = Figure(figsize=(11.5, 3.4), dpi=72, layout="constrained")
     axes, table = figure.subplots(1, 2, width_ratios=(6, 5), sharey=True)
     headings = ("smallest\nsubnormal", "smallest\nnormal", "largest", "epsilon")
     for column, heading in enumerate(headings):
@@ -182,7 +182,7 @@ def rounding_figure(points: int = 10_000):
     if points < 100:
         raise ValueError(f"points={points}: the stairs of [1, 2] need 100 or more")
     x = torch.linspace(1, 2, points, dtype=torch.float64)
-    figure = Figure(figsize=(11.5, 5.4), dpi=100, layout="constrained")
+    figure = Figure(figsize=(11.5, 5.4), dpi=72, layout="constrained")
     panels = figure.subplots(2, 4).flatten()
     largest_errors = {}
     for axes, fmt in zip(panels, FORMATS.values(), strict=False):
