@@ -64,7 +64,7 @@ def block_places(
     first = first & (none + piece_column == 0) if ACROSS == MATRIX else first
     return down * step_row + across * step_column, there, first
 
-
+# %% ../notebooks/14_fp8.ipynb #round-piece
 @triton.jit
 def scale_of_amax(amax, largest, POWER_OF_TWO: tl.constexpr):
     """As `scale_of`. The next power of two by a float32's bits: any mantissa but 0 carries into the exponent."""
