@@ -28,7 +28,7 @@ from tiny_course import ROOT, code
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ANSWERS = ROOT / "tests" / "wrong_answers"
 HEADING = re.compile(r"^# %% (\d\d\.\d+) (\S.*)$")
-CELL_LIMIT_S, CHECK_LIMIT_S = 100, 10
+CELL_LIMIT_S, CHECK_LIMIT_S, TRIES = 100, 10, 3
 
 # Runs in the kernel: what the last cell raised, as the fields of Failure. `check` raises an AssertionError of its own
 # kind for every error; where the one behind it is no assertion, the answer crashed and the check only reported it. A
@@ -165,11 +165,14 @@ def answer_faults(what: str, failure: Failure | None) -> list[str]:
 
 
 def timed_check(kernel: Kernel, check: str, what: str) -> tuple[Failure | None, list[str]]:
-    """Run a check; its failure, and a fault where it took too long."""
-    start = time.perf_counter()
-    failure = kernel.run(check)
-    seconds = time.perf_counter() - start
-    return failure, [f"its check took {seconds:.0f} s on {what}; {CHECK_LIMIT_S} s at most"] * (seconds > CHECK_LIMIT_S)
+    """Run a check; its failure, and a fault where it took too long every time: once may be the machine's doing."""
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        failure = kernel.run(check)
+        seconds = time.perf_counter() - start
+        if seconds <= CHECK_LIMIT_S:
+            return failure, []
+    return failure, [f"its check took {seconds:.0f} s on {what}; {CHECK_LIMIT_S} s at most"]
 
 
 def check_faults(kernel: Kernel, solved: str, blank: str, answers: list[tuple[str, str]], check: str) -> list[str]:
