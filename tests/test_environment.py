@@ -77,6 +77,12 @@ def test_everything_that_they_ask_for_is_pinned():
     assert not open_ones
 
 
+def test_every_pin_takes_the_first_release_of_every_python():
+    for name in all_needed() & set(PINS):
+        takes = SpecifierSet(distribution(name).metadata["Requires-Python"] or "")
+        assert all(f"{python}.0" in takes for python in PYTHONS if not PINS[name].marker), f"{name} wants {takes}"
+
+
 def test_pins_name_no_machine():
     for pin in PINS.values():
         assert pin.url is None and re.fullmatch(r"==[\w.]+", str(pin.specifier)), pin
