@@ -600,7 +600,7 @@ def test_signals(running):
     start = time.monotonic()
     victim.kill()
     status, _, err = killed_rank.end()
-    assert time.monotonic() - start < 30 and status == 1
+    assert time.monotonic() - start < 10 and status == 1
     assert err.startswith(f"launch: rank 1: process {victim.pid} was killed by signal 9 (SIGKILL)")
     assert err.count("\n") == 1
     assert all_gone(ranks[killed_rank], within_s=1), "a killed rank's child too"

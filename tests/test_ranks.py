@@ -10,6 +10,7 @@ import logging
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -132,7 +133,7 @@ def test_a_call_takes_less_than_100_ms(ranks):
         ranks(total)
         return time.perf_counter() - start
 
-    assert min(seconds() for _ in range(15)) < 0.1  # the others may have waited for the machine
+    assert statistics.median(seconds() for _ in range(15)) < 0.1
 
 
 def groups(new: bool = False) -> int:
@@ -447,7 +448,7 @@ def test_a_hang_ends_in_every_ranks_line_and_the_next_call_works(function, expec
     start = time.monotonic()
     with pytest.raises(TimeoutError) as caught:
         ranks(function)
-    assert 3 <= time.monotonic() - start < 30
+    assert 3 <= time.monotonic() - start < 13
     first, *places = str(caught.value).splitlines()
     assert first == "not all ranks had ended after 3 s (timeout_s). They were at"
     assert all(any(text in place for text in expected) for place in places), places
@@ -785,7 +786,7 @@ def test_the_interrupt_button_stops_all_ranks_and_the_next_cell_works(waits, sho
     start = time.monotonic()
     notebook.manager.interrupt_kernel()
     stopped = notebook.finish(cell)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 5
     report = "\n".join(stopped.error["traceback"])
     assert report.startswith(f"Interrupted: the ranks were at\n  ranks 0, 1, 2, 3: {shown}Cell In[")
     assert report.endswith(f"], line 3: {waits}") and "Traceback" not in report
