@@ -163,9 +163,8 @@ class Fp8Gather:
         casters = {i: caster for i, caster in found.items() if caster is not None}
         if not casters or part.shard.itemsize == 1:
             return None
-        for i in casters:
-            if part.layout.strides[i][1] != 1:
-                raise ValueError(f"{part.places[i][0][0]} does not lie in memory row by row")
+        if turned := [part.places[i][0][0] for i in casters if part.layout.strides[i][1] != 1]:
+            raise ValueError(f"{turned[0]} does not lie in memory row by row")
         self.payloads.append(Fp8Payload(part, casters, self))
         self.seen = None
         return Encoding(self.payloads[-1].encode, self.payloads[-1].decode)
