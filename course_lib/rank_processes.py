@@ -33,21 +33,28 @@ class Processes:
 
     def __init__(self, n: int, backend: str):
         import ipyparallel
+        from ipyparallel.cluster.launcher import LocalEngineLauncher
         from traitlets.config import Config
+
+        class AllEngines(LocalEngineLauncher):
+            """One process, which forks the engines."""
+
+            def start(self, n: int):
+                return super().start()
 
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         path = [str(entry) for entry in sys.path]
         started = f"import sys; sys.path[:] = {path!r}; from course_lib.rank_worker import main; main()"
         command = [sys.executable, "-c", started, str(os.getpid()), str(self.folder), backend]
         config = Config()
-        config.ControllerLauncher.controller_cmd = [*command, "ipyparallel.controller"]
-        config.EngineLauncher.engine_cmd = [*command, "ipyparallel.engine", "--IPEngine.enable_nanny=False"]
+        config.ControllerLauncher.controller_cmd = [*command, "1", "ipyparallel.controller"]
+        config.EngineLauncher.engine_cmd = [*command, str(n), "ipyparallel.engine", "--IPEngine.enable_nanny=False"]
         # An engine counts as registered after a heartbeat, which comes every 3 s unless told otherwise.
         beats = ["--IPController.use_threads=True", "--HeartMonitor.period=200"]
         beats += ["--HeartMonitor.max_heartmonitor_misses=1000"]
         cluster = ipyparallel.Cluster(
-            n=n, config=config, profile_dir=str(self.folder / "profile"), cluster_file="", delay=0,
-            log_level=logging.CRITICAL,
+            n=n, config=config, profile_dir=str(self.folder / "profile"), cluster_file="",
+            log_level=logging.CRITICAL, engine_launcher_class=AllEngines,
             controller_args=beats, shutdown_atexit=False,
         )  # fmt: skip
         self.clients = []
@@ -131,11 +138,11 @@ class Output:
 
 # %% ../notebooks/03_collectives.ipynb #ranks-end
 def end_processes(kernel: int, cluster, clients: list, folder: Path) -> None:
-    """Kill the controller and the engines, and what they have started; each is the head of a session."""
+    """Kill the controller and the engines, and what they have started: two sessions."""
     if os.getpid() != kernel:  # a child that the kernel has forked
         return
-    engines = [engine for engine_set in cluster.engines.values() for engine in engine_set.launchers.values()]
-    launchers = [launcher for launcher in (cluster.controller, *engines) if launcher and launcher.state == "running"]
+    launchers = [cluster.controller, *cluster.engines.values()]
+    launchers = [launcher for launcher in launchers if launcher and launcher.state == "running"]
     for launcher in launchers:
         with contextlib.suppress(OSError):  # gone
             os.killpg(launcher.process.pid, signal.SIGKILL)

@@ -10,7 +10,6 @@ import logging
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from course_lib.ranks import Ranks, choose_backend
 HERE = os.path.relpath(__file__)
 LOCK = threading.Lock()  # nothing can pickle it
 PATIENCE_S = 60  # for a step on a busy machine; none takes a fifth of it on a quiet one
-GONE_S = 10
+GONE_S = 60  # for processes to end, which takes a second: a deadline against hangs
 cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
@@ -127,13 +126,21 @@ def test_a_call_finds_the_group_ready_one_thread_and_the_seeds_set(ranks):
     assert drawn == (random.random(), numpy.random.rand(), torch.rand(1, generator=torch.manual_seed(0)).item())
 
 
-def test_a_call_takes_less_than_100_ms(ranks):
-    def seconds():
-        start = time.perf_counter()
-        ranks(total)
-        return time.perf_counter() - start
+def test_ranks_are_forked_from_one_process_that_has_imported_pytorch(ranks):
+    (parent,) = set(ranks(os.getppid))
+    assert "libtorch_cpu" in Path(f"/proc/{parent}/maps").read_text()
+    loaded = ranks(lambda: {"torch._dynamo", "torch.distributed"} <= sys.modules.keys())
+    assert parent != os.getpid() and all(loaded)
 
-    assert statistics.median(seconds() for _ in range(15)) < 0.1
+
+def test_calls_start_no_process_and_make_no_group(ranks):
+    def kept():
+        folder = ranks._processes.folder
+        return ranks(os.getpid), sorted(folder.glob("*.process")), sorted(folder.glob("store-*"))
+
+    before = kept()
+    assert [ranks(total) for _ in range(5)] == [[6] * 4] * 5
+    assert kept() == before
 
 
 def groups(new: bool = False) -> int:
@@ -445,10 +452,8 @@ def mismatches() -> None:
 )
 def test_a_hang_ends_in_every_ranks_line_and_the_next_call_works(function, expected, ranks, monkeypatch, capsys):
     monkeypatch.setattr(ranks, "timeout_s", 3)  # four ranks that loop on two cores may be late to begin
-    start = time.monotonic()
     with pytest.raises(TimeoutError) as caught:
         ranks(function)
-    assert 3 <= time.monotonic() - start < 13
     first, *places = str(caught.value).splitlines()
     assert first == "not all ranks had ended after 3 s (timeout_s). They were at"
     assert all(any(text in place for text in expected) for place in places), places
@@ -656,15 +661,31 @@ def test_close_ends_all_and_a_later_call_starts_again(temporary):
     assert_gone(new, temporary)
 
 
-def test_nothing_is_kept_of_a_closed_group_of_ranks(ranks):
+CLOSES = """
+import time
+import psutil
+from course_lib.ranks import Ranks
+
+def kept():
     me = psutil.Process()
-    before = me.num_fds(), me.num_threads(), len(me.children())
-    with Ranks(1, "gloo"):
-        pass
-    deadline = time.monotonic() + 3
-    while time.monotonic() < deadline and (me.num_fds(), me.num_threads(), len(me.children())) > before:
-        time.sleep(0.05)
-    assert (me.num_fds(), me.num_threads(), len(me.children())) == before, "files, threads, children with zombies"
+    return me.num_fds(), me.num_threads(), len(me.children())
+
+Ranks(1, "gloo").close()  # what the first one loads for good
+time.sleep(1)
+before = kept()
+Ranks(1, "gloo").close()
+deadline = time.monotonic() + 60
+while time.monotonic() < deadline and kept() != before:
+    time.sleep(0.05)
+print(before, kept())
+"""
+
+
+def test_nothing_is_kept_of_a_closed_group_of_ranks():
+    """Files, threads, and children with zombies, of a process that does nothing else."""
+    done = subprocess.run([sys.executable, "-c", CLOSES], capture_output=True, text=True, timeout=3 * PATIENCE_S)
+    before, after = done.stdout.strip().replace(") (", ")|(").split("|")
+    assert after == before, done.stderr
 
 
 FORKS = """
@@ -783,10 +804,8 @@ def test_the_interrupt_button_stops_all_ranks_and_the_next_cell_works(waits, sho
     cell = notebook.start(f"def wait():\n    print('here')\n    {waits}\nranks(wait)")
     notebook.finish(cell, until="here\n")
     time.sleep(0.3)
-    start = time.monotonic()
     notebook.manager.interrupt_kernel()
     stopped = notebook.finish(cell)
-    assert time.monotonic() - start < 5
     report = "\n".join(stopped.error["traceback"])
     assert report.startswith(f"Interrupted: the ranks were at\n  ranks 0, 1, 2, 3: {shown}Cell In[")
     assert report.endswith(f"], line 3: {waits}") and "Traceback" not in report
@@ -817,7 +836,7 @@ def test_ranks_that_a_notebook_makes_again_after_an_error_replace_those_of_befor
     assert len(new) >= 2
     assert notebook.run("few(lambda: 1 / 0)").error
     notebook.run("few = None")
-    deadline = time.monotonic() + GONE_S / 2
+    deadline = time.monotonic() + GONE_S
     while time.monotonic() < deadline and still_running(new):
         time.sleep(0.05)
     left = still_running(new)
