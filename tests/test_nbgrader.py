@@ -10,13 +10,18 @@ from nbgrader.apps import NbGraderAPI
 from traitlets.config import Config
 
 import tiny_course
-from exercises import exercises
+from exercises import exercise_name, exercises
 from make_workbook import blank_notebook
-from test_exercises import up_to_the_last_check
 from tiny_course import ROOT, read
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 pytestmark = pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SAWarning")  # nbgrader's own
+
+
+def up_to_the_last_check(cells: list[dict]) -> list[dict]:
+    """The cells that are graded: what stands below the last check is not, nor what only measures and draws."""
+    last = max((number for number, cell in enumerate(cells) if exercise_name(cell, "check")), default=-1)
+    return [cell for cell in cells[: last + 1] if "measurement" not in cell["metadata"].get("tags", [])]
 
 
 class Teacher:
