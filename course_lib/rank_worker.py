@@ -139,6 +139,10 @@ class Worker:
         """
         import torch.distributed as dist
 
+        # Not at the end of the call before: a peer that is still in its last collective would meet a closed connection.
+        self.held = [group for group in [*self.held, *leave_other_groups()] if group() is not None]
+        if len(self.held) > MOST_HELD:
+            gc.collect()  # half a second on a busy machine: not at each call
         signal.signal(signal.SIGINT, self.interrupt)
         with contextlib.redirect_stdout(self.out), contextlib.redirect_stderr(self.out):
             try:
@@ -150,9 +154,6 @@ class Worker:
                 with self.lock:
                     self.call = None
                 self.out.flush()
-        self.held = [group for group in [*self.held, *leave_other_groups()] if group() is not None]
-        if len(self.held) > MOST_HELD:
-            gc.collect()  # half a second on a busy machine: not after each call
         same_group = dist.is_initialized() and dist.group.WORLD is self.group
         return outcome | {"sequence": self.group._get_sequence_number_for_group() if same_group else None}
 
