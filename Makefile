@@ -5,6 +5,7 @@ export PYTHON CPU
 RUN := PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/python
 # Every notebook, or those whose name starts with NB: make render NB=01
 NOTEBOOKS = notebooks/$(NB)*.ipynb
+WORKERS ?= logical
 
 .PHONY: help lab test lint export workbook render bench bench-planner solution progress cheatsheet
 
@@ -27,11 +28,12 @@ lab: .venv/installed-lab ## set up and open JupyterLab on workbook/ (PYTHON=pyth
 # The quick checks come first, but nothing hides what comes after it: one run shows everything that is wrong. Tests and
 # notebooks share one pytest, so that its closing line speaks for both. One thread a process: where processes outnumber
 # cores, OpenMP's threads spin for one another (notebook 01 on two busy cores: 35 s with one thread, 70 to 210 with two).
-test: .venv/installed-test ## set up and run all that CI runs: lint, the export check, the tests, every notebook
+test: .venv/installed-test ## set up and run what CI runs: lint, the export check, tests, notebooks (K=zero: one notebook's; WORKERS=1)
 	@status=0; \
-	$(RUN) -m ruff check . || status=1; \
-	$(RUN) scripts/export.py --check || status=1; \
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --nbmake --nbmake-timeout=100 tests notebooks || status=1; \
+	echo "Lint"; $(RUN) -m ruff check . || status=1; \
+	echo "Export check"; $(RUN) scripts/export.py --check || status=1; \
+	OMP_NUM_THREADS=1 $(RUN) -m pytest --nbmake --nbmake-timeout=300 --parts -n $(WORKERS) --maxprocesses 8 \
+		$(if $(K),--concerning $(K)) tests notebooks || status=1; \
 	exit $$status
 
 lint: .venv/installed-test ## check the code, in notebooks too

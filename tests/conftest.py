@@ -7,6 +7,7 @@ import pytest
 from course_lib import rank_processes
 from course_lib.ranks import Ranks
 
+pytest_plugins = ["suite"]
 # A job in the background ignores Ctrl-C, and so would all programs that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 rank_processes.ANSWER_S = 30.0  # a rank of a busy machine may say late where it is; the tests want to hear it

@@ -139,14 +139,14 @@ def read_answers(file: Path, names: list[str]) -> tuple[dict[str, list[tuple[str
 
 
 def cells_to_run(notebook: dict, solved: dict[str, dict], variants: dict[str, list[str]]) -> list[dict]:
-    """The code cells on which the checks depend, and the checks; those tagged measurement only measure and draw."""
+    """The set-up, the checks and the code cells that these need; those tagged measurement only measure and draw."""
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     cells = [cell for cell in cells if "measurement" not in cell["metadata"].get("tags", [])]
     place = {cell["id"]: number for number, cell in enumerate(cells)}
     answers = {place[solved[name]["id"]]: sources for name, sources in variants.items()}
-    needed = {place[solved[name]["id"]] for name in solved}
+    needed = {place[cell["id"]] for cell in (*cells[:1], *solved.values())}
     for number, cell in enumerate(cells):
-        if exercise_name(cell, "check"):
+        if cell["id"] == "setup" or exercise_name(cell, "check"):
             needed |= needed_cells([cell["source"] for cell in cells], number, answers)
     return [cells[number] for number in sorted(needed)]
 

@@ -1,0 +1,185 @@
+"""How the suite is run: which part of it, in what order, by which worker, and what it says of it.
+
+    pytest --nbmake --parts -n 2 tests notebooks                   # all of it: make test
+    pytest --nbmake --parts -n 2 --concerning zero tests notebooks # one notebook: make test K=zero
+
+A unit is what one worker runs at a stretch: a notebook, a notebook's exercises, or a file of tests. The files that
+start, kill and count processes are one unit, so that they do not meet.
+"""
+
+import ast
+import collections
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = {path.stem[:2]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+SCRIPTS = "scripts"  # what concerns no notebook
+EXERCISES = "tests/test_exercises.py"
+PROCESSES = "ranks launch sweep survival course_scripts lab_browser setup".split()
+LONGEST_FIRST = "10 09 11 07 06 08 05 03 04 13 12 14 02 01".split()  # the longest notebooks, and their exercises
+SLOW_CHECK_S = 3
+
+
+def unit(nodeid: str) -> str:
+    """The unit of a test or a notebook."""
+    file, _, name = nodeid.partition("::")
+    if file.endswith(".ipynb"):
+        return file
+    if file == EXERCISES and (found := re.search(r"\[((\d\d)_\w+)\]$", name)):
+        return f"exercises of {found[1]}"
+    return "tests of processes" if re.sub(r"^test_", "", Path(file).stem) in PROCESSES else file
+
+
+def exercises_of(name: str) -> str | None:
+    """The number of the notebook whose exercises a unit is, or None."""
+    found = re.match(r"exercises of (\d\d)_", name)
+    return found[1] if found else None
+
+
+def notebook_of(file: Path) -> str | None:
+    """The number of the notebook that a file of tests concerns: that of the module it is named after, or the last one
+    that it imports from; None for the tests of scripts.
+    """
+    named = re.sub(r"^test_|_ranks$", "", file.stem)
+    imported = [
+        name
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "course_lib"
+        for name in [node.module.partition(".")[2] or node.names[0].name]
+    ]
+    for names in ([named], imported):
+        modules = [ROOT / "course_lib" / f"{name}.py" for name in names]
+        found = [re.search(r"\.\./notebooks/(\d\d)_", path.read_text()) for path in modules if path.exists()]
+        if found:
+            return max(match[1] for match in found)
+    return None
+
+
+def chosen_notebook(word: str) -> str:
+    """The number of the one notebook whose name has `word`, or SCRIPTS. Raises UsageError for another word."""
+    found = [number for number, path in NOTEBOOKS.items() if word == number or word in path.stem[3:].split("_")]
+    found = found or [number for number, path in NOTEBOOKS.items() if word in path.stem]
+    if word == SCRIPTS or len(found) == 1:
+        return found[0] if found else SCRIPTS
+    names = ", ".join(path.stem for path in NOTEBOOKS.values())
+    raise pytest.UsageError(f"'{word}' names {len(found)} notebooks: give a part of one of {names}, or {SCRIPTS}")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--concerning", metavar="WORD", help="only what concerns the notebook with this in its name")
+    parser.addoption("--parts", action="store_true", help="say when each part ends, and at the end how long it took")
+
+
+def pytest_configure(config):
+    word = config.getoption("concerning")
+    config.chosen = chosen_notebook(word) if word else None
+    if config.getoption("parts") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Parts(config), "parts")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Do not even import what concerns other notebooks."""
+    chosen = getattr(config, "chosen", None)
+    if not chosen or collection_path.is_dir() or collection_path == ROOT / EXERCISES:
+        return None
+    if collection_path.suffix == ".ipynb":
+        return True if collection_path != NOTEBOOKS.get(chosen) else None
+    if collection_path.match("test_*.py"):
+        return True if (notebook_of(collection_path) or SCRIPTS) != chosen else None
+    return None
+
+
+def pytest_collection_modifyitems(config, items):
+    """Notebooks and exercises come first, the longest at the very beginning: no worker waits for one at the end."""
+    if config.chosen:  # of the exercises' file, which is collected whole
+        concerns = {item: exercises_of(unit(item.nodeid)) in (None, config.chosen) for item in items}
+        if config.chosen != SCRIPTS:
+            concerns |= {item: False for item in items if unit(item.nodeid) == EXERCISES}
+        config.hook.pytest_deselected(items=[item for item in items if not concerns[item]])
+        items[:] = [item for item in items if concerns[item]]
+
+    def place(item):
+        name = unit(item.nodeid)
+        number = exercises_of(name) or Path(name).suffix == ".ipynb" and Path(name).stem[:2]
+        if number in LONGEST_FIRST:
+            return LONGEST_FIRST.index(number), name
+        return len(LONGEST_FIRST) + (name != "tests of processes"), name
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByUnit(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit(nodeid)
+
+    config.option.loadscopereorder = False  # keep the order above
+    return ByUnit(config, log)
+
+
+class Parts:
+    """Says when each unit has ended, and at the end how long all of them took."""
+
+    def __init__(self, config):
+        self.config, self.start = config, time.monotonic()
+        self.left, self.seconds = collections.Counter(), collections.Counter()  # by unit: tests to come; seconds
+        self.outcomes, self.tests, self.checks = collections.defaultdict(collections.Counter), {}, {}
+
+    def say(self, text: str) -> None:
+        seconds = int(time.monotonic() - self.start)
+        self.config.get_terminal_writer().line(f"{seconds // 60:3}:{seconds % 60:02}  {text}", flush=True)
+
+    def pytest_collection_finish(self, session):
+        self.left = collections.Counter(unit(item.nodeid) for item in session.items)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node, ids):
+        self.left = collections.Counter(map(unit, ids))
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_report_teststatus(self, report):
+        """No dots: a line for each unit says it."""
+        if report.passed and report.when == "call":
+            return "passed", "", ""
+        return None
+
+    def pytest_runtest_logreport(self, report):
+        name = unit(report.nodeid)
+        self.seconds[name] += report.duration
+        self.tests[report.nodeid] = self.tests.get(report.nodeid, 0) + report.duration
+        if report.failed:
+            self.say(f"FAILED {report.nodeid}")
+        if report.failed or report.skipped or report.when == "call":
+            self.outcomes[name][report.outcome] += 1
+        if report.when == "teardown":
+            self.checks |= {what: value for what, value in report.user_properties if what.startswith("check ")}
+            self.left[name] -= 1
+            if self.left[name] == 0:
+                counts = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes[name].items())
+                ended = sum(count <= 0 for count in self.left.values())
+                self.say(f"{ended:3} of {len(self.left)}  {name}: {counts}, {self.seconds[name]:.0f} s")
+
+    def pytest_terminal_summary(self, terminalreporter):
+        kinds = collections.Counter()
+        for name, seconds in self.seconds.items():
+            of_notebook = "the notebooks" if name.endswith(".ipynb") else "their exercises"
+            kinds["the tests" if name.startswith("tests") else of_notebook] += seconds
+        write = terminalreporter.write_line
+        terminalreporter.section("where the time went")
+        for name, seconds in kinds.most_common():
+            write(f"{seconds:6.0f} s  {name}")
+        write("The ten slowest:")
+        for name, seconds in collections.Counter(self.tests).most_common(10):
+            write(f"{seconds:6.0f} s  {name}")
+        slow = [(name, seconds) for name, seconds in self.checks.items() if seconds > SLOW_CHECK_S]
+        if slow:
+            write(f"Checks of exercises that took over {SLOW_CHECK_S} s:")
+            for name, seconds in sorted(slow, key=lambda item: -item[1])[:10]:
+                write(f"{seconds:6.1f} s  {name}")
