@@ -143,12 +143,11 @@ class Parts:
     def pytest_xdist_node_collection_finished(self, node, ids):
         self.left = collections.Counter(map(unit, ids))
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_report_teststatus(self, report):
-        """No dots: a line for each unit says it."""
-        if report.passed and report.when == "call":
-            return "passed", "", ""
-        return None
+    @pytest.hookimpl(wrapper=True)
+    def pytest_report_teststatus(self):
+        """No letters: a line for each unit says it."""
+        category, _, word = yield
+        return category, "", word
 
     def pytest_runtest_logreport(self, report):
         name = unit(report.nodeid)
