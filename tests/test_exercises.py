@@ -34,7 +34,10 @@ CELL_LIMIT_S = 100  # against a hang: none takes a tenth of it
 # Runs in the kernel: what the last cell raised, as the fields of Failure. `check` raises an AssertionError of its own
 # kind for every error; where the one behind it is no assertion, the answer crashed and the check only reported it. A
 # timeout is a verdict too: the check's deadline caught an answer that hangs, and where each rank waits is the advice.
+# Nobody reads the tracebacks, and in colour they take longer than most checks.
 LAST_ERROR = """
+get_ipython().run_line_magic("xmode", "Minimal")
+
 def _last_error():
     import sys
 
@@ -177,19 +180,17 @@ def check_faults(
     """What is wrong with a check, tried on the blank and each wrong answer; the solution's objects are put back."""
     variants = [("the blank", blank), *answers]
     names = sorted(bound_names(solved).union(*(bound_names(source) for _, source in variants)))
-    forget = f"[globals().pop(name, None) for name in {names}]\nNone"
+    forget = f"[globals().pop(name, None) for name in {names}]\n"
     kernel.run(f"_solved = {{name: globals()[name] for name in {names} if name in globals()}}")
     faults = []
     for what, source in variants:
-        kernel.run(forget)
-        failure = kernel.run(source)
+        failure = kernel.run(forget + source)
         if failure and (source != blank or failure.kind != "NotImplementedError"):
             faults.append(f"the cell of '{what}' fails by itself: {failure}")
             continue
         failure = kernel.run_check(check, name, what)
         faults += blank_faults(failure) if source == blank else answer_faults(what, failure)
-    kernel.run(forget)
-    kernel.run("globals().update(_solved)")
+    kernel.run(forget + "globals().update(_solved)")
     return faults
 
 
