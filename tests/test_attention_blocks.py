@@ -209,7 +209,7 @@ def test_autograd_knows_a_block(name):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_backward_inside_autocast_is_the_one_outside(name):
-    q, k, v = (torch.randn(1, 12, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    q, k, v = (x.requires_grad_() for x in inputs(4, 2, 8, torch.float32)[1:])
     out = BlockAttention.apply(q, k, v, BLOCKS[name], True)
     outside = torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True)
     with torch.autocast("cpu", torch.bfloat16):
