@@ -322,7 +322,8 @@ def test_parts_of_parts(ranks):
 def kinds_sent(name: str) -> tuple[set, set, int]:
     """On a rank: how a mixture sends in forward and in backward, and how often in forward."""
     parts = split(LAYOUTS[name], (*SOFTMAX[:3],))
-    layer, x = parts.model.blocks[0].mlp, torch.randn(2, SEQ, OF.hidden, requires_grad=True)
+    layer, generator = parts.model.blocks[0].mlp, torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(2, SEQ, OF.hidden, generator=generator).requires_grad_()
     with count_traffic() as forward:
         out = layer(x)
     with count_traffic() as backward:

@@ -16,6 +16,11 @@ from course_lib.tensor_shards import materialize
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=40, vocab=61)
 
 
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
 def tokens(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randint(TINY.vocab, (2, 3, 8), generator=torch.Generator().manual_seed(seed)).unbind()
 
