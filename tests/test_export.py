@@ -1,5 +1,6 @@
 """scripts/export.py: course_lib is what the notebooks say, and every way it may not be is named. Needs no GPU."""
 
+import functools
 import re
 import shutil
 import subprocess
@@ -90,15 +91,17 @@ def plain_line(line: str) -> str:
 
 
 @each_notebook
-def test_every_exported_line_leads_back_to_its_cell(path):
+def test_every_exported_line_leads_back_to_its_cell(path, monkeypatch):
+    monkeypatch.setattr(export, "read_notebook", functools.cache(export.read_notebook))  # once, not for each line
     notebook = export.read_notebook(path)
     cells = dict(export.exported_cells(notebook))
     for module in export.module_texts(notebook, path):
         file = export.LIBRARY / f"{module}.py"
-        lines = file.read_text(encoding="utf-8").splitlines()
+        content = file.read_text(encoding="utf-8")
+        lines = content.splitlines()
         heading = next(number for number, line in enumerate(lines, start=1) if export.BLOCK.match(line))
         for number, line in enumerate(lines, start=1):
-            found = export.locate(file, number)
+            found = export.locate(file, number, content)
             if number <= heading or export.BLOCK.match(line) or not line.strip():
                 continue
             assert found, f"{file.name}, line {number} leads nowhere: {line}"

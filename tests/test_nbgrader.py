@@ -18,49 +18,51 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 pytestmark = pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SAWarning")  # nbgrader's own
 
 
-def up_to_the_last_check(cells: list[dict]) -> list[dict]:
-    """The cells that are graded: what stands below the last check is not, nor what only measures and draws."""
-    last = max((number for number, cell in enumerate(cells) if exercise_name(cell, "check")), default=-1)
-    return [cell for cell in cells[: last + 1] if "measurement" not in cell["metadata"].get("tags", [])]
+def up_to_check(number: int, cells: list[dict]) -> list[dict]:
+    """The cells that are graded: those up to so many checks, without what only measures and draws."""
+    checks = [place for place, cell in enumerate(cells) if exercise_name(cell, "check")][:number]
+    return [cell for cell in cells[: checks[-1] + 1] if "measurement" not in cell["metadata"].get("tags", [])]
 
 
 class Teacher:
-    """A teacher's folder with one notebook as an assignment, and nbgrader at its own defaults."""
+    """A teacher's folder with notebooks as an assignment, and nbgrader at its own defaults."""
 
-    def __init__(self, folder: Path, notebook: Path):
-        self.folder, self.name, self.notebook = folder, notebook.stem, read(notebook)
+    def __init__(self, folder: Path, *notebooks: Path):
+        self.folder = folder
         self.api = NbGraderAPI(config=Config({"CourseDirectory": {"root": str(folder), "course_id": "course"}}))
-        self.save(folder / "source" / "unit", self.notebook)
+        for path in notebooks:
+            self.save(folder / "source" / "unit", path.stem, read(path))
         self.expect_success(self.api.generate_assignment("unit"))
-        self.released = read(folder / "release" / "unit" / notebook.name)
+        self.released = {path.stem: read(folder / "release" / "unit" / path.name) for path in notebooks}
 
-    def save(self, folder: Path, notebook: dict) -> None:
+    def save(self, folder: Path, name: str, notebook: dict) -> None:
         """Put a notebook where nbgrader looks for it."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{self.name}.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
+        (folder / f"{name}.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
 
     def expect_success(self, result: dict) -> None:
         """Fail with nbgrader's own words where a step failed."""
         assert result["success"], result.get("error") or result.get("log")
 
-    def points(self, student: str, notebook: dict) -> tuple[float, float]:
-        """The points of a submission, and how many there are. What stands below the last check is left out of it."""
-        submission = {**notebook, "cells": up_to_the_last_check(notebook["cells"])}
-        self.save(self.folder / "submitted" / student / "unit", submission)
+    def points(self, student: str, name: str, notebook: dict, checks: int) -> tuple[float, float]:
+        """The points of a submission, and how many there are. What stands below so many checks is left out of it."""
+        submission = {**notebook, "cells": up_to_check(checks, notebook["cells"])}
+        self.save(self.folder / "submitted" / student / "unit", name, submission)
         self.expect_success(self.api.autograde("unit", student))
         with self.api.gradebook as gradebook:
             submission = gradebook.find_submission("unit", student)
             return submission.score, submission.max_score
 
-    def solved(self) -> dict:
+    def solved(self, path: Path) -> dict:
         """The released notebook with the reference's solutions filled in."""
-        solutions = {cell["id"]: cell["source"] for cell in exercises(self.notebook).values()}
-        cells = [{**cell, "source": solutions.get(cell["id"], cell["source"])} for cell in self.released["cells"]]
-        return {**self.released, "cells": cells}
+        solutions = {cell["id"]: cell["source"] for cell in exercises(read(path)).values()}
+        released = self.released[path.stem]
+        cells = [{**cell, "source": solutions.get(cell["id"], cell["source"])} for cell in released["cells"]]
+        return {**released, "cells": cells}
 
-    def failures(self, student: str) -> list[str]:
+    def failures(self, student: str, name: str) -> list[str]:
         """The cells of a graded notebook that raised or wrote to stderr, with the last line of it."""
-        cells = read(self.folder / "autograded" / student / "unit" / f"{self.name}.ipynb")["cells"]
+        cells = read(self.folder / "autograded" / student / "unit" / f"{name}.ipynb")["cells"]
         outputs = [(cell["id"], output) for cell in cells for output in cell.get("outputs", [])]
         raised = [f"{name}: {output['evalue']}" for name, output in outputs if output["output_type"] == "error"]
         return raised + [f"{name}: {output['text']}" for name, output in outputs if output.get("name") == "stderr"]
@@ -74,30 +76,33 @@ def environment(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", path)
 
 
-def assert_graded(teacher: Teacher, number_of_exercises: int) -> None:
-    """Solved gets a point for each exercise, blank gets none."""
-    score, most = teacher.points("solved", teacher.solved())
-    assert most == number_of_exercises
-    assert score == most, teacher.failures("solved")
-    assert teacher.points("blank", teacher.released) == (0, most)
+def assert_graded(teacher: Teacher, path: Path, checks: int) -> None:
+    """Solved up to so many checks gets a point for each of them, blank gets none."""
+    exercises_of_it = len(exercises(read(path)))
+    score, most = teacher.points("solved", path.stem, teacher.solved(path), checks)
+    assert most == exercises_of_it
+    assert score == checks, teacher.failures("solved", path.stem)
+    assert teacher.points("blank", path.stem, teacher.released[path.stem], checks) == (0, most)
 
 
 def test_a_tiny_notebook_is_graded(tmp_path):
-    teacher = Teacher(tmp_path, tiny_course.write(tmp_path / "01_tiny.ipynb", tiny_course.cells()))
-    assert_graded(teacher, 3)
-    half_done = teacher.solved()
-    half_done["cells"][3] = teacher.released["cells"][3]
-    assert teacher.points("half-done", half_done) == (2, 3), "one exercise is blank"
+    path = tiny_course.write(tmp_path / "01_tiny.ipynb", tiny_course.cells())
+    teacher = Teacher(tmp_path, path)
+    assert_graded(teacher, path, 3)
+    half_done = teacher.solved(path)
+    half_done["cells"][3] = teacher.released[path.stem]["cells"][3]
+    assert teacher.points("half-done", path.stem, half_done, 3) == (2, 3), "one exercise is blank"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_workbook_holds_the_cells_that_nbgrader_releases(path, tmp_path):
+def test_workbooks_hold_the_cells_that_nbgrader_releases(tmp_path):
     def shown(notebook):
         return [(cell["id"], cell["cell_type"], cell["source"], cell["metadata"]) for cell in notebook["cells"]]
 
-    assert shown(Teacher(tmp_path, path).released) == shown(blank_notebook(path))
+    released = Teacher(tmp_path, *NOTEBOOKS).released
+    for path in NOTEBOOKS:
+        assert shown(released[path.stem]) == shown(blank_notebook(path)), path.stem
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS[:1], ids=lambda path: path.stem)
-def test_the_first_notebook_solved_gets_every_point_and_blank_none(path, tmp_path):
-    assert_graded(Teacher(tmp_path, path), len(exercises(read(path))))
+def test_a_notebook_of_the_course_is_graded(tmp_path):
+    """Four exercises of the first one: that all checks fail on the blank and pass solved is in test_exercises."""
+    assert_graded(Teacher(tmp_path, NOTEBOOKS[0]), NOTEBOOKS[0], 4)
