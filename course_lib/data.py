@@ -10,6 +10,7 @@ and the position is a single number: a run can stop, change its number of ranks,
 __all__ = ['corpus', 'ByteTokenizer', 'hf_tokens', 'TokenBatches']
 
 # %% ../notebooks/01_single_gpu.ipynb #data-imports
+import os
 import sysconfig
 from pathlib import Path
 
@@ -22,13 +23,15 @@ def corpus(max_characters: int = 8_000_000) -> str:
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "lib2to3"}
-    texts, size = [], 0
-    for file in sorted(root.rglob("*.py")):
-        if skipped.isdisjoint(file.relative_to(root).parts):
-            texts.append(file.read_text(encoding="utf-8", errors="ignore"))
-            size += len(texts[-1])
-            if size >= max_characters:
-                break
+    files, texts, size = [], [], 0
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - skipped  # these are not even walked through
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    for file in sorted(files):
+        texts.append(file.read_text(encoding="utf-8", errors="ignore"))
+        size += len(texts[-1])
+        if size >= max_characters:
+            break
     return "".join(texts)[:max_characters]
 
 
