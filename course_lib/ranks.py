@@ -60,6 +60,13 @@ class Call:
         sequences = {outcome["sequence"] for outcome in self.outcomes.values()}
         return len(sequences) == 1 and None not in sequences
 
+    @property
+    def made_groups(self) -> bool:
+        """Whether a rank is in other groups than the default one. They are left when all ranks have ended: a peer that
+        is still in its last collective would meet a closed connection.
+        """
+        return any(outcome["groups"] > 1 for outcome in self.outcomes.values())
+
     def results(self) -> list:
         """What the ranks returned. Raises RankError where that can't be read here."""
         found = []
@@ -168,6 +175,8 @@ class Ranks:
             self._break_off(call)
             raise call.error(self.timeout_s)
         self._in_group = call.group_is_clean
+        if call.made_groups:
+            self._processes.apply(rank_worker.leave_other_groups)
         return call.results()
 
     def _get_ready(self) -> None:
