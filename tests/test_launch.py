@@ -376,7 +376,8 @@ def test_the_learners_modules_lie_over_the_reference(launch, course):
 def test_slurm(launch, course, tmp_path):
     """The script's own srun line is run, with a scontrol that names two nodes; what it starts is a launch of both."""
     more = ("--max-restarts", "1", "--", "--steps", "5")
-    status, out, err = launch(TOY, "--slurm", "nodes=2,gpus=4,time=1:30:00", *more)
+    with mock.patch.dict(os.environ, {"PATH": str(tmp_path)}):  # this machine may have Slurm
+        status, out, err = launch(TOY, "--slurm", "nodes=2,gpus=4,time=1:30:00", *more)
     script = (course / "runs" / "slurm" / "07_toy.sbatch").read_text()
     assert status == 0 and err == "" and "no sbatch" in out
     wanted = ("--nodes=2", "--gpus-per-node=4", "--ntasks-per-node=1", "--time=1:30:00", "--job-name=07_toy")
@@ -431,7 +432,7 @@ def test_each_round_has_a_store_of_its_own(launcher):
             thread.start()
             time.sleep(0.1)
         for thread in ranks:
-            thread.join(timeout=20)
+            thread.join(timeout=PATIENCE_S)
     assert sorted(found) == ["0", "0", "2", "2", "4", "4"]
 
 
@@ -519,9 +520,9 @@ def bare_node(course: Path) -> Path:
     return folder
 
 
-def all_gone(processes: list[psutil.Process], within_s: float) -> bool:
+def all_gone(processes: list[psutil.Process]) -> bool:
     """Whether all of them end in time; a zombie has ended."""
-    deadline = time.monotonic() + within_s
+    deadline = time.monotonic() + PATIENCE_S
     while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
         if time.monotonic() > deadline:
             return False
@@ -597,29 +598,28 @@ def test_signals(running):
     others = [process for launch in ranks if launch is not killed_rank for process in ranks[launch]]
 
     victim = next(found for found in ranks[killed_rank] if found.environ()["RANK"] == "1" and "toy" in found.cmdline())
-    start = time.monotonic()
     victim.kill()
     status, _, err = killed_rank.end()
-    assert time.monotonic() - start < 10 and status == 1
+    assert status == 1
     assert err.startswith(f"launch: rank 1: process {victim.pid} was killed by signal 9 (SIGKILL)")
     assert err.count("\n") == 1
-    assert all_gone(ranks[killed_rank], within_s=1), "a killed rank's child too"
+    assert all_gone(ranks[killed_rank]), "a killed rank's child too"
     assert all(process.is_running() for process in others)
 
     os.killpg(interrupted.process.pid, signal.SIGINT)  # as a terminal does
     status, _, err = interrupted.end()
     assert (status, err) == (130, "launch: stopped by Ctrl-C\n")
-    assert all_gone(ranks[interrupted], within_s=1)
+    assert all_gone(ranks[interrupted])
 
     terminated.process.terminate()
     status, _, err = terminated.end()
     assert (status, err) == (143, "launch: stopped by SIGTERM\n")
-    assert all_gone(ranks[terminated], within_s=1)
+    assert all_gone(ranks[terminated])
 
     assert all(process.is_running() for process in ranks[orphaned])
     orphaned.process.kill()
     orphaned.end()
-    assert all_gone(ranks[orphaned], within_s=10), "without their launcher"
+    assert all_gone(ranks[orphaned]), "without their launcher"
     time.sleep(0.2)
     assert list((running / "tmp").iterdir()) == []
 
