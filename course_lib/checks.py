@@ -11,6 +11,8 @@ import json
 import time
 from pathlib import Path
 
+import torch
+
 
 class CheckFailed(AssertionError):
     """An exercise that is not solved yet; the message says what to do."""
@@ -24,11 +26,13 @@ def is_report(error: Exception) -> bool:
 @contextlib.contextmanager
 def check(exercise: str):
     """Run the assertions of one exercise, such as "01.3". Raises CheckFailed with advice; prints one line where all
-    hold.
+    hold. What they draw from PyTorch's generator is the same in each run.
     """
     passed = False
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            yield
         passed = True
     except NotImplementedError:
         raise CheckFailed(

@@ -1,10 +1,12 @@
 """course_lib.checks: an error in a learner's answer becomes advice, and a note for `make progress`. Needs no GPU."""
 
+import contextlib
 import json
 import os
 import stat
 
 import pytest
+import torch
 
 from course_lib.checks import CheckFailed, check
 
@@ -99,3 +101,16 @@ def test_a_read_only_folder_does_not_matter(folder, capsys):
             failing(AssertionError("no"))
     finally:
         folder.chmod(stat.S_IRWXU)
+
+
+def test_what_a_check_draws_is_the_same_in_each_run_and_changes_nothing_outside(folder):
+    torch.manual_seed(1)
+    wanted, drawn = torch.rand(2), []
+    torch.manual_seed(1)
+    for fails in (False, True):
+        torch.rand(0 if drawn else 1)  # somebody draws between the runs
+        with contextlib.suppress(CheckFailed), check("01.3"):
+            drawn.append(torch.rand(3))
+            assert not fails
+    assert torch.equal(*drawn)
+    assert torch.equal(torch.rand(1), wanted[1:])

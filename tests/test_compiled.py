@@ -3,6 +3,7 @@ text with all that it calls. Triton's compiler, on the CPU.
 """
 
 import importlib.util
+import inspect
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+import compiled_once
 from course_lib.accesses import Access
 from course_lib.compiled import Compiled, compile_kernel, compile_launches, request
 from course_lib.elu_kernels import elu
@@ -244,3 +246,36 @@ def test_an_access_is_a_value():
     """`find_accesses` tells repeated ones by equality; `transactions` keeps layouts by it."""
     access = Access("tt.load", ("f", 1, 2), (2,), ((1,),), (), (), 4)
     assert len({access, Access("tt.load", ("f", 1, 2), (2,), ((1,),), (), (), 4)}) == 1
+
+
+def test_the_tests_compile_each_kernel_once(compiled, tmp_path, monkeypatch):
+    """compiled_once.py: one answer for one content, from another folder too, and not for another content."""
+    monkeypatch.setattr(compiled_once, "FOLDER", tmp_path)
+    asked = []
+
+    def compile_counted(launches, capability):
+        asked.extend((launch.meta["BLOCK"], capability) for launch in launches)
+        return [compiled["fp32"]] * len(launches)
+
+    monkeypatch.setattr(compiled_once.compiled, "compile_launches", compile_counted)
+    x = torch.zeros(16384)
+    one, other = (Launch(scaled_kernel, (1,), (x, x, 1024), {"BLOCK": size}) for size in (1024, 512))
+    assert compiled_once.compile_launches([one]) == compiled_once.compile_launches([one]) == [compiled["fp32"]]
+    assert len(compiled_once.compile_launches([one, other])) == 2
+    compiled_once.compile_launches([other], 80)
+    assert asked == [(1024, 90), (512, 90), (512, 80)]
+
+    text = "import triton\nimport triton.language as tl\nSCALE = tl.constexpr(3.0)\n\n\n" + inspect.getsource(
+        scaled_kernel.fn
+    )
+    moved = {
+        "same": "\n\n" + text,
+        "changed": text.replace("3.0", "4.0"),
+        "added": text.replace("x + i,", "x + i + 0,"),
+    }
+    names = {}
+    for folder, body in {"first": text, **moved}.items():
+        (tmp_path / folder).mkdir()
+        kernel = module_of(tmp_path / folder, "scaled", body).scaled_kernel
+        names[folder] = compiled_once.content(Launch(kernel, (1,), (x, x, 1024), {"BLOCK": 1024}), 90)
+    assert names["first"] == names["same"] and len({*names.values()}) == 3

@@ -13,8 +13,9 @@ import pytest
 import torch
 import triton
 
+from compiled_once import compile_launches
 from course_lib.ablations import undone
-from course_lib.compiled import Compiled, compile_launches
+from course_lib.compiled import Compiled
 from course_lib.flash_backward import (
     DELTA_ROWS,
     KEY_CONFIGURATIONS,

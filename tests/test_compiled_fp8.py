@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from course_lib.compiled import Compiled, compile_launches
+from compiled_once import compile_launches
+from course_lib.compiled import Compiled
 from course_lib.fp8_casts import FUSED_BLOCKS, quantize_both
 from course_lib.fp8_hopper import HOPPER_BLOCK_CONFIGURATIONS, hopper_block_matmul_kernel
 from course_lib.gpus import GPUS, occupancy

@@ -6,10 +6,10 @@ import re
 import pytest
 import torch
 
+from compiled_once import compile_launches
 from course_lib import flash_first
 from course_lib.ablations import undone
 from course_lib.attention_blocks import plain_forward
-from course_lib.compiled import compile_launches
 from course_lib.flash_first import first_attention, first_attention_kernel
 from course_lib.guard_bands import GuardBands, guarded
 from course_lib.launches import record_launches

@@ -7,9 +7,9 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
+from compiled_once import compile_launches
 from course_lib import flash_hopper
 from course_lib.attention_blocks import plain_forward
-from course_lib.compiled import compile_launches
 from course_lib.flash_hopper import hopper_attention, hopper_forward_kernel
 from course_lib.kernel_checks import run_guarded
 from course_lib.launches import record_launches

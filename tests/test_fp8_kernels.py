@@ -12,7 +12,8 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpreterBuilder
 
-from course_lib.compiled import Compiled, compile_kernel, compile_launches
+from compiled_once import compile_launches
+from course_lib.compiled import Compiled, compile_kernel
 from course_lib.fp8_kernels import (
     BLOCK_MATMUL_CONFIGURATIONS,
     block_matmul,

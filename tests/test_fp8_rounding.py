@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from course_lib.compiled import compile_launches
+from compiled_once import compile_launches
 from course_lib.fp8_rounding import cast_fp8, dot_fp8, widen_fp8
 from course_lib.launches import Launch
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import triton
 
+from compiled_once import compile_launches
 from course_lib import instructions
-from course_lib.compiled import compile_launches
 from course_lib.flash_forward import flash_forward_kernel, head_sizes, strides_of
 from course_lib.gpus import GPUS, WARP
 from course_lib.instructions import instruction_mix, instruction_table, loop_cycles, main_loop

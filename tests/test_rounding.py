@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from course_lib.compiled import compile_launches
+from compiled_once import compile_launches
 from course_lib.launches import Launch
 from course_lib.rounding import cast, dot, widen
 

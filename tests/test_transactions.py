@@ -23,8 +23,9 @@ import triton.language as tl
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
+from compiled_once import compile_launches
 from course_lib.accesses import Access
-from course_lib.compiled import Compiled, compile_launches
+from course_lib.compiled import Compiled
 from course_lib.kernel_sources import sources
 from course_lib.launches import Launch, first_configuration, record_launches
 from course_lib.matmul import matmul
