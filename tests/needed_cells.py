@@ -34,24 +34,33 @@ def bound_names(source: str) -> set[str]:
 
 
 def used_names(source: str) -> tuple[set[str], set[str]]:
-    """The names that a cell looks up when it runs, and those that its functions look up when they are called.
+    """The names that a cell looks up when it runs and has not bound by then, and those that its functions look up when
+    they are called.
 
-    A comprehension may be a function of its own and runs with its cell: what functions name counts as both.
+    A comprehension may be a function of its own and runs with its cell: what functions name counts as both, unless the
+    cell itself binds it.
     """
-    now, later = set(), set()
+    now, inner, later, bound = set(), set(), set(), set()
 
     def visit(code: CodeType, in_function: bool) -> None:
         in_function = in_function or bool(code.co_flags & inspect.CO_OPTIMIZED)
         names = named_in(code, LOADS)
-        now.update(names)
+        inner.update(names)
         later.update(names if in_function else ())
         for constant in code.co_consts:
             if isinstance(constant, CodeType):
                 visit(constant, in_function)
 
     if code := compiled(source):
-        visit(code, False)
-    return now, later
+        for one in dis.get_instructions(code):  # in the order of the text
+            if one.opname in LOADS and one.argval not in bound:
+                now.add(one.argval)
+            elif one.opname in STORES:
+                bound.add(one.argval)
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                visit(constant, False)
+    return now | inner - bound, later
 
 
 def changed_names(source: str) -> set[str]:
@@ -92,7 +101,7 @@ def needed_cells(sources: list[str], check: int, variants: dict[int, list[str]])
         changed[number] = changed_names(sources[number])
 
     needed, seen = {check}, set()
-    queue = [(name, check) for name in set().union(*used[check])]
+    queue = [(name, check) for name in used[check][0]]
     while queue:
         name, before = queue.pop()
         if (name, before) in seen:

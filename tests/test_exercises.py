@@ -423,6 +423,9 @@ def test_a_check_needs_the_cells_that_bind_and_change_what_it_names():
     assert needed("check", NEEDS) == expected, "not the FACTOR that is bound again before twice is called"
     assert needed("check", NEEDS | {"made": "made = [twice(1)]\nFACTOR = 3"}) == expected
     assert needed("check", {**NEEDS, "check": "1 + 1"}) == {"check"}
+    own = "for made in (1, 2):\n    print(made, [made for each in (3,)])"
+    assert needed("check", {**NEEDS, "check": own}) == {"check"}, "it binds `made` before it looks it up"
+    assert needed("check", {**NEEDS, "check": "made = [*made]"}) == expected
 
 
 def test_a_class_body_runs_with_its_cell_and_a_function_when_it_is_called():
