@@ -186,7 +186,7 @@ def killed(tmp_path_factory) -> Path:
     """A folder for each of WAYS, in it a root for each operation at which a job was killed; the last job was not."""
     roots = tmp_path_factory.mktemp("killed")
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(roots), json.dumps(WAYS)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     return roots
 

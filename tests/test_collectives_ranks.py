@@ -214,7 +214,7 @@ def test_the_launcher_runs_the_sweep_on_four_processes(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     ended = subprocess.run(
         [*command, "--", "--max-kib", "16", "--out", str(out)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     written = json.loads(out.read_text())

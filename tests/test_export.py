@@ -357,7 +357,7 @@ def test_the_command_checks_mends_and_removes(tmp_path):
 
     def run(*arguments):
         command = [sys.executable, tmp_path / "scripts" / "export.py", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     found = run("--check")
     assert (found.returncode, found.stdout.splitlines()) == (

@@ -69,7 +69,7 @@ def cuda_blocks(tmp_path_factory):
     (folder / "calculator.cpp").write_text(CALCULATOR)
     library = folder / "calculator.so"
     build = [compiler, "-w", "-shared", "-fPIC", f"-I{header}", str(folder / "calculator.cpp"), "-o", str(library)]
-    subprocess.run(build, check=True, timeout=60)
+    subprocess.run(build, check=True, timeout=300)
     call = ctypes.CDLL(str(library)).blocks
     call.argtypes = [ctypes.c_int] * 4 + [ctypes.c_size_t] * 3 + [ctypes.c_int] * 3 + [ctypes.c_size_t, ctypes.c_void_p]
 

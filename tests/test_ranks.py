@@ -29,7 +29,7 @@ from course_lib.ranks import Ranks, choose_backend
 
 HERE = os.path.relpath(__file__)
 LOCK = threading.Lock()  # nothing can pickle it
-PATIENCE_S = 60  # for a step on a busy machine; none takes a fifth of it on a quiet one
+PATIENCE_S = 300  # a deadline for what hangs; no step takes a twentieth of it on a quiet machine
 GONE_S = 60  # for processes to end, which takes a second: a deadline against hangs
 cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 

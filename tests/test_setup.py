@@ -51,7 +51,7 @@ def make(course: Path, *words: str, **environment: str) -> subprocess.CompletedP
         env={**keep, **pip, "PATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 
