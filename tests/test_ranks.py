@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_lib import rank_processes
 from course_lib.ranks import Ranks, choose_backend
 
 HERE = os.path.relpath(__file__)
@@ -644,7 +645,25 @@ def test_other_bad_calls_get_one_line(ranks):
         assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-# --- ends
+# --- starts and ends
+
+
+def test_an_engine_is_asked_until_it_answers():
+    """It may have registered and not yet be connected: what is sent to it then is lost."""
+
+    class Engine:
+        asked = 0
+
+        def apply_async(self, function):
+            self.asked += 1
+            return self
+
+        def wait(self, timeout):
+            return self.asked == 3
+
+    engine = Engine()
+    rank_processes.wait_until_connected(engine)
+    assert engine.asked == 3
 
 
 def test_close_ends_all_and_a_later_call_starts_again(temporary):
