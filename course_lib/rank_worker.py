@@ -65,6 +65,9 @@ def get_ready(backend: str) -> None:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # the peers are on this machine
     if sys.platform != "darwin":  # nor do Apple's frameworks
+        # A thread that wakes up waits for its turn. Gloo's would take the core from one that holds its lock, and spin.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         import ipyparallel.engine.app  # noqa: F401
         import torch._dynamo  # noqa: F401  every optimizer's first step wants it
         import torch.distributed  # noqa: F401

@@ -134,6 +134,11 @@ def test_ranks_are_forked_from_one_process_that_has_imported_pytorch(ranks):
     assert parent != os.getpid() and all(loaded)
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a scheduler of Linux")
+def test_a_thread_of_a_rank_that_wakes_up_waits_for_its_turn(ranks):
+    assert set(ranks(os.sched_getscheduler, 0)) == {os.SCHED_BATCH}
+
+
 def test_calls_start_no_process_and_make_no_group(ranks):
     def kept():
         folder = ranks._processes.folder
