@@ -68,9 +68,13 @@ def get_ready(backend: str) -> None:
         # A thread that wakes up waits for its turn. Gloo's would take the core from one that holds its lock, and spin.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        gc.disable()
         import ipyparallel.engine.app  # noqa: F401
         import torch._dynamo  # noqa: F401  every optimizer's first step wants it
         import torch.distributed  # noqa: F401
+
+        gc.freeze()  # no collection, of the engines either, looks at what is imported
+        gc.enable()
 
 # %% ../notebooks/03_collectives.ipynb #worker-end
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import inspect
 import os
 import pickle
 import platform
-import threading
 from pathlib import Path
 
 import triton
@@ -46,7 +45,7 @@ def compile_launches(launches: list[Launch], capability: int = 90) -> list[Compi
     if missing:
         FOLDER.mkdir(parents=True, exist_ok=True)
         for file, made in zip(missing, compiled.compile_launches([*missing.values()], capability), strict=True):
-            own = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+            own = file.with_suffix(f".{os.getpid()}")
             own.write_bytes(pickle.dumps(made))
             own.replace(file)  # whole, or not at all
     return [pickle.loads(file.read_bytes()) for file in files]

@@ -4,7 +4,6 @@ compiler, on the CPU; pytest -s prints the table.
 """
 
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
@@ -31,7 +30,6 @@ from course_lib.launches import Launch
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")
 GPUS_BY_CAPABILITY = {80: GPUS["A100"], 90: GPUS["H100"]}
 WIDEST = 16  # bytes that a thread moves by one instruction
-PROCESSES = 2
 SERIALIZED = "C7515"  # NVIDIA's assembler: each product on the tensor cores waits for the one before
 TUNED = {
     flash_forward_kernel: FORWARD_CONFIGURATIONS,
@@ -133,21 +131,11 @@ def rows_of(use: Use) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    """Compiled in a few processes side by side, each with a share of the rows of each GPU."""
     found = list(chain.from_iterable(map(rows_of, USES)))
-    shares = [
-        [row for row in found if row.use.capability == capability][number::PROCESSES]
-        for capability in GPUS_BY_CAPABILITY
-        for number in range(PROCESSES)
-    ]
-
-    def compile_share(share: list[Row]) -> list[Compiled]:
-        return compile_launches([row.launch for row in share], share[0].use.capability)
-
-    with ThreadPoolExecutor(PROCESSES) as threads:
-        for share, made in zip(shares, threads.map(compile_share, shares), strict=True):
-            for row, each in zip(share, made, strict=True):
-                row.made = each
+    for capability in GPUS_BY_CAPABILITY:
+        chosen = [row for row in found if row.use.capability == capability]
+        for row, made in zip(chosen, compile_launches([row.launch for row in chosen], capability), strict=True):
+            row.made = made
     return found
 
 

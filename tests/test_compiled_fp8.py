@@ -3,7 +3,6 @@ numbers and are promoted by one or two float32 instructions, tiles by TMA, no sp
 """
 
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -46,17 +45,11 @@ def product(form: str, meta: dict) -> Launch:
         scales[block] = torch.zeros(SIDE // PIECE, SIDE // block[0]).t()
     a, b = FORMS[form]
     args = SIDE, SIDE, SIDE, SIDE, SIDE, *scales[a].stride(), *scales[b].stride(), a[0], b[0], PIECE
-    return Launch(
-        hopper_block_matmul_kernel.fn, (1,), (values, values, out, scales[a], scales[b], *args), meta
-    )
+    return Launch(hopper_block_matmul_kernel.fn, (1,), (values, values, out, scales[a], scales[b], *args), meta)
 
 
 def compiled(launches: dict, capability: int = 90) -> dict:
-    """By two processes, each with half of them."""
-    shares = [list(launches)[number::2] for number in range(2)]
-    with ThreadPoolExecutor(2) as threads:
-        made = threads.map(lambda share: compile_launches([launches[each] for each in share], capability), shares)
-        return {name: each for share, found in zip(shares, made) for name, each in zip(share, found, strict=True)}
+    return dict(zip(launches, compile_launches([*launches.values()], capability), strict=True))
 
 
 def turn(made: Compiled) -> list[Instruction]:

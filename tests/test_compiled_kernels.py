@@ -5,7 +5,6 @@ have, without spills, and with loads as wide as there are. Triton's compiler, on
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from types import SimpleNamespace
@@ -157,13 +156,10 @@ def recorded_rows(capability: int) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    """Compiled in one process for each GPU, side by side."""
     found = {capability: recorded_rows(capability) for capability in GPUS_BY_CAPABILITY}
-    with ThreadPoolExecutor() as threads:
-        launches = [[row.launch for row in rows] for rows in found.values()]
-        for rows, made in zip(found.values(), threads.map(compile_launches, launches, found), strict=True):
-            for row, each in zip(rows, made, strict=True):
-                row.made = each
+    for capability, rows in found.items():
+        for row, made in zip(rows, compile_launches([row.launch for row in rows], capability), strict=True):
+            row.made = made
     return [row for rows in found.values() for row in rows]
 
 

@@ -4,7 +4,6 @@ instructions, four and one wait a turn on an H100. Interpreted, or GPU; and Trit
 
 import re
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
@@ -248,18 +247,14 @@ def launches_of(use: Use) -> list[Launch]:
 
 @pytest.fixture(scope="module")
 def compiled() -> list[tuple[Use, dict, Compiled]]:
-    """Use, constants of the configuration, and what the compiler made of it. Two processes side by side."""
+    """Use, constants of the configuration, and what the compiler made of it."""
     if not triton.knobs.runtime.interpret:
         pytest.skip("interpreted kernels are compiled apart")
-    with ThreadPoolExecutor(2) as threads:
-        by_gpu = {}
-        for capability in (90, 89):
-            launches = [launch for use in USES if use.capability == capability for launch in launches_of(use)]
-            by_gpu[capability] = launches, threads.submit(compile_launches, launches, capability)
-        rows = []
-        for capability, (launches, made) in by_gpu.items():
-            uses = [use for use in USES if use.capability == capability for _ in range(use.configurations)]
-            rows += zip(uses, [launch.meta for launch in launches], made.result(), strict=True)
+    rows = []
+    for capability in (90, 89):
+        launches = [(use, launch) for use in USES if use.capability == capability for launch in launches_of(use)]
+        made = compile_launches([launch for _, launch in launches], capability)
+        rows += [(use, launch.meta, each) for (use, launch), each in zip(launches, made, strict=True)]
     assert len(rows) == sum(use.configurations for use in USES)
     return rows
 
