@@ -16,6 +16,7 @@ An error goes to torchrun's error file and to the launcher's folder, which tells
 import argparse
 import contextlib
 import faulthandler
+import gc
 import importlib
 import importlib.machinery
 import json
@@ -80,12 +81,15 @@ def join_group() -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Import the notebook's module and run its `main`, between joining and leaving the process group."""
+    gc.disable()  # imports make much and drop little
     open_library(args.overlay, args.reference_modules)
     import torch.distributed
 
     watch_other_nodes(args.reports)
     join_group()
     program = importlib.import_module(f"course_lib.{args.module}")
+    gc.freeze()  # a collection, which the other ranks wait for, looks at what the program makes, not at PyTorch
+    gc.enable()
     sys.argv = [program.__file__, *args.options]
     try:
         program.main(args.options)
