@@ -29,6 +29,7 @@ PATIENCE_S = 300  # a deadline for what hangs; a launch takes less than a tenth 
 IMPORTS = """\
 #| export
 import argparse
+import gc
 import os
 import subprocess
 import sys
@@ -98,6 +99,9 @@ def main(argv=None):
         fail(rank)
     if args.fault == "wait":
         wait()
+    assert gc.isenabled() and gc.get_freeze_count() > 100_000, "a collection looks through PyTorch"
+    if dist.get_backend() == "gloo" and hasattr(os, "SCHED_BATCH"):
+        assert os.sched_getscheduler(0) == os.SCHED_BATCH
 """
 
 BASE = "#| export\ndef scale():\n    return 1\n\ndef main(argv=None):\n    pass\n"
