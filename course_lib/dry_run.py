@@ -155,7 +155,8 @@ def dry_run(
             with FakeTensorMode():
                 parallel = parallelize(config, layout, mesh, dtype=dtype, **settings)
                 sequences = batch // layout.dp
-                tokens = settle_shapes(parallel, min(sequences, 2 * layout.pp * layout.micro_batch), seq)
+                few = 1 if layout.schedule == "1f1b" else 2 * layout.pp  # the others do not take any number
+                tokens = settle_shapes(parallel, min(sequences, few * layout.micro_batch), seq)
                 parallel.step(tokens, tokens)
                 tokens = settle_shapes(parallel, sequences, seq)
                 return DryRun(layout, rank, *measured_step(parallel, tokens, tokens))
