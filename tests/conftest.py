@@ -1,6 +1,7 @@
 """What several test modules share."""
 
 import signal
+import socket
 
 import pytest
 
@@ -11,6 +12,15 @@ pytest_plugins = ["suite"]
 # A job in the background ignores Ctrl-C, and so would all programs that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 rank_processes.ANSWER_S = 30.0  # a rank of a busy machine may say late where it is; the tests want to hear it
+
+
+@pytest.fixture
+def port():
+    """A port at which a program that the test starts can listen. Held meanwhile, so that nobody else gets it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.fixture(scope="session")

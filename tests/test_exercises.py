@@ -30,6 +30,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ANSWERS = ROOT / "tests" / "wrong_answers"
 HEADING = re.compile(r"^# %% (\d\d\.\d+) (\S.*)$")
 CELL_LIMIT_S = 100  # against a hang: none takes a tenth of it
+HANGS_S = 3  # the deadline of an answer that is said to hang: a learner's is longer, and nobody learns from this one
 
 # Runs in the kernel: what the last cell raised, as the fields of Failure. `check` raises an AssertionError of its own
 # kind for every error; where the one behind it is no assertion, the answer crashed and the check only reported it. A
@@ -188,7 +189,11 @@ def check_faults(
         if failure and (source != blank or failure.kind != "NotImplementedError"):
             faults.append(f"the cell of '{what}' fails by itself: {failure}")
             continue
+        if "hangs" in what:
+            kernel.run(f"_patience, ranks.timeout_s = ranks.timeout_s, {HANGS_S}")
         failure = kernel.run_check(check, name, what)
+        if "hangs" in what:
+            kernel.run("ranks.timeout_s = _patience")
         faults += blank_faults(failure) if source == blank else answer_faults(what, failure)
     kernel.run(forget + "globals().update(_solved)")
     return faults

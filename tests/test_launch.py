@@ -653,10 +653,8 @@ def test_ctrl_c_before_the_ranks(running):
     assert (snapshot(running / "scripts"), snapshot(running / "course_lib")) == before
 
 
-def test_two_nodes(running):
+def test_two_nodes(running, port):
     """Two launches meet at a port that one of them holds; the node of the failing rank tells where, the other who."""
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
     options = f"--nnodes 2 --nproc-per-node 1 --rdzv-endpoint localhost:{port} -- --fault raise".split()
     nodes = [Launch(running, TOY, *options)]
     deadline = time.monotonic() + PATIENCE_S

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -167,10 +166,8 @@ def listens(launch: Launch, port: int) -> bool:
     return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in open_here)
 
 
-def test_a_job_goes_on_when_a_node_is_lost(ranks, folder):
+def test_a_job_goes_on_when_a_node_is_lost(ranks, folder, port):
     """Two launchers of two ranks each; the one that does not keep the rendezvous is killed without warning."""
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
     torchrun = "--nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id survival".split()
     torchrun += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RENDEZVOUS]
     program = "--layout dp4 --elastic --steps 24 --drop-tokens 0.1 --warmup 6".split()
