@@ -76,7 +76,7 @@ NODES = (
 def test_the_longest_come_first():
     zero, ex_zero, ex_5d, harness, launch, nb_zero, nb_5d = NODES
     order, left_out = collected(*NODES, chosen=None)
-    assert order == [ex_5d, nb_5d, ex_zero, nb_zero, launch, harness, zero] and not left_out
+    assert order == [launch, ex_5d, nb_5d, ex_zero, nb_zero, harness, zero] and not left_out
 
 
 def test_of_the_exercises_a_choice_leaves_its_own():
