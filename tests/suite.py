@@ -94,8 +94,8 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """What takes long comes first, so that no worker waits for it at the end: the tests of processes, which wait half of
-    their time, beside the exercises and notebooks with most ranks; then the other notebooks.
+    """What takes long comes first, so that no worker waits for it at the end: the tests of processes, which wait half
+    of their time, beside the exercises and notebooks with most ranks; then the other notebooks.
     """
     if config.chosen:  # of the exercises' file, which is collected whole
         concerns = {item: exercises_of(unit(item.nodeid)) in (None, config.chosen) for item in items}
