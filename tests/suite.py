@@ -9,6 +9,7 @@ start, kill and count processes are one unit, so that they do not meet.
 
 import ast
 import collections
+import gc
 import re
 import time
 from pathlib import Path
@@ -112,6 +113,13 @@ def pytest_collection_modifyitems(config, items):
         return -1 if name == "tests of processes" else len(LONGEST_FIRST), name
 
     items.sort(key=place)
+
+
+def pytest_collection_finish():
+    """A collection looks at what the tests make, not at PyTorch's million objects: an eighth of the tests' time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
 
 
 @pytest.hookimpl(optionalhook=True)
