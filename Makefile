@@ -5,7 +5,8 @@ export PYTHON CPU
 RUN := PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/python
 # Every notebook, or those whose name starts with NB: make render NB=01
 NOTEBOOKS = notebooks/$(NB)*.ipynb
-WORKERS ?= logical
+# One worker more than there are cores: while some wait for processes, others work.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
 .PHONY: help lab test lint export workbook render bench bench-planner solution progress cheatsheet
 

@@ -75,9 +75,9 @@ HALF = torch.bfloat16
 USES = [
     Use(90, HALF, 128),
     Use(80, HALF, 128),
-    Use(80, HALF, 64),
     Use(90, HALF, 64),
-    Use(90, HALF, 128, causal=False),
+    Use(80, HALF, 64, first=True),
+    Use(90, HALF, 128, causal=False, first=True),
     Use(90, HALF, 128, packed=True, first=True),
     Use(90, torch.float16, 96, first=True),
     Use(90, torch.float16, 128, packed=True, causal=False, first=True),
