@@ -29,11 +29,14 @@ lab: .venv/installed-lab ## set up and open JupyterLab on workbook/ (PYTHON=pyth
 # The quick checks come first, but nothing hides what comes after it: one run shows everything that is wrong. Tests and
 # notebooks share one pytest, so that its closing line speaks for both. One thread a process: where processes outnumber
 # cores, OpenMP's threads spin for one another (notebook 01 on two busy cores: 35 s with one thread, 70 to 210 with two).
+# glibc keeps the memory of tensors that are gone (up to 1 GiB), and does not give it back to Linux and take it anew, page
+# by page, a moment later (notebook 10: 181 CPU-seconds for 189).
 test: .venv/installed-test ## set up and run what CI runs: lint, the export check, tests, notebooks (K=zero: one notebook's; WORKERS=1)
 	@status=0; \
 	echo "Lint"; $(RUN) -m ruff check . || status=1; \
 	echo "Export check"; $(RUN) scripts/export.py --check || status=1; \
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --nbmake --nbmake-timeout=300 --parts -n $(WORKERS) --maxprocesses 8 \
+	OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 \
+	$(RUN) -m pytest --nbmake --nbmake-timeout=300 --parts -n $(WORKERS) --maxprocesses 8 \
 		$(if $(K),--concerning $(K)) tests notebooks || status=1; \
 	exit $$status
 
