@@ -11,6 +11,7 @@ import torch.distributed as dist
 from measure import paired, write
 
 from course_lib.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
+from course_lib.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
 from course_lib.ranks import Ranks
 
 SIZES = (4 * 2**10, 2**20, 64 * 2**20)
@@ -34,8 +35,8 @@ def compare(size: int) -> dict[str, dict]:
 
     rivals = {
         "all_reduce": ((ring_all_reduce, tensor), (dist.all_reduce, tensor)),
-        "reduce_scatter": ((ring_reduce_scatter, tensor), (dist.reduce_scatter_single, piece, tensor)),
-        "all_gather": ((ring_all_gather, tensor), (dist.all_gather_single, tensor, piece)),
+        "reduce_scatter": ((ring_reduce_scatter, tensor), (reduce_scatter_tensor, piece, tensor)),
+        "all_gather": ((ring_all_gather, tensor), (all_gather_into_tensor, tensor, piece)),
         "broadcast": ((tree_broadcast, tensor), (dist.broadcast, tensor, 0)),
     }
     found = {}

@@ -36,14 +36,17 @@ def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> t
     return size / seconds, size / seconds * factors[collective]
 
 # %% ../notebooks/03_collectives.ipynb #sweep
+from .into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+
+
 def run_collective(collective: str, tensor: torch.Tensor, piece: torch.Tensor, group=None) -> None:
     """All-reduce `tensor`, [N·k], or all-gather it from the ranks' `piece`, [k], or reduce-scatter it into that."""
     if collective == "all_reduce":
         dist.all_reduce(tensor, group=group)
     elif collective == "all_gather":
-        dist.all_gather_single(tensor, piece, group=group)
+        all_gather_into_tensor(tensor, piece, group=group)
     elif collective == "reduce_scatter":
-        dist.reduce_scatter_single(piece, tensor, group=group)
+        reduce_scatter_tensor(piece, tensor, group=group)
     else:
         raise ValueError(f"the sweep knows all_reduce, all_gather and reduce_scatter, not {collective!r}")
 

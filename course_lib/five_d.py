@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from .hf_checkpoints import from_hf, from_hf_config
+from .into_tensor import all_gather_into_tensor
 from .layouts import Layout, check_layout, fitted
 from .meshes import build_mesh
 from .model import ModelConfig
@@ -155,7 +156,7 @@ def train(
         loss, norm = loss.item(), norm.item()  # waits for the device: the time is the whole step's
         step_s = time.perf_counter() - start
         own = memory.new_tensor([single_gpu.peak_memory(device)])
-        dist.all_gather_single(memory, own)
+        all_gather_into_tensor(memory, own)
         speed = batch * chosen.seq / step_s / layout.ranks
         yield {
             "step": number,

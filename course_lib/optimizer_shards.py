@@ -11,6 +11,7 @@ and rounds add up in the pieces. Stage 1 has a whole buffer for every bucket. St
 __all__ = ['COUNTERS', 'BufferPool', 'GradientShard', 'ShardReducer', 'OptimizerShard', 'split_into_buckets', 'reserve']
 
 # %% ../notebooks/05_zero.ipynb #optimizer-shards-imports
+from .into_tensor import all_gather_into_tensor
 from .shards import FlatLayout, GradientBuffer, outer_groups
 
 # %% ../notebooks/05_zero.ipynb #ex-05-7
@@ -18,7 +19,6 @@ import copy
 from collections import deque
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from .buckets import Reducer, make_buckets
@@ -172,7 +172,7 @@ class OptimizerShard:
         """Start the all-gather of the values."""
         if self.is_copy:
             self.own_values.copy_(self.shard)
-        self.work = dist.all_gather_single(self.values, self.own_values, group=self.layout.group, async_op=True)
+        self.work = all_gather_into_tensor(self.values, self.own_values, group=self.layout.group, async_op=True)
 
     def wait(self) -> None:
         """Until all values are there."""

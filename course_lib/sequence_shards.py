@@ -17,6 +17,8 @@ __all__ = ['ORDERS', 'by_rank', 'in_order', 'start_gather', 'start_reduce_scatte
 import torch
 import torch.distributed as dist
 
+from .into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+
 
 def by_rank(whole: torch.Tensor, parts: int) -> torch.Tensor:
     """[b, s, ...] as its parts, one after the other: [n, b, s/n, ...], a view. Raises ValueError where n does not
@@ -35,7 +37,7 @@ def in_order(pieces: torch.Tensor) -> torch.Tensor:
 def start_gather(part: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
     """All-gather of the ranks' parts [b, s/n, ...], under way: where they arrive, [n, b, s/n, ...], and the work."""
     pieces = part.new_empty(group.size(), *part.shape)
-    return pieces, dist.all_gather_single(pieces.flatten(0, 1), part.contiguous(), group=group, async_op=True)
+    return pieces, all_gather_into_tensor(pieces.flatten(0, 1), part.contiguous(), group=group, async_op=True)
 
 
 def start_reduce_scatter(pieces: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, dist.Work]:
@@ -43,7 +45,7 @@ def start_reduce_scatter(pieces: torch.Tensor, group: dist.ProcessGroup) -> tupl
     work.
     """
     own, pieces = pieces.new_empty(pieces.shape[1:]), pieces.contiguous()
-    return own, dist.reduce_scatter_single(own, pieces.flatten(0, 1), group=group, async_op=True)
+    return own, reduce_scatter_tensor(own, pieces.flatten(0, 1), group=group, async_op=True)
 
 # %% ../notebooks/07_sequence_context.ipynb #chunks-of
 ORDERS = ("zigzag", "contiguous")

@@ -32,6 +32,7 @@ def find_blocks(module: nn.Module) -> list[list[nn.Module]]:
     return [unit for unit in [*units, between] if unit]
 
 # %% ../notebooks/05_zero.ipynb #sharded-parameters-imports
+from .into_tensor import all_gather_into_tensor
 from .shards import FlatLayout, GradientBuffer
 
 # %% ../notebooks/05_zero.ipynb #ex-05-9
@@ -39,7 +40,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 
@@ -70,11 +70,11 @@ class GatheredBuffer:
             if self.encoding is None:
                 own = self.layout.own(self.values)
                 own.copy_(self.shard)
-                self.work = dist.all_gather_single(self.values, own, group=self.layout.group, async_op=True)
+                self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
             else:
                 payload = self.encoding.encode(self.shard)
                 self.payloads = payload.new_empty(self.layout.world_size * len(payload))
-                self.work = dist.all_gather_single(self.payloads, payload, group=self.layout.group, async_op=True)
+                self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
 
     def wait(self) -> None:
         """Until the values are there, if they are on their way."""

@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+
 
 class FlatLayout:
     """Where `tensors` lie in a flat buffer, and which part of it this rank of `group` owns.
@@ -76,7 +78,7 @@ class FlatLayout:
     def gather(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """All tensors, whole, of the shards [shard_numel] of all ranks. Collective."""
         buffer = shard.new_empty(self.padded)
-        dist.all_gather_single(buffer, shard, group=self.group)
+        all_gather_into_tensor(buffer, shard, group=self.group)
         return self.views(buffer)
 
 # %% ../notebooks/05_zero.ipynb #ex-05-4
@@ -155,7 +157,7 @@ class GradientBuffer:
                     view.zero_()
         whole = self.buffer[: self.layout.padded]
         whole[self.layout.numel :].zero_()
-        return dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+        return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
 
 # %% ../notebooks/05_zero.ipynb #sharded-clip
 from collections.abc import Iterable

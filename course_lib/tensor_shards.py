@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .fully_shard import places_of
+from .into_tensor import all_gather_into_tensor
 
 
 class TensorShard(NamedTuple):
@@ -48,7 +49,7 @@ class TensorShard(NamedTuple):
         padded = own.new_zeros(per_rank, *own.shape[1:])
         padded[: self.size] = own
         whole = own.new_empty(per_rank * self.group.size(), *own.shape[1:])
-        dist.all_gather_single(whole, padded, group=self.group)
+        all_gather_into_tensor(whole, padded, group=self.group)
         return whole[: self.whole].movedim(0, self.dim).contiguous()
 
     def whole_shape(self, part: torch.Tensor) -> list[int]:

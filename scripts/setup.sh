@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Make .venv and install the course into it, from `make`:    scripts/setup.sh "." | ".[test]"
 # PYTHON is the Python to make it with. CPU=1 asks for PyTorch's CPU wheels, a tenth of the size of those for GPUs.
+# TORCH=2.11.0 asks for another PyTorch than the pinned one.
 # What goes wrong is one line on stderr that says what to do. A .venv that this run began is taken away again; one that
 # stood before stays as it was, since pip downloads everything before it changes anything.
 set -u -o pipefail
 export PIP_RETRIES=${PIP_RETRIES:-3}  # with pip's own 5, it takes half a minute to find that there is no network
 PYTHON=${PYTHON:-python3}
 VENV=.venv
-log=$(mktemp) && begun="" && trap 'rm -rf "$log" $begun' EXIT && trap 'exit 130' INT TERM
+log=$(mktemp) && begun="" && trap 'rm -rf "$log" "$log.pins" $begun' EXIT && trap 'exit 130' INT TERM
 
 stop() {
     echo "setup: $1" >&2
@@ -37,11 +38,17 @@ make_venv() {
 }
 
 install() {  # $1: what pip is to install
+    local pins=constraints.txt
+    if [ -n "${TORCH:-}" ]; then  # Triton comes with its PyTorch; the interpreter of Triton 3.6 fails with NumPy 2.4
+        pins=$log.pins
+        grep -vE "^(torch|torchao|triton|numpy|setuptools)==" constraints.txt >"$pins"
+        printf "torch==%s\nnumpy<2.4\n" "$TORCH" >>"$pins"
+    fi
     # Empty arrays are unbound variables to the bash of macOS under `set -u`, hence the two branches.
     if [ "${CPU:-}" = 1 ]; then
-        "$VENV/bin/python" -m pip install -c constraints.txt -e "$1" --extra-index-url https://download.pytorch.org/whl/cpu
+        "$VENV/bin/python" -m pip install -c "$pins" -e "$1" --extra-index-url https://download.pytorch.org/whl/cpu
     else
-        "$VENV/bin/python" -m pip install -c constraints.txt -e "$1"
+        "$VENV/bin/python" -m pip install -c "$pins" -e "$1"
     fi
 }
 

@@ -292,9 +292,10 @@ class Exchanges:
         return start
 
     def __enter__(self):
-        names = ("batch_isend_irecv", "all_gather_single", "reduce_scatter_single")
-        self.plain = {name: getattr(dist, name) for name in names}
-        for name in names:
+        names = ["batch_isend_irecv", "all_gather_into_tensor", "reduce_scatter_tensor"]
+        names += ["all_gather_single", "reduce_scatter_single"]  # as newer PyTorch calls them
+        self.plain = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+        for name in self.plain:
             setattr(dist, name, self.noted(name))
         return self
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from course_lib.five_d import parallelize
 from course_lib.flight_records import Flight, Watchdog, described, dump_records, find_desync, lateness, read_records
+from course_lib.into_tensor import all_gather_into_tensor
 from course_lib.layouts import Layout
 from course_lib.meshes import build_mesh
 from course_lib.model import ModelConfig
@@ -130,7 +131,7 @@ def dumped_steps(folder: str, steps: int, seconds: float = 0.0) -> None:
     for _ in range(steps):
         time.sleep(seconds * (rank == 2))
         dist.all_reduce(torch.ones(3))
-        dist.all_gather_single(torch.zeros(8), torch.ones(2))
+        all_gather_into_tensor(torch.zeros(8), torch.ones(2))
         splits = [1, 2] if pair.rank() == 0 else [3, 4]
         received = torch.zeros(4 if pair.rank() == 0 else 6)
         arriving = [1, 3] if pair.rank() == 0 else [2, 4]
@@ -146,7 +147,7 @@ def hanging(folder: str) -> None:
     with Watchdog(folder, 3):
         dist.all_reduce(torch.ones(5))
         if dist.get_rank() == 3:
-            dist.all_gather_single(torch.zeros(4), torch.ones(2), group=pair)
+            all_gather_into_tensor(torch.zeros(4), torch.ones(2), group=pair)
         dist.all_reduce(torch.ones(5))
 
 

@@ -41,7 +41,7 @@ def make(course: Path, *words: str, **environment: str) -> subprocess.CompletedP
     keep = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith(("PIP_", "MAKE", "MFLAGS")) and name not in ("PYTHON", "CPU")
+        if not name.startswith(("PIP_", "MAKE", "MFLAGS")) and name not in ("PYTHON", "CPU", "TORCH")
     }
     pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": closed, "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
     path = f"{course / 'fakes'}{os.pathsep}{os.environ['PATH']}"
@@ -118,3 +118,13 @@ def test_installs_once_and_again_when_the_list_changes(course):
     assert installs("lab", "CPU=1") == [
         "-m pip install -c constraints.txt -e . --extra-index-url https://download.pytorch.org/whl/cpu"
     ]
+
+
+def test_another_torch_than_the_pinned_one(course):
+    """It brings its own Triton, and a NumPy that this one's interpreter knows; the other versions stay."""
+    program(course / ".venv/bin/python", 'case "$2" in import*) echo 3.12;; esac; [ "$4" = -c ] && cp "$5" pins')
+    make(course, "lab", "TORCH=2.11.0")
+    pins, pinned = ((course / name).read_text().splitlines() for name in ("pins", "constraints.txt"))
+    assert set(pins) - set(pinned) == {"torch==2.11.0", "numpy<2.4"}
+    names = {line.split("==")[0] for line in set(pinned) - set(pins)}
+    assert names == {"torch", "torchao", "triton", "numpy", "setuptools"}

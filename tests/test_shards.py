@@ -9,6 +9,8 @@ from torch import nn
 
 from course_lib.shards import FlatLayout, GradientBuffer, global_norm, norm_group
 
+GATHER, SCATTER = "course_lib.shards.all_gather_into_tensor", "course_lib.shards.reduce_scatter_tensor"
+
 
 class Group:
     """As much of a process group as a layout wants to know."""
@@ -89,7 +91,7 @@ def test_cutting_and_putting_together_are_inverse(world_size, monkeypatch):
         ranks = layouts(tensors, world_size)
         shards = [layout.shard_of(tensors) for layout in ranks]
         assert all(shard.dtype == torch.float64 and len(shard) == ranks[0].shard_numel for shard in shards)
-        monkeypatch.setattr(dist, "all_gather_single", lambda out, own, group: out.copy_(torch.cat(shards)))
+        monkeypatch.setattr(GATHER, lambda out, own, group: out.copy_(torch.cat(shards)))
         for layout, shard in zip(ranks, shards, strict=True):
             assert all(map(torch.equal, layout.gather(shard), tensors))
 
@@ -105,7 +107,7 @@ def test_tensors_of_other_strides_keep_them_and_their_values(world_size, monkeyp
     tensors = odd_strides()
     ranks = layouts(tensors, world_size)
     shards = [layout.shard_of(tensors) for layout in ranks]
-    monkeypatch.setattr(dist, "all_gather_single", lambda out, own, group: out.copy_(torch.cat(shards)))
+    monkeypatch.setattr(GATHER, lambda out, own, group: out.copy_(torch.cat(shards)))
     for tensor, whole in zip(tensors, ranks[-1].gather(shards[-1]), strict=True):
         assert torch.equal(tensor, whole) and whole.stride() == torch.empty_like(tensor).stride()
     assert ranks[0].gather(shards[0])[0].is_contiguous(memory_format=torch.channels_last)
@@ -131,7 +133,7 @@ def test_a_shard_of_missing_tensors_has_zeros_there():
 
 
 class Sent(list):
-    """Stands for dist.reduce_scatter_single: keeps a copy of what was sent."""
+    """Stands for reduce_scatter_tensor: keeps a copy of what was sent."""
 
     def __call__(self, shard, whole, group, async_op):
         assert async_op and whole.numel() == group.size() * shard.numel()
@@ -143,7 +145,7 @@ class Sent(list):
 @pytest.mark.parametrize("given", [(0, 1, 2, 3), (0, 2), (3,), ()])
 def test_a_gradient_buffer_sends_zeros_for_what_is_missing_and_writes_nowhere_else(world_size, given, monkeypatch):
     """The buffer is larger than it need be, full of NaN, and lies between guards."""
-    monkeypatch.setattr(dist, "reduce_scatter_single", sent := Sent())
+    monkeypatch.setattr(SCATTER, sent := Sent())
     shapes = [(3, 5), (), (7,), (0, 2)]
     parameters = [nn.Parameter(value) for value in counted(shapes)]
     layout = FlatLayout(parameters, Group(world_size - 1, world_size))
@@ -162,7 +164,7 @@ def test_a_gradient_buffer_sends_zeros_for_what_is_missing_and_writes_nowhere_el
 
 
 def test_a_new_buffer_begins_without_gradients(monkeypatch):
-    monkeypatch.setattr(dist, "reduce_scatter_single", sent := Sent())
+    monkeypatch.setattr(SCATTER, sent := Sent())
     parameters = [nn.Parameter(torch.ones(3))]
     layout = FlatLayout(parameters, Group(0, 2))
     gradients = GradientBuffer(parameters, layout)
@@ -177,7 +179,7 @@ def test_a_new_buffer_begins_without_gradients(monkeypatch):
 
 def test_a_gradient_of_another_dtype_is_converted_and_added_in_the_buffers(monkeypatch):
     """bfloat16 has 8 bits: 256 + 1 is 256 there, and 257 in the float32 buffer."""
-    monkeypatch.setattr(dist, "reduce_scatter_single", sent := Sent())
+    monkeypatch.setattr(SCATTER, sent := Sent())
     parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     gradients = GradientBuffer([parameter], FlatLayout([parameter], Group(0, 1)))
     gradients.attach(torch.zeros(2))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from course_lib.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
+from course_lib.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
 from course_lib.traffic import Record, Traffic, count_traffic, shown
 
 N, EVERYONE, FLOAT = 4, (0, 1, 2, 3), 4
@@ -105,6 +106,9 @@ def functional(name, *args, **kwargs):
     """The result of a functional collective on `args`, on all ranks."""
     import torch.distributed._functional_collectives as collectives
 
+    if not hasattr(collectives, name):  # an older PyTorch's names
+        whole = "all_gather_into_tensor" if "gather" in name and "coalesced" in name else "all_gather_tensor"
+        name = name.replace("all_gather_single", whole).replace("reduce_scatter_single", "reduce_scatter_tensor")
     result = getattr(collectives, name)(*args, group=dist.group.WORLD, **kwargs)
     return [collectives.wait_tensor(part) for part in (result if isinstance(result, list) else [result])]
 
@@ -160,8 +164,8 @@ TRIALS = {
         lambda r: [filled(lambda x: dist.reduce(x, 2), mine(3))][r != 2:],  # elsewhere the result may be anything
         lambda r: [("reduce", sent_if(r != 2, 12), 2)]),
     "all_gather": (lambda r: filled(lambda out: dist.all_gather(out, mine(3)), each(3)), [ALL_GATHER]),
-    "all_gather_single": (
-        lambda r: filled(lambda out: dist.all_gather_single(out, mine(3)), torch.empty(12)), [ALL_GATHER]),
+    "all_gather_into_tensor": (
+        lambda r: filled(lambda out: all_gather_into_tensor(out, mine(3)), torch.empty(12)), [ALL_GATHER]),
     "all_gather_coalesced": (
         lambda r: filled(lambda out: dist.all_gather_coalesced(out, [mine(1), mine(2)]), [[mine(1), mine(2)] for _ in
                                                                                          range(N)]), [ALL_GATHER]),
@@ -170,8 +174,8 @@ TRIALS = {
     "reduce_scatter of uneven pieces": (
         lambda r: filled(lambda out: dist.reduce_scatter(out, [mine(k) for k in range(N)]), torch.empty(r)),
         lambda r: [("reduce_scatter", FLOAT * (6 - r))]),
-    "reduce_scatter_single": (
-        lambda r: filled(lambda out: dist.reduce_scatter_single(out, mine(12)), torch.empty(3)), [REDUCE_SCATTER]),
+    "reduce_scatter_tensor": (
+        lambda r: filled(lambda out: reduce_scatter_tensor(out, mine(12)), torch.empty(3)), [REDUCE_SCATTER]),
     "gather": (lambda r: gathered(1, r), lambda r: [("gather", sent_if(r != 1, 12), 1)]),
     "scatter": (lambda r: scattered(1, r), lambda r: [("scatter", sent_if(r == 1, 36), 1)]),
     "all_to_all": (lambda r: filled(lambda out: dist.all_to_all(out, each(3)), each(3)), [ALL_TO_ALL]),
@@ -195,10 +199,10 @@ TRIALS = {
         lambda r: [filled(lambda x: coalesced(lambda: dist.all_reduce(x[0]), lambda: dist.all_reduce(x[1])),
                           [mine(3), mine(1)])], [("all_reduce", 24)]),
     "coalesced all_gathers": (
-        lambda r: filled(lambda out: coalesced(*(lambda o=o: dist.all_gather_single(o, mine(o.numel() // N))
+        lambda r: filled(lambda out: coalesced(*(lambda o=o: all_gather_into_tensor(o, mine(o.numel() // N))
                                                  for o in out)), [mine(4), mine(8)]), [ALL_GATHER]),
     "coalesced reduce_scatters": (
-        lambda r: filled(lambda out: coalesced(*(lambda o=o: dist.reduce_scatter_single(o, mine(o.numel() * N))
+        lambda r: filled(lambda out: coalesced(*(lambda o=o: reduce_scatter_tensor(o, mine(o.numel() * N))
                                                  for o in out)), [mine(1), mine(2)]), [REDUCE_SCATTER]),
     "functional all_reduce": (lambda r: functional("all_reduce", mine(3), "sum"), [ALL_REDUCE]),
     "functional all_reduce_coalesced": (
@@ -407,8 +411,8 @@ def other_ways() -> dict:
     for name, ours, theirs in (
         ("all_reduce", ring_all_reduce, dist.all_reduce),
         ("broadcast", lambda x: tree_broadcast(x, 2), lambda x: dist.broadcast(x, 2)),
-        ("reduce_scatter", ring_reduce_scatter, lambda x: dist.reduce_scatter_single(torch.empty(6), x)),
-        ("all_gather", ring_all_gather, lambda x: dist.all_gather_single(x, mine(6))),
+        ("reduce_scatter", ring_reduce_scatter, lambda x: reduce_scatter_tensor(torch.empty(6), x)),
+        ("all_gather", ring_all_gather, lambda x: all_gather_into_tensor(x, mine(6))),
     ):
         counted(f"ours, {name}", lambda ours=ours: ours(mine(24)))
         counted(f"theirs, {name}", lambda theirs=theirs: theirs(mine(24)))

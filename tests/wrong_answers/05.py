@@ -188,16 +188,16 @@ def zero_1_step(layout, values, gradient, update):
 # %% 05.3 fake: all states on each rank, in the traffic of stage 1
 def zero_1_step(layout, values, gradient, update):
     shard, whole = gradient.new_empty(layout.shard_numel), torch.empty_like(gradient)
-    dist.reduce_scatter_single(shard, gradient, group=layout.group)
-    dist.all_gather_single(whole, shard / layout.world_size, group=layout.group)
+    reduce_scatter_tensor(shard, gradient, group=layout.group)
+    all_gather_into_tensor(whole, shard / layout.world_size, group=layout.group)
     update(values, whole)
 
 
 # %% 05.3 fake: updates all pieces one after the other
 def zero_1_step(layout, values, gradient, update):
     shard, whole = gradient.new_empty(layout.shard_numel), torch.empty_like(gradient)
-    dist.reduce_scatter_single(shard, gradient, group=layout.group)
-    dist.all_gather_single(whole, shard / layout.world_size, group=layout.group)
+    reduce_scatter_tensor(shard, gradient, group=layout.group)
+    all_gather_into_tensor(whole, shard / layout.world_size, group=layout.group)
     for piece, mean in zip(values.chunk(layout.world_size), whole.chunk(layout.world_size), strict=True):
         update(piece, mean)
 
@@ -206,53 +206,53 @@ def zero_1_step(layout, values, gradient, update):
 def zero_1_step(layout, values, gradient, update):
     dist.all_reduce(gradient, group=layout.group)
     update(layout.own(values), layout.own(gradient) / layout.world_size)
-    dist.all_gather_single(values, layout.own(values), group=layout.group)
+    all_gather_into_tensor(values, layout.own(values), group=layout.group)
 
 
 # %% 05.3 a sum instead of a mean
 def zero_1_step(layout, values, gradient, update):
     shard = gradient.new_empty(layout.shard_numel)
-    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    reduce_scatter_tensor(shard, gradient, group=layout.group)
     update(layout.own(values), shard)
-    dist.all_gather_single(values, layout.own(values), group=layout.group)
+    all_gather_into_tensor(values, layout.own(values), group=layout.group)
 
 
 # %% 05.3 divides by the world instead of the group
 def zero_1_step(layout, values, gradient, update):
     shard = gradient.new_empty(layout.shard_numel)
-    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    reduce_scatter_tensor(shard, gradient, group=layout.group)
     update(layout.own(values), shard / dist.get_world_size())
-    dist.all_gather_single(values, layout.own(values), group=layout.group)
+    all_gather_into_tensor(values, layout.own(values), group=layout.group)
 
 
 # %% 05.3 its own gradient instead of the mean
 def zero_1_step(layout, values, gradient, update):
     shard = gradient.new_empty(layout.shard_numel)
-    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    reduce_scatter_tensor(shard, gradient, group=layout.group)
     update(layout.own(values), layout.own(gradient) / layout.world_size)
-    dist.all_gather_single(values, layout.own(values), group=layout.group)
+    all_gather_into_tensor(values, layout.own(values), group=layout.group)
 
 
 # %% 05.3 updates a copy
 def zero_1_step(layout, values, gradient, update):
     shard, own = gradient.new_empty(layout.shard_numel), layout.own(values).clone()
-    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    reduce_scatter_tensor(shard, gradient, group=layout.group)
     update(own, shard / layout.world_size)
-    dist.all_gather_single(values, layout.own(values), group=layout.group)
+    all_gather_into_tensor(values, layout.own(values), group=layout.group)
 
 
 # %% 05.3 gathers before it updates
 def zero_1_step(layout, values, gradient, update):
     shard = gradient.new_empty(layout.shard_numel)
-    dist.reduce_scatter_single(shard, gradient, group=layout.group)
-    dist.all_gather_single(values, layout.own(values), group=layout.group)
+    reduce_scatter_tensor(shard, gradient, group=layout.group)
+    all_gather_into_tensor(values, layout.own(values), group=layout.group)
     update(layout.own(values), shard / layout.world_size)
 
 
 # %% 05.3 gathers nothing
 def zero_1_step(layout, values, gradient, update):
     shard = gradient.new_empty(layout.shard_numel)
-    dist.reduce_scatter_single(shard, gradient, group=layout.group)
+    reduce_scatter_tensor(shard, gradient, group=layout.group)
     update(layout.own(values), shard / layout.world_size)
 
 
@@ -524,7 +524,7 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
     def send(self, shard):
         whole = self.buffer[: self.layout.padded]
         whole[self.layout.numel :].zero_()
-        return dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+        return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
 
 
 # %% 05.6 old numbers in the padding
@@ -537,7 +537,7 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
             if parameter not in self.stored:
                 view.zero_()
         whole = self.buffer[: self.layout.padded]
-        return dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+        return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
 
 
 # %% 05.6 zeroes the buffer to its end, beyond its layout
@@ -551,7 +551,7 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
                 view.zero_()
         whole = self.buffer[: self.layout.padded]
         self.buffer[self.layout.numel :].zero_()
-        return dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+        return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
 
 
 # %% 05.6 waits
@@ -565,7 +565,7 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
                 view.zero_()
         whole = self.buffer[: self.layout.padded]
         whole[self.layout.numel :].zero_()
-        work = dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+        work = reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
         work.wait()
         return work
 
@@ -603,7 +603,7 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
         whole = self.buffer[: self.layout.padded]
         whole[self.layout.numel :].zero_()
         whole.div_(self.layout.world_size)
-        return dist.reduce_scatter_single(shard, whole, group=self.layout.group, async_op=True)
+        return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
 
 
 # %% 05.7 fake: a new buffer each time
@@ -945,11 +945,11 @@ class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
             if self.encoding is None:
                 own = self.layout.own(self.values)
                 own.copy_(self.shard)
-                self.work = dist.all_gather_single(self.values, own, group=self.layout.group, async_op=True)
+                self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
             else:
                 payload = self.encoding.encode(self.shard)
                 self.payloads = payload.new_empty(self.layout.world_size * len(payload))
-                self.work = dist.all_gather_single(self.payloads, payload, group=self.layout.group, async_op=True)
+                self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
 
     def free(self):
         self.wait()
@@ -1047,11 +1047,11 @@ class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
             if self.encoding is None:
                 own = self.layout.own(self.values)
                 own.copy_(self.shard)
-                self.work = dist.all_gather_single(self.values, own, group=self.layout.group, async_op=True)
+                self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
             else:
                 payload = self.encoding.encode(self.shard)
                 self.payloads = payload.new_empty(self.layout.world_size * len(payload))
-                self.work = dist.all_gather_single(self.payloads, payload, group=self.layout.group, async_op=True)
+                self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
             self.wait()
 
 
@@ -1071,11 +1071,11 @@ class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
             if self.encoding is None:
                 own = self.layout.own(self.values)
                 own.copy_(self.shard)
-                self.work = dist.all_gather_single(self.values, own, group=self.layout.group, async_op=True)
+                self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
             else:
                 payload = self.encoding.encode(self.shard)
                 self.payloads = payload.new_empty(self.layout.world_size * len(payload))
-                self.work = dist.all_gather_single(self.payloads, payload, group=self.layout.group, async_op=True)
+                self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
 
 
 # %% 05.9 the encoding is passed over
@@ -1093,7 +1093,7 @@ class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
             self.values.untyped_storage().resize_(self.nbytes)
             own = self.layout.own(self.values)
             own.copy_(self.shard)
-            self.work = dist.all_gather_single(self.values, own, group=self.layout.group, async_op=True)
+            self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
 
 
 # %% 05.10 the last unit is gathered twice as well
