@@ -8,7 +8,7 @@ NOTEBOOKS = notebooks/$(NB)*.ipynb
 # One worker more than there are cores: while some wait for processes, others work.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help lab test lint export workbook render bench bench-planner solution progress cheatsheet
+.PHONY: help lab test lint export workbook render bench gpu bench-planner solution progress cheatsheet
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -53,7 +53,13 @@ render: .venv/installed-test ## run the notebooks and keep their outputs; NB=01 
 	@$(RUN) scripts/render.py $(NOTEBOOKS)
 
 bench: .venv/installed-test ## run the comparisons of benchmarks/, which write benchmarks/results/
-	@status=0; for script in $(filter-out benchmarks/measure.py benchmarks/kernel_cases.py benchmarks/kernel_runs.py benchmarks/attention_cases.py benchmarks/attention_exact.py benchmarks/fp8_cases.py benchmarks/record_inductor.py,$(wildcard benchmarks/*.py)); do echo "$$script"; $(RUN) "$$script" || status=1; done; exit $$status
+	@status=0; for script in $(filter-out benchmarks/gpu.py benchmarks/record_inductor.py,$(shell grep -l __main__ benchmarks/*.py)); do \
+	echo "$$script"; $(RUN) "$$script" || status=1; done; exit $$status
+
+# No set-up: a cluster's GPU node has its own torch and triton, and often no network.
+gpu: ## all that wants a GPU, right or wrong, and how fast; again to go on (OUT=gpu_run BUDGET=540 ONLY="fp8: linear")
+	@$(if $(wildcard .venv/bin/python),$(RUN),$(PYTHON)) benchmarks/gpu.py --out "$(or $(OUT),gpu_run)" \
+	--budget $(or $(BUDGET),540) $(if $(ONLY),--only "$(ONLY)") $(GPU_ARGS)
 
 bench-planner: .venv/installed-test ## hold the planner against measured and published runs: benchmarks/results/planner.json
 	@$(RUN) benchmarks/planner.py

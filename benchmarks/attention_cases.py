@@ -16,7 +16,7 @@ causal, and 2.5 times as much backward; what is computed twice, or only to be ma
 import importlib.util
 import random as chance
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from course_lib.flash_attention import flash_attention, lengths_to_cu_seqlens, packed_attention
-from course_lib.flash_backward import key_gradient_kernel, query_gradient_kernel
-from course_lib.flash_forward import flash_forward_kernel
 
 if torch.cuda.is_available():  # on a CPU FlexAttention has no backward, and the compiler takes long
     flex_attention = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
@@ -37,15 +35,20 @@ if package:
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
-TUNED = (flash_forward_kernel, query_gradient_kernel, key_gradient_kernel)
 SIZES = {
     "cuda": {  # grouped: sequence, heads of q, of k and v, head_dim; documents: how many, heads, head_dim
-        "tokens": 16384, "width": 2048, "head_dims": (64, 128), "sequences": (512, 1024, 2048, 4096, 8192, 16384),
-        "grouped": (8192, 32, 8, 128), "documents": (16, 16, 128), "rungs": (4096, 128),  # sequence, head_dim
+        "tokens": 16384, "width": 2048,
+        "sequences": {128: (4096, 8192, 16384, 2048), 64: (4096,)},  # by head_dim
+        "flex": (4096, 16384), "grouped": (8192, 32, 8, 128), "documents": (16, 16, 128),
+        "rungs": (4096, 128),  # sequence, head_dim
+    },
+    "small": {
+        "tokens": 600, "width": 256, "sequences": {128: (300,), 64: (300,)},
+        "flex": (), "grouped": (300, 4, 2, 128), "documents": (3, 2, 128), "rungs": (300, 128),
     },
     "cpu": {
-        "tokens": 40, "width": 32, "head_dims": (16,), "sequences": (20,),
-        "grouped": (20, 2, 1, 16), "documents": (3, 1, 16), "rungs": (40, 16),
+        "tokens": 40, "width": 32, "sequences": {16: (20,)},
+        "flex": (20,), "grouped": (20, 2, 1, 16), "documents": (3, 1, 16), "rungs": (40, 16),
     },
 }  # fmt: skip
 
@@ -58,21 +61,15 @@ def backend(which: SDPBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
 
 
-def flex(mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """FlexAttention with a block mask; None: every query sees every key."""
+def flex(mask: Callable, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """FlexAttention with the block mask that `mask` makes once; None: every query sees every key."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return flex_attention(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+    return flex_attention(q, k, v, block_mask=mask(), enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
 
 def causal_mask(sequence: int, device: torch.device):
     """FlexAttention's, from a rule for batch, head, query and key."""
     return create_block_mask(lambda b, h, query, key: query >= key, None, None, sequence, sequence, device=device)
-
-
-def tuned_anew() -> None:
-    """Let our autotuners forget what was best at another length, which their keys don't have: a training has one."""
-    for kernel in TUNED:
-        kernel.cache.clear()
 
 
 def flops(products: int, causal: bool) -> dict[str, float]:
@@ -82,17 +79,25 @@ def flops(products: int, causal: bool) -> dict[str, float]:
 
 
 def dense_case(
-    device: torch.device, kernel: str, sequence: int, heads: int, kv_heads: int, head_dim: int, causal: bool
+    device: torch.device,
+    sizes: dict,
+    kernel: str,
+    sequence: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    causal: bool,
 ) -> Case:
     """Sequences of one length, as many as there are tokens for."""
-    batch = SIZES[device.type]["tokens"] // sequence
+    batch = sizes["tokens"] // sequence
 
     def make():
         return tuple(random(batch, sequence, count, head_dim, device=device) for count in (heads, kv_heads, kv_heads))
 
     methods: dict[str, Callable] = {"ours": partial(flash_attention, causal=causal)}
     methods |= {column: partial(backend, which, causal=causal) for column, which in BACKENDS.items()}
-    methods["flex"] = partial(flex, causal_mask(sequence, device) if causal else None)
+    if sequence in sizes["flex"]:
+        methods["flex"] = partial(flex, cache(lambda: causal_mask(sequence, device) if causal else None))
     if package:
         methods["flash_attn"] = partial(flash_attn_func, causal=causal)
     about = {"b": batch, "s": sequence, "heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "causal": causal}
@@ -122,28 +127,37 @@ def padded(lengths: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     return out.flatten(0, 1).index_select(0, places)[None]
 
 
-def document_case(device: torch.device, count: int, heads: int, head_dim: int) -> Case:
+def document_case(device: torch.device, tokens: int, count: int, heads: int, head_dim: int) -> Case:
     """Documents side by side in one row, causal, none sees another."""
-    tokens = SIZES[device.type]["tokens"]
     lengths = document_lengths(tokens, count)
-    cuts, longest = lengths_to_cu_seqlens(lengths, device)
-    places = torch.cat([torch.arange(n) + i * max(lengths) for i, n in enumerate(lengths)]).to(device)
-    document = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths)).to(device)
 
-    def same_document(b, h, query, key):
-        return (document[query] == document[key]) & (query >= key)
+    @cache
+    def ends() -> tuple:
+        cuts, longest = lengths_to_cu_seqlens(lengths, device)
+        return cuts, cuts, longest, longest
 
-    mask = create_block_mask(same_document, None, None, tokens, tokens, device=device)
+    @cache
+    def places() -> torch.Tensor:
+        return torch.cat([torch.arange(n) + i * max(lengths) for i, n in enumerate(lengths)]).to(device)
+
+    @cache
+    def mask():
+        document = torch.repeat_interleave(torch.arange(count), torch.tensor(lengths)).to(device)
+
+        def same_document(b, h, query, key):
+            return (document[query] == document[key]) & (query >= key)
+
+        return create_block_mask(same_document, None, None, tokens, tokens, device=device)
+
     methods = {
-        "ours": packed_attention(cuts, longest),
+        "ours": lambda q, k, v: packed_attention(*ends()[1:3])(q, k, v),
         "flex": partial(flex, mask),
-        "padded": partial(padded, lengths, places=places),
+        "padded": lambda q, k, v: padded(lengths, q, k, v, places()),
     }
     if device.type == "cuda":
-        ends = cuts, cuts, longest, longest
-        methods["flash"] = lambda q, k, v: varlen_attn(q[0], k[0], v[0], *ends, window_size=(-1, 0))[None]
+        methods["flash"] = lambda q, k, v: varlen_attn(q[0], k[0], v[0], *ends(), window_size=(-1, 0))[None]
         if package:
-            methods["flash_attn"] = lambda q, k, v: flash_attn_varlen_func(q[0], k[0], v[0], *ends, causal=True)[None]
+            methods["flash_attn"] = lambda q, k, v: flash_attn_varlen_func(q[0], k[0], v[0], *ends(), causal=True)[None]
     about = {"lengths": lengths, "heads": heads, "kv_heads": heads, "head_dim": head_dim, "causal": True}
     work = flops(heads * head_dim * sum(length**2 for length in lengths), causal=True)
     return Case(
@@ -160,18 +174,15 @@ def document_case(device: torch.device, count: int, heads: int, head_dim: int) -
     )
 
 
-def cases(device: torch.device) -> Iterator[Case]:
+def cases(device: torch.device, which: str) -> Iterator[Case]:
     """All of them."""
-    sizes = SIZES[device.type]
-    for head_dim in sizes["head_dims"]:
+    sizes = SIZES[which]
+    for head_dim, sequences in sizes["sequences"].items():
         heads = sizes["width"] // head_dim
         for causal in (True, False):
-            for sequence in sizes["sequences"]:
-                tuned_anew()
-                yield dense_case(device, "attention", sequence, heads, heads, head_dim, causal)
+            for sequence in sequences:
+                yield dense_case(device, sizes, "attention", sequence, heads, heads, head_dim, causal)
     sequence, heads, kv_heads, head_dim = sizes["grouped"]
     for causal in (True, False):
-        tuned_anew()
-        yield dense_case(device, f"attention, {heads}/{kv_heads}", sequence, heads, kv_heads, head_dim, causal)
-    tuned_anew()
-    yield document_case(device, *sizes["documents"])
+        yield dense_case(device, sizes, f"attention, {heads}/{kv_heads}", sequence, heads, kv_heads, head_dim, causal)
+    yield document_case(device, sizes["tokens"], *sizes["documents"])

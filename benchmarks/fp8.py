@@ -1,9 +1,9 @@
 """FP8 of notebook 14 on a GPU: products, casts and linear layers against BF16, PyTorch's own FP8 and torchao.
 
-    PYTHONPATH=. python benchmarks/fp8.py                 # writes benchmarks/results/fp8_<gpu>.json
-    PYTHONPATH=. python benchmarks/fp8.py --device cpu    # the same code at tiny sizes, interpreted: is it right?
+    python benchmarks/gpu.py --out DIR --only "fp8: "                 # and with --record, fp8_<gpu>.json
+    python benchmarks/gpu.py --out DIR --only "fp8: " --device cpu    # the same code at tiny sizes: is it right?
 
-Needs a GPU with FP8 (Ada, Hopper), torch and triton; where torchao is not installed, or PyTorch does not take scales of
+Needs a GPU with FP8 (Ada, Hopper); where torchao is not installed, or PyTorch does not take scales of
 blocks (below CUDA 12.9), a column stays empty. What is compared at which sizes is in fp8_cases.py, and how it is
 measured in kernel_runs.py. In the file:
 
@@ -12,12 +12,10 @@ measured in kernel_runs.py. In the file:
     layers      forward and backward of a linear layer with all quantization; what runs twice for the noise is BF16
 
 The aims, on an H200. Products: one scale a matrix at 0.95 or more of torch._scaled_mm's rate, scales of blocks at 0.7
-or more of it. Layers of 8192 x 8192 x 8192: 1.3 times BF16's rate or more, and not slower than torchao's. What misses
-them is listed at the end.
+or more of it. Layers of 8192 x 8192 x 8192: 1.3 times BF16's rate or more, and not slower than torchao's. `missed`
+lists what misses them.
 """
 
-import kernel_runs
-import torch
 from fp8_cases import cast_cases, layer_cases, product_cases
 from kernel_runs import Comparison
 
@@ -28,12 +26,11 @@ PRODUCTS = Comparison(
     ("ours", "plain", "scaled_mm", "fast", "blockwise", "BF16"),
     product_cases,
     {"cuda": 1e-2, "cpu": 1e-5},
-    shown="rates",
     own=("ours", "plain"),
 )
-CASTS = Comparison(("ours", "eager", "compile"), cast_cases, {"cuda": 1e-6, "cpu": 0.0}, shown="rates")
+CASTS = Comparison(("ours", "eager", "compile"), cast_cases, {"cuda": 1e-6, "cpu": 0.0})
 LAYERS = Comparison(
-    ("ours", "blocks", "BF16", "torchao"), layer_cases, {"cuda": 0.1, "cpu": 0.1}, shown="rates", own=("ours", "blocks")
+    ("ours", "blocks", "BF16", "torchao"), layer_cases, {"cuda": 0.1, "cpu": 0.1}, own=("ours", "blocks")
 )
 
 
@@ -53,16 +50,3 @@ def missed(found: dict[str, list[dict]]) -> list[str]:
             if reached < AIMS[rival]:
                 lines.append(f"linear {row['size']}: {reached:.2f} of {rival}, the aim is {AIMS[rival]}")
     return lines
-
-
-def main() -> None:
-    """Measure on the GPU and write it down; or show on a CPU that everything runs."""
-    comparisons = {"products": PRODUCTS, "casts": CASTS, "layers": LAYERS}
-    found = kernel_runs.main("fp8", __doc__.splitlines()[0], comparisons)
-    if found and torch.cuda.is_available():
-        lines = missed(found)
-        print("\n".join(["missed:", *lines] if lines else ["nothing is missed"]))
-
-
-if __name__ == "__main__":
-    main()

@@ -21,13 +21,12 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from kernel_runs import Case, random
-from torch import nn
+from kernel_runs import DTYPES, WIDER, Case, random
 
 from course_lib.fp8_casts import quantize_both, quantize_delayed, quantize_fused
-from course_lib.fp8_hopper import hopper_block_matmul, hopper_block_matmul_kernel
-from course_lib.fp8_kernels import block_matmul, block_matmul_kernel
-from course_lib.fp8_linear import Casts, Fp8Linear, Fp8Products
+from course_lib.fp8_hopper import hopper_block_matmul
+from course_lib.fp8_kernels import block_matmul
+from course_lib.fp8_linear import Casts, Fp8Products, LayerCasters
 from course_lib.fp8_recipes import by_blocks, per_tensor
 from course_lib.quantization import (
     ROW,
@@ -44,15 +43,12 @@ from course_lib.scaled_matmul import fp8_matmul
 
 torchao = importlib.util.find_spec("torchao")
 BLOCKS = {"tensor": TENSOR, "row": ROW, "1 x 128": TILE, "128 x 128": SQUARE}
-WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
-SIZES = {  # m, n, k: cubes, and 8k tokens in the MLPs of Llama 3 8B and 70B
+SIZES = {  # m, n, k: a cube, and 8k tokens in the MLP of Llama 3 8B
     "cuda": {
-        "products": [
-            (4096, 4096, 4096), (8192, 8192, 8192), (8192, 14336, 4096), (8192, 4096, 14336), (8192, 28672, 8192),
-            (8192, 8192, 28672),
-        ],
-        "casts": [(8192, 4096), (8192, 8192), (8192, 28672)],
+        "products": [(8192, 8192, 8192), (8192, 14336, 4096)],
+        "casts": [(8192, 8192)],
     },
+    "small": {"products": [(256, 384, 512)], "casts": [(300, 400)]},
     "cpu": {"products": [(32, 48, 160)], "casts": [(20, 144)]},
 }  # fmt: skip
 
@@ -128,16 +124,9 @@ def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str,
     )
 
 
-def tuned_anew() -> None:
-    """Let the autotuners forget other sizes, as a training has few."""
-    for kernel in (block_matmul_kernel, hopper_block_matmul_kernel):
-        kernel.cache.clear()
-
-
-def product_cases(device: torch.device) -> Iterator[Case]:
+def product_cases(device: torch.device, which: str) -> Iterator[Case]:
     """One scale a matrix; tiles and squares: forward and the input's gradient; tiles twice: the weight's gradient."""
-    for m, n, k in SIZES[device.type]["products"]:
-        tuned_anew()
+    for m, n, k in SIZES[which]["products"]:
         for names in (("tensor", "tensor"), ("1 x 128", "128 x 128"), ("1 x 128", "1 x 128")):
             yield product_case(device, m, n, k, names)
 
@@ -166,10 +155,10 @@ def cast_case(
 BOTH = {"tensor, both": (TENSOR, False), "1 x 128, both": (TILE, False), "1 x 128, both, 2^i": (TILE, True)}
 
 
-def cast_cases(device: torch.device) -> Iterator[Case]:
+def cast_cases(device: torch.device, which: str) -> Iterator[Case]:
     """Each kind of blocks; some with the transpose, and with scales that are powers of two; a scale that is there."""
-    element = random(0, device=device).element_size()
-    for rows, columns in SIZES[device.type]["casts"]:
+    element = DTYPES[device.type].itemsize
+    for rows, columns in SIZES[which]["casts"]:
         case, numbers = partial(cast_case, device, rows, columns), rows * columns
         for name, block in BLOCKS.items():
             yield case(
@@ -206,37 +195,44 @@ def delayed(x: torch.Tensor, scale: torch.Tensor) -> list[Quantized | torch.Tens
     return [quantize(x, scale=scale), quantize(x.t(), scale=scale), block_amax(x, TENSOR)]
 
 
-def layer(casts: Casts, device: torch.device, n: int, k: int) -> Callable:
-    """x, w -> x w^T in 8 bits, by an `Fp8Linear` whose weight is w."""
-    linear = Fp8Linear(nn.Linear(k, n, bias=False, device=device), casts)
+def layer(casts: Casts, device: torch.device) -> Callable:
+    """x, w -> x w^T in 8 bits, as an `Fp8Linear` with the weight w makes it."""
+
+    @cache
+    def casters() -> LayerCasters:
+        return LayerCasters(casts).to(device)
 
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return Fp8Products.apply(x, None, [linear.casters], w)[0]
+        return Fp8Products.apply(x, None, [casters()], w)[0]
 
     return product
 
 
 def torchao_layer(device: torch.device) -> Callable:
     """Its autograd function, with its default recipe: one scale a matrix, found anew each time."""
-    from torchao.float8.config import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
-    config = Float8LinearConfig(emulate=device.type == "cpu")
-    settings = Float8Linear(16, 16, bias=False, config=config)
+    @cache
+    def made() -> Callable:
+        from torchao.float8.config import Float8LinearConfig
+        from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
-    def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return matmul_with_hp_or_float8_args.apply(x, w.t(), settings.linear_mm_config, config)
+        config = Float8LinearConfig(emulate=device.type == "cpu")
+        settings = Float8Linear(16, 16, bias=False, config=config)
 
-    return torch.compile(product, dynamic=False) if device.type == "cuda" else product
+        def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return matmul_with_hp_or_float8_args.apply(x, w.t(), settings.linear_mm_config, config)
+
+        return torch.compile(product, dynamic=False) if device.type == "cuda" else product
+
+    return lambda x, w: made()(x, w)
 
 
-def layer_cases(device: torch.device) -> Iterator[Case]:
+def layer_cases(device: torch.device, which: str) -> Iterator[Case]:
     """Forward and backward of a linear layer, with all that is quantized."""
-    for m, n, k in SIZES[device.type]["products"]:
-        tuned_anew()
+    for m, n, k in SIZES[which]["products"]:
         methods = {
-            "ours": layer(per_tensor(), device, n, k),
-            "blocks": layer(by_blocks(), device, n, k),
+            "ours": layer(per_tensor(), device),
+            "blocks": layer(by_blocks(), device),
             "BF16": F.linear,
         }
         if torchao:

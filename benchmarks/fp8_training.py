@@ -1,9 +1,8 @@
-"""Training in FP8: the loss of each recipe against BF16's over seeds and learning rates, and a large model's step.
+"""Training in FP8: the loss of each recipe against BF16's, over seeds and learning rates.
 
-    python benchmarks/fp8_training.py             # all three
+    python benchmarks/fp8_training.py             # both
     python benchmarks/fp8_training.py curves      # writes benchmarks/results/fp8_curves_<device>.json
     python benchmarks/fp8_training.py spikes      # writes benchmarks/results/fp8_spikes_<device>.json
-    python benchmarks/fp8_training.py steps       # writes benchmarks/results/fp8_steps_<device>.json
 
 curves: a small model on the corpus, everything kept in the recipe's dtypes (RecipeOptimizer), the same batches for all
 recipes; losses are means of ten steps. The loss at the end is the mean of the last fifty, its gap that to BF16 of the
@@ -11,9 +10,6 @@ same seed and learning rate. BF16 of another seed says how large a gap means not
 
 spikes: a small model trained in BF16, then each way to scale goes on from there, once with one spike: in one token and
 one channel, gate and up of each SwiGLU are `growth` times as large for one step. Gaps are to BF16 with the same spike.
-
-steps: bench-1B of 4,096 tokens on a GPU (debug on a CPU), fused AdamW on float32 weights and autocast in both columns,
-BF16 and FP8 of each way to scale: seconds, tokens/s, MFU of the BF16 peak, peak memory, and the losses.
 """
 
 import argparse
@@ -31,18 +27,12 @@ from course_lib.fp8_linear import Cast, update_scales
 from course_lib.fp8_recipes import RECIPES, Recipe, by_blocks, per_tensor
 from course_lib.model import PRESETS, ModelConfig, Transformer, loss, swiglu
 from course_lib.recipe_optimizer import RecipeOptimizer
-from course_lib.single_gpu import adamw, train, train_step
+from course_lib.single_gpu import adamw, train_step
 
 NAMES = ["BF16, FP32 accumulation", "Transformer Engine", "FP8-LM", "DeepSeek-V3", "nanotron"]
 ALL_FP32 = Recipe(None, torch.float32, torch.float32, None, None, torch.float32, torch.float32, "the control")
 CURVES = {name: RECIPES[name] for name in NAMES} | {"FP32": ALL_FP32}
 SMALL = ModelConfig(layers=2, hidden=128, heads=4, kv_heads=2, ffn_hidden=256, vocab=256)
-SCALINGS = {
-    "BF16": None,
-    "tensor": per_tensor(),
-    "delayed": per_tensor(history=16, weight_history=16),
-    "blocks": by_blocks(),
-}
 LONG_HISTORY = per_tensor(history=1024, weight_history=1024)
 SPIKE_CASTS = {
     "BF16": None,
@@ -149,34 +139,7 @@ def spikes(chosen: argparse.Namespace) -> dict:
     return {"preset": "debug", "batch": 8, "seq": 32, "before": BEFORE_SPIKE, "steps": chosen.steps, "rows": rows}
 
 
-def large_steps(chosen: argparse.Namespace) -> dict:
-    """The medians of each way to scale, and its losses."""
-    device = device_here()
-    preset, batch, seq = ("bench-1B", 1, 4096) if device.type == "cuda" else ("debug", 2, 64)
-    tokens, rows = ByteTokenizer().encode(corpus()), []
-    for name, casts in SCALINGS.items():
-        with device:
-            model = apply_fp8(Transformer(PRESETS[preset]), dataclasses.replace(RECIPES["DeepSeek-V3"], casts=casts))
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-
-        def step(*arguments):
-            step_loss = train_step(*arguments)
-            update_scales(arguments[0])
-            return step_loss
-
-        batches = TokenBatches(tokens, batch, seq)
-        records = train(model, adamw(model, 1e-4), batches, chosen.steps, torch.bfloat16, step=step)
-        settled = records[min(5, len(records) - 1) :]
-        figures = {key: statistics.median(r[key] for r in settled) for key in ("step_s", "tokens_per_s", "peak_memory")}
-        mfu = settled[-1]["mfu"] and statistics.median(record["mfu"] for record in settled)
-        rows.append({"scaling": name, **figures, "mfu": mfu, "losses": [record["loss"] for record in records]})
-        print(f"{name:8s} {figures['step_s'] * 1e3:.0f} ms a step, loss {records[-1]['loss']:.4f}", flush=True)
-        del model
-    return {"preset": preset, "batch": batch, "seq": seq, "steps": chosen.steps, "rows": rows}
-
-
-COMPARISONS = {"curves": curves, "spikes": spikes, "steps": large_steps}
+COMPARISONS = {"curves": curves, "spikes": spikes}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from kernel_runs import Case, random
+from kernel_runs import DTYPES, Case, random
 
 from course_lib.fused_adamw import adamw_step
 from course_lib.fused_loss import linear_cross_entropy
@@ -33,27 +33,21 @@ if liger:
 
 EPS = 1e-5
 HEAD = 128  # elements of an attention head
-SIZES = {  # by device: rows and width of what is normed and so on; rows, hidden and vocabulary of the loss
+SIZES = {  # rows and width of what is normed and so on; rows, hidden and vocabulary of the loss
     "cuda": {
-        "rows": [
-            (2048, 1024), (16384, 1024), (16384, 2048), (16384, 4096), (65536, 4096), (16384, 8192), (16384, 16384),
-        ],
-        "loss": [(4096, 1024, 32768), (8192, 4096, 32768), (8192, 4096, 131072), (16384, 4096, 131072)],
-        "parameters": [2**20, 2**24, 2**28],
-        "sides": [512, 1024, 2048, 4096, 8192],
+        "rows": [(65536, 4096), (16384, 1024), (16384, 2048), (16384, 16384)],
+        "loss": [(4096, 1024, 32768), (8192, 4096, 131072)],
+        "parameters": [2**20, 2**28],
+        "sides": [1024, 4096, 8192],
     },
+    "small": {"rows": [(300, 1000)], "loss": [(200, 96, 1000)], "parameters": [10_000], "sides": [200]},
     "cpu": {"rows": [(4, 128)], "loss": [(6, 32, 50)], "parameters": [300], "sides": [48]},
 }  # fmt: skip
 
 
-def element_bytes(device: torch.device) -> int:
-    """Of a number of the dtype that is trained in."""
-    return random(0, device=device).element_size()
-
-
 def row_cases(device: torch.device, rows: int, width: int) -> Iterator[Case]:
     """Kernels that go over rows of `width` elements: softmax, RMSNorm without and with the residual sum, SwiGLU."""
-    size, tensor = f"{rows:,} x {width:,}", rows * width * element_bytes(device)
+    size, tensor = f"{rows:,} x {width:,}", rows * width * DTYPES[device.type].itemsize
 
     def inputs(count: int, weight: bool = False):
         return lambda: (
@@ -105,7 +99,7 @@ def rope_case(device: torch.device, rows: int, width: int) -> Case:
     }
     if liger:
         methods["Liger"] = turn_liger
-    work = (2 * (heads + groups) + 1) * HEAD * rows * element_bytes(device)
+    work = (2 * (heads + groups) + 1) * HEAD * rows * DTYPES[device.type].itemsize
     return Case("rope", f"{rows:,} x {width:,}", make, methods, {"forward": work, "backward": work})
 
 
@@ -153,7 +147,7 @@ def adamw_case(device: torch.device, count: int) -> Case:
 
     @torch.no_grad()
     def eager(master, gradient, m, v, step, weights):
-        gradient = gradient.float()
+        gradient = gradient.to(master.dtype)
         step.add_(1)
         m.lerp_(gradient, 1 - betas[0])
         v.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
@@ -171,9 +165,13 @@ def adamw_case(device: torch.device, count: int) -> Case:
         weights.copy_(master)
         return master, m, v, weights
 
+    def exact(master, gradient, m, v, step, weights):
+        found = eager(*(each.double() for each in (master, gradient, m, v)), step, weights)
+        return [each.float() for each in found]
+
     methods = {"ours": ours, "eager": eager, "PyTorch": fused}
-    size = 24 + element_bytes(device) + 2  # master, m, v read and written; gradient; weights
-    return Case("adamw_step", f"{count:,}", make, methods, {"step": size * count})
+    size = 24 + DTYPES[device.type].itemsize + 2  # master, m, v read and written; gradient; weights
+    return Case("adamw_step", f"{count:,}", make, methods, {"step": size * count}, exact=exact)
 
 
 def matmul_case(device: torch.device, side: int) -> Case:
@@ -185,18 +183,17 @@ def matmul_case(device: torch.device, side: int) -> Case:
     return Case("matmul", f"{side:,}", make, {"ours": matmul, "eager": torch.mm}, {"forward": 2 * side**3}, "TFLOP/s")
 
 
-def cases(device: torch.device) -> Iterator[Case]:
+def cases(device: torch.device, which: str) -> Iterator[Case]:
     """All kernels at all sizes; on a GPU also compiled: for a CPU the compiler writes other code, and takes long."""
-    for case in written_cases(device):
+    for case in written_cases(device, SIZES[which]):
         if device.type == "cuda":
-            compiled = torch.compile(case.methods["eager"], dynamic=False, mode="max-autotune-no-cudagraphs")
+            compiled = torch.compile(case.methods["eager"], dynamic=False)
             case = replace(case, methods=case.methods | {"compile": compiled})
         yield case
 
 
-def written_cases(device: torch.device) -> Iterator[Case]:
+def written_cases(device: torch.device, sizes: dict) -> Iterator[Case]:
     """All kernels at all sizes, with the methods that somebody has written."""
-    sizes = SIZES[device.type]
     for rows, width in sizes["rows"]:
         yield from row_cases(device, rows, width)
         yield rope_case(device, rows, width)

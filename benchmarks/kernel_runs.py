@@ -1,6 +1,6 @@
 """How kernels.py, attention.py and fp8.py measure: columns in alternation, correctness first, passes apart.
 
-A `Comparison` is a table: its cases, and how a row is printed. A `Case` is one computation at one size, with a method
+A `Comparison` is a table, made of cases. A `Case` is one computation at one size, with a method
 for each column. All columns get the same inputs, and their results and gradients are compared with a reference before
 anything is timed.
 
@@ -11,20 +11,21 @@ noise. Rate: the case's work by a column's time; ours also as a share of this GP
 measured just before. Peak memory is in MiB above the inputs.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
-from measure import gpu_word, peak_mib, save
+from measure import peak_mib
 
-from course_lib.roofline import Roofline, measure_roofline
-from course_lib.timing import FLUSHED_CACHES, last_cache_bytes, time_once
+from course_lib.roofline import Roofline
+from course_lib.timing import flusher, time_once
 
 ROUNDS = {"cuda": 11, "cpu": 1}
 UNCOUNTED = {"cuda": 3, "cpu": 0}
 UNITS = {"GB/s": 1e9, "TFLOP/s": 1e12}
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+WIDER = {torch.bfloat16: torch.float32, torch.float32: torch.float64}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Case:
     unit: str = "GB/s"
     peak: bool = False  # whether its memory is measured too
     rival: str = "eager"  # the column that must run, and runs twice
-    exact: Callable[..., list[torch.Tensor]] | None = None  # results and gradients of such inputs; None: the rival's
+    exact: Callable[..., list[torch.Tensor]] | None = None  # results and gradients; None: the rival's in a wider type
     about: dict = field(default_factory=dict)  # what else its rows say
 
 
@@ -48,38 +49,29 @@ class Comparison:
     """A table."""
 
     columns: tuple[str, ...]  # a case may have fewer
-    cases: Callable[[torch.device], Iterator[Case]]
+    cases: Callable[[torch.device, str], Iterator[Case]]  # at these of their SIZES: cuda, cpu, or small on a GPU
     tolerance: dict[str, float]  # by device: how far our results may be off, as a share of their norm
-    shown: str = "ms"  # or rates
     own: tuple[str, ...] = ("ours",)  # the columns that this holds for
-
-    def heading(self) -> str:
-        columns = " ".join(f"{column:>10}" for column in self.columns)
-        return f"{'kernel':<20} {'size':<24} {'':<24} {columns} {'ours':>9} {'':<8} {'of':>5} {'noise':>6}"
-
-    def line(self, row: dict) -> str:
-        """A row of the table."""
-        shown = self.shown if "ms" in row else "mib"
-        values, digits = row[shown], {"ms": ".3f", "rates": ".1f", "mib": ".0f"}[shown]
-        cells = [f"{values[column]:>10,{digits}}" if column in values else f"{'-':>10}" for column in self.columns]
-        unit = {"ms": "ms", "rates": row.get("unit"), "mib": "MiB"}[shown]
-        name = f"{row['kernel']:<20} {row['size']:<24} {row['pass'] + ', ' + unit:<24}"
-        if "ms" not in row:
-            return " ".join([name, *cells])
-        speed = f"{row['rate']:>9,.1f} {row['unit']:<8} {row['share']:>5.0%} {row['noise']:>6.1%}"
-        return " ".join([name, *cells, speed])
 
 
 def random(*shape: int, device: torch.device, needs_gradient: bool = True) -> torch.Tensor:
     """Normal numbers of the dtype that is trained in on the device."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.randn(shape, device=device, dtype=dtype).requires_grad_(needs_gradient)
+    return torch.randn(shape, device=device, dtype=DTYPES[device.type]).requires_grad_(needs_gradient)
+
+
+def widened(tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The same numbers in the next wider type, for a reference."""
+    return tuple(
+        each.detach().to(WIDER.get(each.dtype, each.dtype)).requires_grad_(each.requires_grad) for each in tensors
+    )
 
 
 def draw_gradients(outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """The outputs' gradients: the same numbers at the same places for all methods, however their outputs lie."""
+    """The outputs' gradients: the same numbers at the same places for all methods, however their outputs lie, and in
+    whatever type they are.
+    """
     torch.manual_seed(1)
-    return tuple(torch.randn(each.shape, dtype=each.dtype, device=each.device) for each in outputs)
+    return tuple(random(*each.shape, device=each.device, needs_gradient=False).to(each.dtype) for each in outputs)
 
 
 class Method:
@@ -129,8 +121,9 @@ class Method:
 
 def reference(case: Case) -> list[torch.Tensor]:
     """What all columns are compared with."""
-    method = Method(case.methods[case.rival], case.make)
-    return case.exact(*method.inputs) if case.exact else method.results()
+    if case.exact:
+        return case.exact(*Method(None, case.make).inputs)
+    return Method(case.methods[case.rival], lambda: widened(case.make())).results()
 
 
 def working(case: Case, device: torch.device, comparison: Comparison) -> tuple[dict[str, Method], dict[str, float]]:
@@ -160,7 +153,7 @@ def working(case: Case, device: torch.device, comparison: Comparison) -> tuple[d
 
 def timed(methods: dict[str, Method], name: str, device: torch.device, rival: str) -> dict[str, list[float]]:
     """Seconds of each round of one pass, by column, in alternation; "again" is the rival a second time."""
-    cleared = torch.empty(FLUSHED_CACHES * last_cache_bytes(device), dtype=torch.uint8, device=device)
+    flush = flusher(device)
     found: dict[str, list[float]] = {column: [] for column in (*methods, "again")}
     for _ in range(UNCOUNTED[device.type] + ROUNDS[device.type]):
         for column, seconds in found.items():
@@ -169,7 +162,7 @@ def timed(methods: dict[str, Method], name: str, device: torch.device, rival: st
 
             def start(before=before):
                 before()
-                cleared.zero_()
+                flush()
 
             seconds.append(time_once(run, device, start))
             method.release()  # what one column keeps for its backward is not to take the room of another
@@ -201,47 +194,3 @@ def measure(case: Case, device: torch.device, ceilings: Roofline, comparison: Co
         yield about | {"pass": name} | figures | speed | share | {"errors": errors}
     if case.peak:
         yield about | {"pass": "peak", "mib": {column: peak_mib(method.both) for column, method in methods.items()}}
-
-
-def run(comparison: Comparison, device: torch.device, ceilings: Roofline) -> Iterator[list[dict]]:
-    """Measure everything, and print it as it comes; yields all rows so far after each case."""
-    print(comparison.heading())
-    rows = []
-    for case in comparison.cases(device):
-        for row in measure(case, device, ceilings, comparison):
-            rows.append(row)
-            print(comparison.line(row), flush=True)
-        yield rows
-
-
-def chosen_device(description: str) -> torch.device | None:
-    """The device of the command line; None, and one line that says so, where there is nothing to measure."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    chosen = parser.parse_args().device
-    if chosen == "cuda" and not torch.cuda.is_available():
-        print("no GPU here, so there is nothing to measure; --device cpu runs the same code at tiny sizes")
-        return None
-    if chosen == "cpu" and torch.cuda.is_available():
-        parser.error("--device cpu is for machines without a GPU: here kernels are compiled, and for the GPU")
-    return torch.device(chosen)
-
-
-def main(name: str, description: str, comparisons: dict[str, Comparison]) -> dict[str, list[dict]]:
-    """Measure on the GPU and write results/NAME_GPU.json; or show on a CPU that everything runs. The comparisons are by
-    the file's key for their rows; returns these.
-    """
-    device = chosen_device(description)
-    if device is None:
-        return {}
-    ceilings = measure_roofline(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    copy, product = ceilings.bytes_per_s / 1e9, ceilings.peak_flops / 1e12
-    print(f"{ceilings.name}: copy {copy:,.0f} GB/s, product {product:,.2f} TFLOP/s")
-    found: dict[str, list[dict]] = {}
-    for key, comparison in comparisons.items():
-        for found[key] in run(comparison, device, ceilings):
-            if device.type == "cuda":  # a run that is cut off has left what it has measured
-                save(name, {"copy_gb_per_s": copy, "product_tflop_per_s": product} | found, gpu_word())
-    if device.type == "cpu":
-        print("interpreted: all of it runs and agrees; the times mean nothing, and none is written down")
-    return found

@@ -84,9 +84,9 @@ def processor() -> str:
     return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
 
 
-def gpu_word() -> str:
-    """This GPU's name as a part of a file's."""
-    return re.sub(r"[^a-z0-9]+", "_", torch.cuda.get_device_name().lower().removeprefix("nvidia "))
+def gpu_word(name: str | None = None) -> str:
+    """A GPU's name, this one's by default, as a part of a file's."""
+    return re.sub(r"[^a-z0-9]+", "_", (name or torch.cuda.get_device_name()).lower().removeprefix("nvidia "))
 
 
 def save(name: str, figures: dict, where: str | None = None) -> str:

@@ -77,7 +77,7 @@ def measure_copy(device: torch.device) -> float:
     """Bytes/s that a copy reads and writes, of a buffer eight times as large as the last cache."""
     source = torch.zeros(8 * last_cache_bytes(device), dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    seconds = time_kernel(lambda: target.copy_(source), device, repeats=7, warmup=5, flush=False).median_s
+    seconds = time_kernel(lambda: target.copy_(source), device, repeats=7, warmup=5).median_s
     return 2 * source.nbytes / seconds
 
 # %% ../notebooks/12_kernels.ipynb #roofline-measure-product

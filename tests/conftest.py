@@ -4,6 +4,7 @@ import signal
 import socket
 
 import pytest
+import torch
 
 from course_lib import rank_processes
 from course_lib.ranks import Ranks
@@ -12,6 +13,18 @@ pytest_plugins = ["suite"]
 # A job in the background ignores Ctrl-C, and so would all programs that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 rank_processes.ANSWER_S = 30.0  # a rank of a busy machine may say late where it is; the tests want to hear it
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if hasattr(getattr(item, "module", None), "DEVICE"):
+            item.add_marker("device")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
 
 
 @pytest.fixture

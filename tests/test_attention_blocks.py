@@ -24,8 +24,6 @@ from course_lib.attention_blocks import (
 )
 from course_lib.sequence_shards import ORDERS, chunks_of, from_order, in_order, shard_sequence
 
-cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
 BLOCKS = {"plain": PLAIN_BLOCK, "fused": FUSED_BLOCK}
 WITHIN = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}  # norm of the error over the norm
 SHAPES = [(4, 4, 64), (4, 2, 64), (4, 1, 128)]  # heads, K/V heads, size of a head
@@ -285,7 +283,7 @@ def test_zigzag_is_as_much_work_on_every_rank():
 # GPUs.
 
 
-@cuda_only
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fused_blocks_on_a_gpu(dtype):
     """PyTorch's FlashAttention in 16 bits, plain products in float32; keys in two parts with the merged lse."""

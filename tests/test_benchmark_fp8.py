@@ -1,7 +1,5 @@
 """benchmarks/fp8.py: what it compares and reports, interpreted at tiny sizes on a CPU; its figures need a GPU."""
 
-import importlib.util
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import torch
 
 from course_lib.launches import record_launches
 from course_lib.quantization import ROW, TENSOR, TILE
-from course_lib.roofline import Roofline
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")
@@ -38,44 +35,9 @@ def kernel_runs(on_path):
     return __import__("kernel_runs")
 
 
-def rows_of(kernel_runs, comparison) -> list[dict]:
-    (*_, rows) = kernel_runs.run(comparison, CPU, Roofline(1e12, 1e12))
-    return rows
-
-
-def test_every_product_runs_agrees_and_gets_a_row(fp8, kernel_runs, capsys):
-    """Ours are right to float32's rounding; who quantizes otherwise, or not, is some percent away."""
-    rows = rows_of(kernel_runs, fp8.PRODUCTS)
-    assert tuple(row["kernel"] for row in rows) == PRODUCTS
-    for row in rows:
-        of_blocks = row["kernel"] != PRODUCTS[0]
-        rivals = {"scaled_mm", "fast", "BF16"}
-        assert row["ms"].keys() == {"ours", *rivals} | ({"plain"} if of_blocks else set())
-        assert row["errors"]["ours"] < 1e-6 and row["errors"].get("plain", 0) < 1e-6
-        assert 0.01 < row["errors"]["BF16"] < 0.1
-        assert (row["errors"]["scaled_mm"] > 0.01) == of_blocks
-    said = [line for line in capsys.readouterr().out.splitlines() if ": " in line]
-    assert len(said) == 2 and all("blockwise" in line for line in said)  # it is for Hopper
-
-
-def test_every_cast_is_that_of_pytorch_to_the_bit(fp8, kernel_runs):
-    rows = rows_of(kernel_runs, fp8.CASTS)
-    assert len(rows) == 8
-    assert all(row["errors"] == {"ours": 0.0, "eager": 0.0} and row["unit"] == "GB/s" for row in rows)
-
-
-def test_every_layer_runs_and_is_near_bf16s(fp8, kernel_runs):
-    rows = rows_of(kernel_runs, fp8.LAYERS)
-    assert [row["pass"] for row in rows] == ["forward", "backward", "forward and backward", "peak"]
-    there = {"ours", "blocks", "BF16"} | ({"torchao"} if importlib.util.find_spec("torchao") else set())
-    for row in rows[:3]:
-        assert row["ms"].keys() == there
-        assert all(0.01 < row["errors"][column] < 0.1 for column in there - {"BF16"})
-
-
 def test_ours_are_kernels_and_rivals_are_not(fp8_cases, kernel_runs):
     """One scale a matrix is a library's product; of blocks, and of casts, ours launch kernels."""
-    for case in (*fp8_cases.product_cases(CPU), *fp8_cases.cast_cases(CPU)):
+    for case in (*fp8_cases.product_cases(CPU, "cpu"), *fp8_cases.cast_cases(CPU, "cpu")):
         for column, method in case.methods.items():
             inputs = kernel_runs.Method(None, case.make).inputs
             if column == "blockwise":
@@ -87,14 +49,14 @@ def test_ours_are_kernels_and_rivals_are_not(fp8_cases, kernel_runs):
 
 def test_work_of_casts_is_what_is_read_and_written(fp8_cases):
     """A scale that two results share counts once; one that is there already is read."""
-    for case in fp8_cases.cast_cases(CPU):
+    for case in fp8_cases.cast_cases(CPU, "cpu"):
         (x,) = case.make()
         written = {each.untyped_storage().data_ptr(): each.nbytes for each in case.methods["ours"](x)}
         assert case.work["forward"] == x.nbytes + sum(written.values()), case.kernel
 
 
 def test_a_kernel_that_is_wrong_is_not_timed(fp8, fp8_cases, kernel_runs):
-    case = list(fp8_cases.product_cases(CPU))[1]
+    case = list(fp8_cases.product_cases(CPU, "cpu"))[1]
     wrong = replace(case, methods=case.methods | {"ours": lambda *inputs: case.methods["plain"](*inputs) * 1.01})
     with pytest.raises(ValueError, match="128 x 128 32 x 48 x 160, ours: our results are off"):
         kernel_runs.working(wrong, CPU, fp8.PRODUCTS)
@@ -135,10 +97,3 @@ def test_what_misses_the_aims_is_said(fp8):
         "linear x: 1.25 of BF16, the aim is 1.3",
         "linear x: 0.80 of torchao, the aim is 1.0",
     ]
-
-
-def test_without_a_gpu_one_line_says_so(fp8, kernel_runs, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["fp8.py"])
-    monkeypatch.setattr(kernel_runs, "save", lambda *args: pytest.fail("nothing was measured, so nothing is written"))
-    fp8.main()
-    assert len(capsys.readouterr().out.splitlines()) == 1

@@ -165,6 +165,7 @@ def test_nvcc_accepts_the_launcher(tmp_path):
     check_with_nvcc(cuda_matmul.MATMUL_CUDA_SOURCE, tmp_path)
 
 
+@pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("name", CUDA_LADDER)
 @pytest.mark.parametrize("shape", [*SHAPES, (1000, 1100, 900)])

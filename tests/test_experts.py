@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from course_lib.experts import Experts, batched_experts, grouped_experts, grouped_products, loop_experts, sorted_choices
 from split_models import kept_storages
 
-CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 WAYS = {"loop": loop_experts, "batched": batched_experts, "grouped": grouped_experts}
 HIDDEN, WIDTH = 16, 24
 # (tokens, experts, k, how they are chosen)
@@ -247,7 +246,7 @@ def test_fewer_slots_keep_the_largest_gates():
     torch.testing.assert_close(module(x, gates, 3), made(4, "loop")(x, kept, 0))
 
 
-@CUDA
+@pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_on_a_gpu(way):
     """In bfloat16 within 4e-2 of float64; 24 and 16 numbers are whole 16 bytes."""

@@ -26,7 +26,6 @@ from course_lib.model import ModelConfig, Transformer, loss
 torch.set_num_threads(1)
 CONFIG = ModelConfig(2, 24, 2, 1, 32, 67)
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 every_dtype = pytest.mark.parametrize("dtype", list(EPS), ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
@@ -454,7 +453,7 @@ def test_a_deferred_head_is_the_same_parameter():
     assert said(lambda: defer_head(model)).startswith("ValueError: the head is NoneType")
 
 
-@cuda_only
+@pytest.mark.gpu
 @every_dtype
 def test_on_a_gpu(dtype):
     """Compiled: as exact as eager, and the peak by the formula."""

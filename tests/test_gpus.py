@@ -120,7 +120,7 @@ def test_occupancy_by_hand(gpu, threads, registers, shared, blocks, limited_by):
     assert found.warps_per_sm == blocks * -(-threads // WARP) and found.fraction == found.warps_per_sm / 64
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks the CUDA runtime")
+@pytest.mark.gpu
 def test_occupancy_is_that_of_the_runtime():
     """PyTorch compiles a kernel (NVRTC); the driver says how many registers it has and how many blocks live at once."""
     major, minor = torch.cuda.get_device_capability()
@@ -140,7 +140,7 @@ def test_occupancy_is_that_of_the_runtime():
         assert occupancy(gpu, threads, registers, shared).blocks_per_sm == found.value, (threads, shared)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks PyTorch for the GPU's properties")
+@pytest.mark.gpu
 def test_the_table_is_that_of_this_gpu():
     properties = torch.cuda.get_device_properties()
     gpu = next((gpu for name, gpu in GPUS.items() if name in properties.name), None)

@@ -22,7 +22,6 @@ BATCH, SEQ = 4, 64
 STATES = state_bytes(param_count(CONFIG), "fp32")
 REST = 3 * 4 + 8 * BATCH  # the loss, its count of tokens, its gradient; the last token of each window
 CORPUS = torch.arange(200_000) % 256  # int64: 1.6 MB that were there before
-cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 def training(device: str = "cpu", seed: int = 0):
@@ -467,7 +466,7 @@ def test_history_is_refused_on_a_cpu():
         profile.snapshot("nowhere.pickle")
 
 
-@cuda_only
+@pytest.mark.gpu
 def test_cuda_has_the_same_categories_and_the_allocators_lines():
     model, optimizer, batches = training("cuda")
     with MemoryProfile(model, optimizer) as profile:
@@ -482,7 +481,7 @@ def test_cuda_has_the_same_categories_and_the_allocators_lines():
     assert requested >= 0.95 * sum(profile.peak().values()), "the allocator sees all that we see"
 
 
-@cuda_only
+@pytest.mark.gpu
 def test_cuda_writes_a_snapshot(tmp_path):
     import pickle
 

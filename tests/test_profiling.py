@@ -27,7 +27,6 @@ CONFIGS = {
     "as many K/V heads": ModelConfig(1, 64, 4, 4, 88, 256, tied=True),
     "one K/V head": ModelConfig(2, 64, 8, 1, 200, 50),
 }
-cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 # FLOPs.
@@ -342,7 +341,7 @@ def test_no_name_unless_asked_and_nothing_to_draw(axes):
 # On CUDA.
 
 
-@cuda_only
+@pytest.mark.gpu
 def test_cuda_kernels_have_a_lane_for_their_stream():
     with torch.device("cuda"):
         model, words = Transformer(PRESETS["debug"]), torch.zeros(2, 16, dtype=torch.int64)

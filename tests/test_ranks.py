@@ -32,7 +32,6 @@ HERE = os.path.relpath(__file__)
 LOCK = threading.Lock()  # nothing can pickle it
 PATIENCE_S = 300  # a deadline for what hangs; no step takes a twentieth of it on a quiet machine
 GONE_S = 60  # for processes to end, which takes a second: a deadline against hangs
-cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
 @pytest.fixture(scope="module")
@@ -937,7 +936,7 @@ def test_a_rank_that_is_busy_in_compiled_code_ends_with_a_killed_kernel_too(tmp_
 # --- GPUs
 
 
-@cuda_only
+@pytest.mark.gpu
 def test_ranks_on_gpus_have_one_each():
     n = min(2, torch.cuda.device_count())
     with Ranks(n, timeout_s=10) as on_gpus:

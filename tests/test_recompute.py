@@ -43,7 +43,6 @@ MODES = {
     "products": ("selective", keep_products),
     "full": ("full", None),
 }
-cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 every_mode = pytest.mark.parametrize("mode", ["selective", "products", "full"])
 
 
@@ -791,7 +790,7 @@ def test_accumulate_takes_any_iterable_and_refuses_none():
 # On CUDA.
 
 
-@cuda_only
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_cuda_keeps_what_the_formula_says_within_5_percent(mode):
     """By the caching allocator, which rounds each tensor up to 512 bytes; PyTorch fuses the norm in bf16 there."""
@@ -806,7 +805,7 @@ def test_cuda_keeps_what_the_formula_says_within_5_percent(mode):
     assert found == pytest.approx(activation_bytes(CUDA_CONFIG, 4, 512, 2, mode), rel=0.05)
 
 
-@cuda_only
+@pytest.mark.gpu
 @every_mode
 def test_cuda_replays_the_same_dropout(mode):
     with torch.device("cuda"):
@@ -820,7 +819,7 @@ def test_cuda_replays_the_same_dropout(mode):
     assert torch.equal(torch.cuda.get_rng_state(), after)
 
 
-@cuda_only
+@pytest.mark.gpu
 def test_cuda_accumulates_without_a_synchronization():
     with torch.device("cuda"):
         model = Transformer(CUDA_CONFIG)

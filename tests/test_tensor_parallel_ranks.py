@@ -46,8 +46,6 @@ from split_models import (
     whole_model,
 )
 
-cuda_only = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
 # (ranks, K/V heads, tied, options): K/V heads more than ranks, as many, fewer.
 WAYS = [
     (2, 4, False, {"meta": True, "optimizer": "AdamW"}),
@@ -665,7 +663,7 @@ def test_misuse_that_would_give_plausible_numbers_is_one_line(ranks):
         assert "from index 24 of 96, where rank 0 has embedding.weight" in found["default group"]
 
 
-@cuda_only
+@pytest.mark.gpu
 def test_on_gpus_it_is_one_process_too():
     """NCCL sums in another order, and CUDA's products too: within 1e-4."""
     n = 2 if torch.cuda.device_count() > 1 else 1

@@ -1,0 +1,371 @@
+"""What gpu.py runs, in its order: is it right, then the sizes that count most, then the rest.
+
+    machine            versions, clocks, ceilings
+    tests              the tests that want CUDA, and the kernels' tests on it (pytest -m "gpu or device")
+    right: KERNEL      each kernel's results and gradients against PyTorch in a wider type, small, each in a process of
+                       its own; kernels specialised by warps last
+    FILE: KERNEL SIZE  kernels.py, attention.py, fp8.py: times against the rivals, the headline sizes first
+    step               bench-1B: eager, compiled, with the kernels, in FP8: seconds, tokens/s, MFU, peak memory
+    ranks: LAYOUT      two ranks with tensors on one GPU, over gloo, against one rank: losses and weights after 3 steps
+    launcher: NAME     a notebook's program by the launcher, NCCL on one rank
+    memory             a memory profile, and what the allocator says of the same step
+    sanitizer: TOOL    compute-sanitizer over every kernel, small
+    sectors            what ncu counts against what count_transactions predicts (counters.py)
+"""
+
+import dataclasses
+import functools
+import gc
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import attention
+import fp8
+import kernels
+import torch
+import triton
+from gpu import Job, Skipped
+from kernel_runs import DTYPES, Case, Comparison, measure, working
+from measure import gpu_word, save
+
+from course_lib.data import ByteTokenizer, TokenBatches, corpus
+from course_lib.five_d import parallelize, whole_weights
+from course_lib.flash_attention import flash_attention
+from course_lib.fp8 import apply_fp8
+from course_lib.fp8_hopper import hopper_block_matmul_kernel
+from course_lib.fp8_kernels import block_matmul_kernel
+from course_lib.fp8_linear import update_scales
+from course_lib.fp8_recipes import RECIPES, by_blocks, per_tensor
+from course_lib.fused_loss import defer_head
+from course_lib.kernels import kernel_step, use_kernels
+from course_lib.layouts import Layout
+from course_lib.matmul import matmul_kernel
+from course_lib.memory_profile import MemoryProfile
+from course_lib.meshes import build_mesh
+from course_lib.model import PRESETS, ModelConfig, Transformer
+from course_lib.ranks import Ranks
+from course_lib.roofline import measure_roofline
+from course_lib.single_gpu import adamw, train, train_step
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPARISONS: dict[str, dict[str, Comparison]] = {  # by file and the key of its rows
+    "kernels": {"rows": kernels.KERNELS},
+    "attention": {"rows": attention.ATTENTION, "rungs": attention.LADDER},
+    "fp8": {"products": fp8.PRODUCTS, "casts": fp8.CASTS, "layers": fp8.LAYERS},
+}
+HEADLINES = re.compile(
+    r"attention: attention \d+ x (4,096|8,192|16,384), 128|fp8: (linear|product.*) 8,192 x 8,192 x 8,192"
+    r"|kernels: \D+ 65,536 x 4,096"
+)
+SECONDS = {"attention": 30, "product": 15, "cast": 5, "linear": 20, "linear_cross_entropy": 15, "matmul": 20}
+SECONDS |= {"rungs": 90}
+TUNED = (block_matmul_kernel, hopper_block_matmul_kernel, matmul_kernel)  # for one size at a time: a training has few
+MISSED = {"kernels": kernels.missed, "attention": attention.missed, "fp8": fp8.missed}
+STEP_AIMS = {"eager": 1.15, "compile": 1.0}
+LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3", "pp2")
+OF = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=96, vocab=97)
+LARGE = {"cuda": ("bench-1B", 4, 4096, 12), "cpu": ("debug", 2, 16, 2)}  # preset, batch, sequence, steps
+TOLERANCE = 1e-4  # of losses and weights on two ranks, whose sums have another order
+
+
+def machine(device: torch.device) -> Iterator[dict]:
+    """Versions and ceilings; every other job that needs them measures them again, in its own process."""
+    row = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    if device.type == "cuda":
+        row |= {"machine": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+        row["capability"] = ".".join(map(str, torch.cuda.get_device_capability()))
+        asked = "clocks.sm,clocks.max.sm,clocks.mem,power.limit,driver_version"
+        told = subprocess.run(["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"], capture_output=True)
+        row |= dict(zip(asked.split(","), told.stdout.decode().strip().split(", ")))
+    yield row | ceilings_of(device)
+
+
+def ceilings_of(device: torch.device) -> dict[str, float]:
+    ceilings = roofline(device)
+    return {"copy_gb_per_s": ceilings.bytes_per_s / 1e9, "product_tflop_per_s": ceilings.peak_flops / 1e12}
+
+
+@functools.cache
+def roofline(device: torch.device):
+    return measure_roofline(device, DTYPES[device.type])
+
+
+def tests(marked: str, files: list[str]) -> Iterator[dict]:
+    """A row for each file of tests, four at a time. Raises AssertionError where one fails."""
+    if not shutil.which("pytest") and subprocess.run([sys.executable, "-c", "import pytest"]).returncode:
+        raise Skipped("pytest is not installed")
+
+    def run(file: str) -> dict:
+        command = [sys.executable, "-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", file]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        print(done.stdout, done.stderr, flush=True)
+        found = re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout.rstrip().rpartition("\n")[2])
+        ended = {5: "no test", 0: "passed", 1: "failed"}.get(done.returncode, f"exit status {done.returncode}")
+        return {"file": file, "outcome": ended} | {word: int(count) for count, word in found}
+
+    wrong = []
+    with ThreadPoolExecutor(4) as pool:
+        for row in pool.map(run, files):
+            wrong += [row["file"]] if row["outcome"] not in ("passed", "no test") else []
+            yield row
+    assert not wrong, f"tests fail in {', '.join(wrong)}"
+
+
+def files_with(word: str) -> list[str]:
+    return sorted(
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py") if word in path.read_text()
+    )
+
+
+def fresh() -> None:
+    """What the job before has left goes; our autotuners forget what was best at another size."""
+    gc.collect()
+    for kernel in TUNED:
+        kernel.cache.clear()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def right(case: Case, comparison: Comparison, device: torch.device) -> Iterator[dict]:
+    """How far the columns are off. Raises ValueError where ours are too far."""
+    own = {column: method for column, method in case.methods.items() if column in (*comparison.own, case.rival)}
+    fresh()
+    yield {"errors": working(dataclasses.replace(case, methods=own), device, comparison)[1]}
+
+
+def measured(file: str, case: Case, comparison: Comparison, device: torch.device) -> Iterator[dict]:
+    """The rows of a case, with the key of its table in the file's results."""
+    (table,) = (key for key, each in COMPARISONS[file].items() if each is comparison)
+    fresh()
+    yield from ({"table": table} | row for row in measure(case, device, roofline(device), comparison))
+
+
+def ways(preset: str) -> dict[str, Callable]:
+    """How a large model is made for a step, by name: returns it and its step."""
+
+    def plain() -> tuple:
+        return Transformer(PRESETS[preset]), train_step
+
+    def compiled() -> tuple:
+        model = Transformer(PRESETS[preset])
+        model.compile(dynamic=False)
+        return model, train_step
+
+    def with_kernels(attend: bool = False) -> tuple:
+        model = defer_head(use_kernels(Transformer(PRESETS[preset])))
+        for block in model.blocks if attend else ():
+            block.attention.core = flash_attention
+        return model, kernel_step
+
+    def in_fp8(casts) -> tuple:
+        model = apply_fp8(with_kernels()[0], dataclasses.replace(RECIPES["DeepSeek-V3"], casts=casts))
+
+        def step(*arguments):
+            step_loss = kernel_step(*arguments)
+            update_scales(model)
+            return step_loss
+
+        return model, step
+
+    return {
+        "eager": plain,
+        "compile": compiled,
+        "kernels": with_kernels,
+        "kernels + attention": functools.partial(with_kernels, True),
+        "FP8, delayed": lambda: in_fp8(per_tensor(history=16, weight_history=16)),
+        "FP8, tensor": lambda: in_fp8(per_tensor()),
+        "FP8, blocks": lambda: in_fp8(by_blocks()),
+    }
+
+
+def step(way: str, device: torch.device) -> Iterator[dict]:
+    """Medians of a training step, float32 weights and autocast to BF16; the first four steps do not count."""
+    preset, batch, seq, steps = LARGE[device.type]
+    fresh()
+    if way == "compile" and device.type == "cpu":
+        raise Skipped("for a CPU the compiler writes other code, and takes long")
+    with device:
+        model, its_step = ways(preset)[way]()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    batches = TokenBatches(ByteTokenizer().encode(corpus()), batch, seq)
+    records = train(model, adamw(model, 1e-4), batches, steps, torch.bfloat16, step=its_step)
+    settled = records[steps // 3 :]
+    row = {key: statistics.median(r[key] for r in settled) for key in ("step_s", "tokens_per_s", "peak_memory")}
+    row["mfu"] = settled[-1]["mfu"] and statistics.median(record["mfu"] for record in settled)
+    yield {"way": way, "preset": preset, "batch": batch, "seq": seq} | row | {"losses": [r["loss"] for r in records]}
+
+
+def on_rank(words: str, device_type: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """On a rank: the losses of three steps, and the weights after them, on the CPU."""
+    layout = Layout.parse(words)
+    mesh = build_mesh(layout, device_type)
+    parallel = parallelize(OF, layout, mesh, lr=1e-3, eps=1e-4)
+    tokens = torch.arange(3000) * 31 % OF.vocab
+    batches = TokenBatches(tokens, 4 // layout.dp, 16, mesh.dp.rank(), layout.dp)
+    losses = [parallel.step(*(part.to(device_type) for part in next(batches)))[0].item() for _ in range(3)]
+    return losses, {name: value.detach().cpu() for name, value in whole_weights(parallel).items()}
+
+
+def two_ranks(words: str, device: torch.device) -> Iterator[dict]:
+    """A layout on two ranks against one rank. Raises AssertionError where they differ."""
+    with Ranks(1, "gloo", timeout_s=60) as one:
+        ((expected, weights),) = one(on_rank, "dp1", device.type)
+    with Ranks(2, "gloo", timeout_s=60) as two:
+        found = two(on_rank, words, device.type)
+    apart = max(abs(a / b - 1) for losses, _ in found for a, b in zip(losses, expected, strict=True))
+    parts = [(name, value) for _, each in found for name, value in each.items()]
+    assert {name for name, _ in parts} == weights.keys()
+    far = max(((value - weights[name]).norm() / weights[name].norm()).item() for name, value in parts)
+    yield {"layout": words, "losses apart": apart, "weights apart": far}
+    assert max(apart, far) <= TOLERANCE, f"losses are {apart:.1e} from one rank's, weights {far:.1e}"
+
+
+def launcher(notebook: str, arguments: list[str]) -> Iterator[dict]:
+    """The last record of a program on one rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.jsonl"
+        script = [sys.executable, "scripts/launch_nb_torchrun.py", f"notebooks/{notebook}.ipynb"]
+        command = [*script, "--nproc-per-node", "1", "--", *arguments, "--out", str(out)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        print(done.stdout, done.stderr, flush=True)
+        assert done.returncode == 0, f"exit status {done.returncode}: {done.stderr.strip()[-300:]}"
+        yield {"notebook": notebook, "last line": done.stdout.strip().splitlines()[-1]}
+
+
+def memory(device: torch.device) -> Iterator[dict]:
+    """A step's peak as MemoryProfile counts it, and as the allocator does. Raises AssertionError beyond a tenth."""
+    preset, batch, seq = ("SmolLM-135M", 4, 1024) if device.type == "cuda" else ("debug", 2, 16)
+    with device:
+        model = Transformer(PRESETS[preset])
+    optimizer, batches = adamw(model, 1e-4), TokenBatches(ByteTokenizer().encode(corpus()), batch, seq)
+    inputs, targets = (part.to(device) for part in next(batches))
+    train_step(model, optimizer, inputs, targets)
+    fresh()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    with MemoryProfile(model, optimizer) as profile:
+        train_step(model, optimizer, inputs, targets)
+    counted = sum(profile.peak().values())
+    row = {"preset": preset, "counted": counted}
+    if device.type == "cuda":
+        row |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    yield row
+    if device.type == "cuda":
+        assert abs(counted / row["allocated"] - 1) < 0.1, row
+
+
+def sanitized(tool: str, device: str, names: list[str]) -> Iterator[dict]:
+    """Errors that compute-sanitizer finds in the `right` jobs. Raises AssertionError where there are any."""
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if not program:
+        raise Skipped("compute-sanitizer is not installed")
+    command = [program, "--tool", tool, "--print-limit", "20", sys.executable, str(ROOT / "benchmarks/gpu.py")]
+    done = subprocess.run(
+        [*command, "--work", "--device", device], input="\n".join(names), capture_output=True, text=True,
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+    )  # fmt: skip
+    print(done.stdout, done.stderr, flush=True)
+    passed = sum('"outcome": "passed"' in line for line in done.stdout.splitlines())
+    summary = r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard"
+    found = [int(a or b) for a, b in re.findall(summary, done.stdout + done.stderr)]
+    yield {"tool": tool, "kernels": passed, "errors": sum(found)}
+    assert found and not sum(found) and passed == len(names), f"{sum(found)} errors; {passed} of {len(names)} passed"
+
+
+def sectors() -> Iterator[dict]:
+    """counters.py, by itself."""
+    if not shutil.which("ncu"):
+        raise Skipped("ncu is not installed")
+    done = subprocess.run([sys.executable, "benchmarks/counters.py"], cwd=ROOT, capture_output=True, text=True)
+    print(done.stderr, flush=True)
+    assert done.returncode == 0, done.stderr.strip()[-300:]
+    yield from ({"line": line} for line in done.stdout.splitlines())
+
+
+def cases(device: torch.device, which: str) -> Iterator[tuple[str, Comparison, Case]]:
+    """All of them, with their file and comparison."""
+    for file, comparisons in COMPARISONS.items():
+        for each in comparisons.values():
+            yield from ((file, each, case) for case in each.cases(device, which))
+
+
+def jobs(device_type: str) -> Iterator[Job]:
+    """All of them, in order."""
+    device, on_gpu = torch.device(device_type), device_type == "cuda"
+    yield Job("machine", functools.partial(machine, device), 15)
+    yield Job("tests", lambda: tests("gpu", files_with("mark.gpu")[: None if on_gpu else 1]), 150)
+    small = [
+        Job(f"right: {case.kernel} {case.size}", functools.partial(right, case, each, device), 12, alone=on_gpu)
+        for _, each, case in cases(device, "small" if on_gpu else "cpu")
+    ]
+    yield from sorted(small, key=lambda job: bool(re.match("right: (product|rungs)", job.name)))  # Hopper's come last
+    timed = [
+        Job(
+            f"{file}: {case.kernel} {case.size}",
+            functools.partial(measured, file, case, each, device),
+            SECONDS.get(re.match(r"\w+", case.kernel)[0], 8),
+        )
+        for file, each, case in cases(device, device_type)
+    ]
+    yield from (job for job in timed if HEADLINES.match(job.name))
+    for way in ways(LARGE[device_type][0]):
+        yield Job(f"step: {way}", functools.partial(step, way, device), 40 if way == "compile" else 25)
+    for words in LAYOUTS if on_gpu else ["tp2"]:
+        yield Job(f"ranks: {words}", functools.partial(two_ranks, words, device), 30, alone=True)
+    for notebook in ("04_data_parallel", "05_zero", "10_5d") if on_gpu else ("10_5d",):
+        yield Job(f"launcher: {notebook}", functools.partial(launcher, notebook, ["--steps", "3"]), 25)
+    yield Job("memory", functools.partial(memory, device), 15)
+    yield from (job for job in timed if not HEADLINES.match(job.name))
+    names = [job.name for job in small]
+    for tool in ("memcheck", "racecheck"):
+        yield Job(f"sanitizer: {tool}", functools.partial(sanitized, tool, device_type, names), 150, alone=True)
+    yield Job("sectors", sectors, 60, alone=True)
+    if on_gpu:
+        yield Job("tests of kernels", lambda: tests("device", files_with("DEVICE = ")), 240, limit_s=500)
+
+
+def record(known: dict[str, dict]) -> Iterator[str]:
+    """Write benchmarks/results/NAME_<gpu>.json for each name that has been measured whole or in part; yields a line for
+    each, and one for each bound that is missed.
+    """
+    (about,) = known.get("machine", {}).get("rows") or [{}]
+    if "machine" not in about:
+        yield "nothing was measured on a GPU: there is nothing to record"
+        return
+    gpu = gpu_word(about["machine"])
+    shared = {key: about[key] for key in ("machine", "torch", "triton", "copy_gb_per_s", "product_tflop_per_s")}
+
+    def rows_of(start: str) -> list[dict]:
+        return [row for name, job in known.items() if name.startswith(start) for row in job["rows"]]
+
+    for file, comparisons in COMPARISONS.items():
+        found = rows_of(f"{file}: ")
+        figures = {key: [row for row in found if row["table"] == key] for key in comparisons}
+        if found:
+            save(file, shared | figures, gpu)
+            yield f"benchmarks/results/{file}_{gpu}.json: {len(found)} rows"
+            yield from (f"missed: {line}" for line in MISSED[file](figures))
+    if found := rows_of("step: "):
+        save("steps", shared | {"rows": found}, gpu)
+        yield f"benchmarks/results/steps_{gpu}.json: {len(found)} rows"
+        yield from (f"missed: {line}" for line in missed_steps(found))
+
+
+def missed_steps(rows: list[dict]) -> list[str]:
+    """A line for each aim that a step with the kernels misses."""
+    times = {row["way"]: row["step_s"] for row in rows}
+    return [
+        f"a step with the kernels: {times[rival] / times['kernels']:.2f} of {rival}, the aim is {aim}"
+        for rival, aim in STEP_AIMS.items()
+        if {rival, "kernels"} <= times.keys() and times[rival] / times["kernels"] < aim
+    ]
