@@ -44,8 +44,9 @@ def sharing(block: tuple[int, int]) -> tuple[int, int]:
 
 
 def shape_of_piece(blocks: list[tuple[int, int]], turned: bool, columns: int | None = None) -> dict[str, int]:
-    """Rows and columns of x that a program holds, and its warps; 32 elements a thread. blocks: those of its results, in
-    the order of x. columns: a row's, where a program has to have all of it.
+    """Rows and columns of x that a program holds, and its warps; 32 elements a thread, and 64 where it finds two scales
+    for each, which would not fit the registers of twice as many threads. blocks: those of its results, in the order of
+    x. columns: a row's, where a program has to have all of it.
 
     Each row of a piece is whole lines of memory, 128 bytes or more; so is each row of a turned one.
     """
@@ -54,7 +55,8 @@ def shape_of_piece(blocks: list[tuple[int, int]], turned: bool, columns: int | N
         return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
     rows = 128 if turned or any(block[0] == 128 for block in blocks) else 32
     columns = 64 if turned and len(blocks) == 1 and blocks[0][1] != 128 else 128
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": rows * columns // 1024}
+    elements = 64 if len(set(blocks)) == 2 else 32
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": rows * columns // elements // 32}
 
 
 def programs(x: torch.Tensor, piece: dict[str, int]) -> tuple[int]:

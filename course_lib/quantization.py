@@ -100,7 +100,8 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
     block of zeros.
     """
-    scale = (amax / LARGEST[dtype]).clamp(min=SMALLEST_SCALE)
+    largest = torch.full((), LARGEST[dtype], device=amax.device)  # a GPU multiplies by a number's rounded reciprocal
+    scale = (amax / largest).clamp(min=SMALLEST_SCALE)
     if power_of_two:
         mantissa_bits = 2**23 - 1  # any of them that is set makes the exponent, which stands above them, one more
         scale = ((scale.view(torch.int32) + mantissa_bits) & ~mantissa_bits).view(torch.float32)
