@@ -44,7 +44,7 @@ def run_guarded(kernel, run, *inputs):
     """run(*inputs) with bands round all tensors; its results, on the CPU. Raises AssertionError or CheckFailed unless
     `kernel` does the work, within its tensors, and PyTorch nothing.
     """
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     kernel, _ = first_configuration(kernel, {})
     with record_launches() as launches, stray_loads() as strays, GuardBands() as guards:
         try:

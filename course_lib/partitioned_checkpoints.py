@@ -34,7 +34,7 @@ class PartitionedCheckpoint(Recomputed):
 
     def pack(self, tensor: torch.Tensor):
         """What is kept of an argument."""
-        if not tensor.requires_grad:
+        if not tensor.requires_grad or not tensor.numel():  # PyTorch 2.11 keeps an empty one, too
             return tensor
         shard = TensorShard.of(tensor.numel(), self.group)
         return shard, shard.cut(tensor.detach().flatten()).clone(), tensor.shape

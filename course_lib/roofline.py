@@ -98,7 +98,7 @@ def measure_product(device: torch.device, dtype: torch.dtype) -> float:
 
 def measure_roofline(device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Roofline:
     """Both ceilings as measured on a device (this machine's accelerator, or its CPU), which should be idle."""
-    device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     word = str(dtype).removeprefix("torch.")
     return Roofline(measure_product(device, dtype), measure_copy(device), f"{where}, {word}, measured")

@@ -227,7 +227,7 @@ def run(
     """
     from tqdm import tqdm
 
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     tokens, vocab = training_text(chosen)
     config = dataclasses.replace(PRESETS[chosen.preset], vocab=vocab)
     with device:

@@ -123,7 +123,7 @@ def time_kernel(
 
     Raises ValueError for another kind of device, or fewer than one run.
     """
-    device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+    device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device {device}: timed are cpu and cuda")
     if repeats < 1 or warmup < 1:
