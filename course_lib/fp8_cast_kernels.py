@@ -84,8 +84,8 @@ def divide(x, scale, BOUNDED: tl.constexpr):
     sign. BOUNDED: no finite quotient is above 2^17; then what is not finite becomes NaN. scale is 2^-126 or more.
 
     With q = x (1 / scale), off by a bit or two, q scale - x is exact unless it underflows: so scales near either end
-    are moved by a power of two, and x with them. It is added as a correction, and rounded once. Its sign is such that the
-    quotient of -0 is -0.
+    are moved by a power of two, and x with them. It is added as a correction, and rounded once. Its sign is such that
+    the quotient of -0 is -0.
     """
     if interpreted():  # its fma rounds twice
         quotient = tl.div_rn(x, scale)

@@ -38,18 +38,20 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 def count_flops(run) -> int:
     """FLOPs of all matrix products that `run()` executes, fused attention on the CPU included."""
 
+    def all_heads(q, k):  # PyTorch 2.11 counts attention only where K and V have as many heads as Q
+        return torch.Size((k[0], q[1], *k[2:]))
+
     def forward(q, k, v, *args, **kwargs):
-        return sdpa_flop_count(q, k, v)
+        return sdpa_flop_count(q, all_heads(q, k), all_heads(q, v))
 
     def backward(grad_out, q, k, v, *args, **kwargs):
-        return sdpa_backward_flop_count(grad_out, q, k, v)
+        return sdpa_backward_flop_count(grad_out, q, all_heads(q, k), all_heads(q, v))
 
-    aten = torch.ops.aten
-    on_cpu = {
-        aten._scaled_dot_product_flash_attention_for_cpu: forward,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
-    }
-    with FlopCounterMode(display=False, custom_mapping=on_cpu) as counter:
+    formulas = {}
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention"):
+        formulas[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = forward
+        formulas[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = backward
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         run()
     return counter.get_total_flops()
 

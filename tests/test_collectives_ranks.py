@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from calls import peak_bytes
+from calls import new_group, peak_bytes
 from course_lib.bandwidth import sweep, time_collective
 from course_lib.collectives import CHUNK, ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
 from course_lib.traffic import count_traffic
@@ -86,12 +86,12 @@ def problems(function: str, group, members: tuple, shape: tuple, dtype: torch.dt
 
 def all_problems() -> dict:
     """On a rank: the problems by function, group, shape and dtype."""
-    groups = {members: dist.new_group(list(members), sort_ranks=False) for members in GROUPS}
+    groups = {members: new_group(*members) for members in GROUPS}
     return {
         (function, members): [
             f"{problem}: {shape} {dtype}"
             for shape, dtype in TENSORS
-            for problem in problems(function, group, members, shape, dtype)
+            for problem in problems(function, group, tuple(dist.get_process_group_ranks(group)), shape, dtype)
         ]
         for members, group in groups.items()
         if dist.get_rank() in members
@@ -179,7 +179,7 @@ def test_the_buffer_of_an_all_reduce_does_not_grow_with_the_tensor(ranks):
 
 def timed() -> list[dict]:
     """On a rank: records of small tensors, on all ranks and on two of them."""
-    pair = dist.new_group([3, 1], sort_ranks=False)
+    pair = new_group(3, 1)
     records = sweep(["all_reduce", "all_gather", "reduce_scatter"], [4099, 1])
     with count_traffic() as traffic:
         records.append(time_collective("all_gather", 2**16))
