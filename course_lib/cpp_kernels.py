@@ -114,7 +114,9 @@ CUDA_HEADERS = (
     + STABLE_HEADERS
     + r"""
 cudaStream_t current_stream(const Tensor& x) {  // the queue that PyTorch's own kernels are in
-    return static_cast<cudaStream_t>(torch::stable::accelerator::getCurrentStream(x.get_device_index()).nativeHandle());
+    void* stream;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(x.get_device_index(), &stream));
+    return static_cast<cudaStream_t>(stream);
 }
 """
 )

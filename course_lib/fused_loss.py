@@ -232,7 +232,7 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction {reduction!r}: it is mean or sum")
     kind = hidden.device.type
-    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)
     if not {hidden.dtype, weight.dtype} <= set(DTYPES) or not autocast and hidden.dtype != weight.dtype:
         raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: give one of FP32, BF16 and FP16 for both")
     dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype

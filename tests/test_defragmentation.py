@@ -154,6 +154,7 @@ def test_no_two_blocks_of_a_real_step_overlap():
                 assert start + size <= other or other + length <= start
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="in 2.11 the CPU's attention makes other tensors on meta")
 @pytest.mark.parametrize("in_buffers", [False, True])
 def test_the_meta_device_records_what_the_cpu_does(in_buffers):
     def prepare(model):

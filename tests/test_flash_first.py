@@ -115,7 +115,7 @@ def test_compiled(capability):
 def orders_its_own_stores(ttgir: str) -> bool:
     """Whether a barrier of all memory follows the last store and the end of its loop."""
     after_stores = ttgir[ttgir.rindex("tt.store") :]
-    return bool(re.search(r"scf\.yield.*\n(.*\n)*?.*ttg\.barrier all", after_stores))
+    return bool(re.search(r"scf\.yield.*\n(.*\n)*?.*(ttg\.barrier all|gpu\.barrier)", after_stores))
 
 
 @pytest.mark.parametrize(

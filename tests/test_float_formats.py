@@ -158,7 +158,9 @@ def test_halfway_goes_to_even_and_any_nearer_goes_there(fmt):
 @THOSE_CAST
 @pytest.mark.parametrize("saturate", [False, True])
 def test_rounding_is_that_of_torch(fmt, saturate):
-    """All numbers, midpoints, their neighbours in float32, and 500,000 of random bits. torch's E4M3 saturates."""
+    """All numbers, midpoints, their neighbours in float32, and 500,000 of random bits. torch's E4M3 saturates, since
+    2.13 by itself.
+    """
     codes = positive_codes(fmt)
     middle = torch.cat([decode(codes, fmt), (decode(codes, fmt) + decode(codes + 1, fmt)) / 2])
     middle = torch.cat([middle, torch.tensor([fmt.largest, fmt.largest + ulp(middle[-1:], fmt).item() / 2])]).float()
@@ -167,7 +169,8 @@ def test_rounding_is_that_of_torch(fmt, saturate):
     values = torch.cat([middle, middle.nextafter(infinity), middle.nextafter(-infinity), random])
     values = torch.cat([values, -values])
     values = values[~values.isnan()]
-    wanted, sign = torch_encoded(values, fmt), (values < 0) * 2 ** (fmt.bits - 1)
+    wanted = torch_encoded(values.clamp(-448, 448) if fmt is E4M3 else values, fmt)
+    sign = (values < 0) * 2 ** (fmt.bits - 1)
     if saturate:
         wanted = torch.where(decode(wanted, fmt).isinf(), sign + fmt.largest_code, wanted)
     elif fmt is E4M3:
@@ -209,9 +212,10 @@ def test_past_the_largest_number():
 
 
 def test_what_torch_does_past_the_largest_number():
-    """The text says it: e4m3's cast saturates, infinity too, e5m2's doesn't."""
+    """The text says it: e4m3's cast saturates, infinity too, or gave NaN in older versions; e5m2's doesn't."""
     values = torch.tensor([464.1, 1e9, torch.inf, -torch.inf])
-    assert values.to(torch.float8_e4m3fn).float().tolist() == [448, 448, 448, -448]
+    found = values.to(torch.float8_e4m3fn).float()
+    assert found.isnan().all() or found.tolist() == [448, 448, 448, -448]
     assert values[1:].to(torch.float8_e5m2).float().tolist() == [torch.inf, torch.inf, -torch.inf]
 
 
