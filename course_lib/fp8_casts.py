@@ -48,13 +48,14 @@ def shape_of_piece(blocks: list[tuple[int, int]], turned: bool, columns: int | N
     for each, which would not fit the registers of twice as many threads. blocks: those of its results, in the order of
     x. columns: a row's, where a program has to have all of it.
 
-    Each row of a piece is whole lines of memory, 128 bytes or more; so is each row of a turned one.
+    Each row of a piece is whole lines of memory, 128 bytes or more. Each row of a turned one is a line, or half of one
+    where no block asks for 128 rows: then two programs fit on an SM, and one computes while the other waits for memory.
     """
     if columns is not None:
         rows, columns, num_warps = shape_of_work(columns)
         return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
-    rows = 128 if turned or any(block[0] == 128 for block in blocks) else 32
-    columns = 64 if turned and len(blocks) == 1 and blocks[0][1] != 128 else 128
+    rows = 128 if any(block[0] == 128 for block in blocks) else 64 if turned and len(blocks) == 2 else 32
+    rows, columns = (128, 64) if turned and len(blocks) == 1 and blocks[0][1] != 128 else (rows, 128)
     elements = 64 if len(set(blocks)) == 2 else 32
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": rows * columns // elements // 32}
 

@@ -44,7 +44,7 @@ SPILLED = {
     ("flash_forward_kernel", 90, (128, 64, 4)): 508,
     ("flash_forward_kernel", 90, (128, 128, 8)): 24,
     ("key_gradient_kernel", 90, (32, 64, 4)): 60,
-    ("key_gradient_kernel", 90, (64, 64, 4)): 544,  # 536 with Triton 3.7
+    ("key_gradient_kernel", 90, (64, 64, 4)): 536,
     ("key_gradient_kernel", 90, (64, 64, 8)): 72,
     ("key_gradient_kernel", 90, (64, 128, 8)): 264,
     ("flash_forward_kernel", 80, (128, 64, 4)): 412,
@@ -156,6 +156,7 @@ def test_table(rows):
         )
 
 
+@pytest.mark.skipif(triton.__version__ < "3.7", reason="the bounds are the pinned Triton's")
 def test_registers_without_spills(rows):
     """float32 apart: its products are not for tensor cores, and thousands of multiply-adds."""
     for row in rows:

@@ -206,7 +206,7 @@ def test_casts_hold_all_in_registers_and_load_16_bytes_at_once(casts):
 
 
 # Instructions a number at most, by block, powers of two, and number of the launch. (IEEE divisions: 29, 35, 72.)
-PER_NUMBER = {(TENSOR, False, 0): 11, (TENSOR, False, 1): 25, (TILE, False, 0): 44.5, (TILE, True, 0): 42}
+PER_NUMBER = {(TENSOR, False, 0): 11, (TENSOR, False, 1): 24, (TILE, False, 0): 44.5, (TILE, True, 0): 42}
 PER_NUMBER |= {(SQUARE, False, 0): 31}
 
 
@@ -228,4 +228,4 @@ def test_casts_take_few_instructions(casts, launched_casts):
         found = len(parse(machine_code(made))[0]) / each
         print(f"{use}: {found:.1f} instructions a number, {made.registers} registers")
         if use in PER_NUMBER:
-            assert found <= PER_NUMBER[use], use
+            assert found <= PER_NUMBER[use] * (1.3 if triton.__version__ < "3.7" else 1), use
