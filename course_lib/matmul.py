@@ -29,6 +29,7 @@ CONFIGURATIONS = [
         (64, 64, 32, 4, 4),
         (128, 128, 64, 8, 3),
         (128, 256, 64, 8, 3),
+        (128, 256, 64, 8, 4),
         (256, 128, 64, 8, 3),
         (128, 128, 32, 4, 4),
         (128, 64, 64, 4, 4),
@@ -61,13 +62,16 @@ def matmul_kernel(
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
     row = (tile_m * block_m + tl.arange(0, block_m))[:, None].to(tl.int64)
     column = (tile_n * block_n + tl.arange(0, block_n))[None, :].to(tl.int64)
-    inner = tl.arange(0, block_k).to(tl.int64)  # times a stride it may pass 2^31
+    inner, step = tl.arange(0, block_k), tl.full((), block_k, tl.int64)  # times a stride it may pass 2^31
+    at_a = a + row * a_row + inner.to(tl.int64)[None, :] * a_column
+    at_b = b + inner.to(tl.int64)[:, None] * b_row + column * b_column
     total = tl.zeros((block_m, block_n), dtype=tl.float32)
     for start in range(0, k, block_k):
-        at = start + inner
-        tile_a = tl.load(a + row * a_row + at[None, :] * a_column, (row < m) & (at[None, :] < k), other=0.0)
-        tile_b = tl.load(b + at[:, None] * b_row + column * b_column, (at[:, None] < k) & (column < n), other=0.0)
+        tile_a = tl.load(at_a, (row < m) & (inner[None, :] < k - start), other=0.0)
+        tile_b = tl.load(at_b, (inner[:, None] < k - start) & (column < n), other=0.0)
         total = dot(tile_a, tile_b, total)
+        at_a += step * a_column
+        at_b += step * b_row
     tl.store(c + row * n + column, cast(total, c.dtype.element_ty), (row < m) & (column < n))
 
 # %% ../notebooks/12_kernels.ipynb #matmul-matmul

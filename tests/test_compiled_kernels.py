@@ -26,6 +26,7 @@ from course_lib.fused_rope import rope
 from course_lib.fused_softmax import softmax
 from course_lib.fused_swiglu import swiglu
 from course_lib.gpus import GPU, GPUS, Occupancy, occupancy
+from course_lib.instructions import main_loop
 from course_lib.launches import Launch, record_launches
 from course_lib.matmul import CONFIGURATIONS, matmul_kernel
 
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="inte
 GPUS_BY_CAPABILITY = {80: GPUS["A100"], 90: GPUS["H100"]}
 WIDEST = 16  # bytes that a thread moves by one instruction
 LARGE = 256  # elements of a block
-PRODUCTS = {80: CONFIGURATIONS[:4], 90: CONFIGURATIONS}  # on the A100 those with the largest tiles, and the first
+PRODUCTS = {80: CONFIGURATIONS[:5], 90: CONFIGURATIONS}  # on the A100 those with the largest tiles, and the first
 DTYPES = [torch.bfloat16, torch.float32]
 # Known exceptions, in bytes a thread, and no more than these: kernel, operator, dtype.
 SPILLED = {
@@ -41,7 +42,7 @@ SPILLED = {
     # 1,704 on the A100, whose shared memory has no room for a second stage; 180 on the H100
     ("norm_backward_kernel", "norm + 16384", "float32"): 1704,
     ("long_norm_forward_kernel", "norm + 32768", "float32"): 16,  # with Triton 3.6
-    ("matmul_kernel", "matmul", "bfloat16"): 60,  # one configuration, on the A100
+    ("matmul_kernel", "matmul", "bfloat16"): 60 if triton.__version__ < "3.7" else 4,  # one configuration, on the A100
 }
 
 
@@ -220,3 +221,5 @@ def test_products_in_every_configuration(rows):
         assert {access.bytes_per_thread for access in row.made.accesses} == {WIDEST}, row
         tiles = 2 * row.launch.meta["block_k"] * (row.launch.meta["block_m"] + row.launch.meta["block_n"])
         assert row.made.shared_bytes >= (row.launch.meta["num_stages"] - 1) * tiles, row
+        if (row.capability, row.launch.meta["block_n"]) == (90, 256):
+            assert main_loop(row.made).always.total() <= 140, "tiles' addresses move on; anew in each turn: 174"

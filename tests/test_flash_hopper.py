@@ -1,5 +1,6 @@
 """course_lib.flash_hopper: attention by TMA is exact, and what it compiles to for sm_90. Interpreted, or on Hopper."""
 
+import dataclasses
 import re
 from unittest import mock
 
@@ -8,9 +9,9 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from compiled_once import compile_launches
-from course_lib import flash_hopper
 from course_lib.attention_blocks import plain_forward
 from course_lib.flash_hopper import hopper_attention, hopper_forward_kernel
+from course_lib.gpus import GPUS
 from course_lib.kernel_checks import run_guarded
 from course_lib.launches import record_launches
 
@@ -86,9 +87,20 @@ def test_tiles_that_no_query_sees_are_not_loaded(overlapped):
 
     with mock.patch.object(InterpreterBuilder, "create_descriptor_load", counting):
         hopper_attention(q, k, v, overlapped=overlapped)
-    block_k = flash_hopper.hopper_sizes(16, overlapped)["BLOCK_K"]
-    seen = sum(last // block_k for last in (128, 256, 384, 512))
+    seen = sum(last // 64 for last in (128, 256, 384, 512))
     assert len(loaded) == 4 + 2 * seen  # q once for each tile of queries; k and v
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_every_configuration_fits_a_hopper_without_spills(overlapped, head_dim):
+    with record_launches() as launches:
+        hopper_attention(*inputs(256, 256, heads=1, head_dim=head_dim, dtype=torch.bfloat16), overlapped=overlapped)
+    (launch,) = launches
+    for keys, warps, stages in [(64, 8, 3), (128, 8, 2)] if overlapped else [(64, 4, 2), (128, 4, 2)]:
+        meta = launch.meta | {"BLOCK_K": keys, "num_warps": warps, "num_stages": stages}
+        (made,) = compile_launches([dataclasses.replace(launch, meta=meta)])
+        assert made.spilled_bytes == 0 and made.shared_bytes <= GPUS["H100"].shared_bytes_per_block, keys
 
 
 @pytest.mark.parametrize(
