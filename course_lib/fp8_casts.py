@@ -205,17 +205,22 @@ def quantize_fused(
 
 def quantize_both(
     x: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, block: tuple[int, int] = TENSOR,
-    power_of_two: bool = False,
+    power_of_two: bool = False, scale: torch.Tensor | None = None,
 ) -> tuple[Quantized, Quantized]:  # fmt: skip
-    """`quantize` of x and of x.t(), both from x as it is: read once, twice for TENSOR, and three times for ROW."""
-    check_cast(x, dtype, block, None)
+    """`quantize` of x and of x.t(), both from x as it is: read once, twice for TENSOR, and three times for ROW. scale:
+    of x, in blocks that are as long as wide; with it x is read once. Raises ValueError where something does not fit.
+    """
+    check_cast(x, dtype, block, scale)
+    if scale is not None and block not in (TENSOR, SQUARE):
+        raise ValueError(f"blocks of {block} have other scales in the transpose: give none")
     if block == ROW:
         return tuple(quantize_fused(x, dtype, block, power_of_two, transposed=each) for each in (False, True))
     x = x.detach()
-    amax = amax_operator(x, *block, False) if block == TENSOR else None
-    made = CastOutputs(*quantize_operator(x, None, amax, dtype, *block, power_of_two, True, True, False))
-    turned_scale = made.turned_scale if block == TILE else made.scale.t()
-    return Quantized(made.values, made.scale, block), Quantized(made.turned, turned_scale, block)
+    amax = amax_operator(x, *block, False) if block == TENSOR and scale is None else None
+    made = CastOutputs(*quantize_operator(x, scale, amax, dtype, *block, power_of_two, True, True, False))
+    found = made.scale if scale is None else scale
+    turned_scale = made.turned_scale if block == TILE else found.t()
+    return Quantized(made.values, found, block), Quantized(made.turned, turned_scale, block)
 
 
 def quantize_delayed(

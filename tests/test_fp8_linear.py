@@ -3,6 +3,7 @@ of this step or of those before. CPU, or GPU.
 """
 
 import copy
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from course_lib import fp8_linear
+from course_lib.fp8_casts import FUSED_BLOCKS, quantize_both
 from course_lib.fp8_linear import (
     Cast,
     Casts,
@@ -23,6 +25,7 @@ from course_lib.fp8_linear import (
     update_scales,
 )
 from course_lib.fp8_recipes import by_blocks, per_tensor
+from course_lib.launches import record_launches
 from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
 from eight_bits import DEVICE, E4M3, E5M2, Products, scale_of_each, seeded, stands_for, uneven
 
@@ -525,6 +528,46 @@ def test_8_bits_and_their_scale_belong_together():
     layer.weight = nn.Parameter(layer.weight.detach().bfloat16())  # what autocast would make of it
     with pytest.raises(ValueError, match="torch.bfloat16 and a stored scale"):
         layer(an_input())
+
+
+# On a GPU the operands are quantized by kernels; here these are interpreted.
+
+
+@how
+def test_kernels_quantize_as_pytorchs_operators_do(casts, monkeypatch):
+    """To the bit, over three steps of a history; each operand is looked at as seldom as can be."""
+    x, gradient, results = an_input(torch.bfloat16), a_gradient(torch.bfloat16), []
+    for by_kernels in (False, True):
+        fused = (lambda x, block: block in FUSED_BLOCKS) if by_kernels else fp8_linear.has_kernels
+        monkeypatch.setattr(fp8_linear, "has_kernels", fused)
+        layer, found = a_layer(casts, dtype=torch.bfloat16), []
+        with record_launches() as launches:
+            for _ in range(3):
+                found += run(layer, x, gradient)
+                update_scales(layer)
+        results.append(found)
+    assert all(map(torch.equal, *results))
+    looks = Counter((launch.name, tuple(launch.args[0].shape)) for launch in launches)
+    x_shape, w_shape, dy_shape = (150, IN), (OUT, IN), (150, OUT)
+    if casts.input.block == TENSOR:  # an amax, then 8 bits: x once, dy both ways from one look, w again in backward
+        amaxes, quantizations = ({shape: looks[name, shape] for shape in (x_shape, w_shape, dy_shape)}
+                                 for name in ("amax_kernel", "quantize_kernel"))  # fmt: skip
+        assert amaxes == {x_shape: 3, w_shape: 3, dy_shape: 3}
+        assert quantizations == {x_shape: 3, w_shape: 6, dy_shape: 3}
+    if casts.gradient.block == TILE:  # both ways from one look
+        assert looks["quantize_kernel", dy_shape] == 3 and looks["quantize_kernel", w_shape] == 6
+
+
+def test_both_ways_by_a_scale_that_is_there():
+    x = uneven(150, IN, torch.bfloat16, 4)
+    for block in (TENSOR, SQUARE):
+        scale = quantize(x, block=block).scale
+        straight, turned = quantize_both(x, block=block, scale=scale)
+        for found, wanted in ((straight, quantize(x, block=block)), (turned, quantize(x.t(), block=block))):
+            assert torch.equal(found.values.view(torch.uint8), wanted.values.view(torch.uint8))
+            assert torch.equal(found.scale, wanted.scale) and found.block == block
+    with pytest.raises(ValueError, match="have other scales in the transpose: give none"):
+        quantize_both(x, block=TILE, scale=quantize(x, block=TILE).scale)
 
 
 # Against torchao.
