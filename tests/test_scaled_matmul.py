@@ -16,6 +16,7 @@ from course_lib.scaled_matmul import (
     has_scaled_mm,
     padded_to_16,
     row_scaled_matmul,
+    scales_rows,
     short_sum_matmul,
 )
 from eight_bits import DEVICE, E4M3, E5M2, Products, any_codes, seeded, stands_for, watched
@@ -155,6 +156,22 @@ def test_emulated_and_hardware_differ_by_float32s_rounding():
     assert apart <= most
     exact = stands_for(a) @ stands_for(b).t()
     assert torch.equal(emulated_matmul(a, b, torch.float32), exact.float()), "the emulation is rounded once"
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="then a CPU knows one scale a matrix alone")
+@pytest.mark.parametrize("blocks", [(ROW, ROW), (ROW, TENSOR), (TENSOR, ROW)])
+def test_rows_are_scaled_by_the_product_itself_where_it_can(blocks, monkeypatch):
+    """As on a GPU; odd sizes, which are padded, and scales that are the same for all rows."""
+    a, b = (quantize(torch.randn(rows, 75) * torch.rand(rows, 1), block=each) for rows, each in zip((37, 50), blocks))
+    expected, products = emulated_matmul(a, b, torch.float64), []
+    scaled_mm = torch._scaled_mm
+    monkeypatch.setattr(scaled_matmul, "scales_rows", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kw: (products.append(kw), scaled_mm(*args, **kw))[1])
+    found = row_scaled_matmul(a, b, torch.bfloat16)
+    assert products == [{"out_dtype": torch.bfloat16}], "no float32 product, no scales afterwards"
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-4)
+    assert scales_rows(torch.device("cuda"), torch.bfloat16) and not scales_rows(torch.device("cuda"), torch.float32)
+
 
 
 @pytest.mark.parametrize(
