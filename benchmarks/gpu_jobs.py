@@ -40,6 +40,9 @@ from measure import gpu_word, save
 from course_lib.data import ByteTokenizer, TokenBatches, corpus
 from course_lib.five_d import parallelize, whole_weights
 from course_lib.flash_attention import flash_attention
+from course_lib.flash_backward import key_gradient_kernel, query_gradient_kernel
+from course_lib.flash_forward import flash_forward_kernel
+from course_lib.flash_hopper import HOPPER_KERNELS
 from course_lib.fp8 import apply_fp8
 from course_lib.fp8_hopper import hopper_block_matmul_kernel
 from course_lib.fp8_kernels import block_matmul_kernel
@@ -68,7 +71,10 @@ HEADLINES = re.compile(
 )
 SECONDS = {"attention": 30, "product": 15, "cast": 5, "linear": 20, "linear_cross_entropy": 15, "matmul": 20}
 SECONDS |= {"rungs": 90}
-TUNED = (block_matmul_kernel, hopper_block_matmul_kernel, matmul_kernel)  # for one size at a time: a training has few
+TUNED = (  # for one size at a time, as a training has few
+    matmul_kernel, flash_forward_kernel, query_gradient_kernel, key_gradient_kernel, *HOPPER_KERNELS.values(),
+    block_matmul_kernel, hopper_block_matmul_kernel,
+)  # fmt: skip
 MISSED = {"kernels": kernels.missed, "attention": attention.missed, "fp8": fp8.missed}
 STEP_AIMS = {"eager": 1.15, "compile": 1.0}
 LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3", "pp2")
