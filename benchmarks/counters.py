@@ -58,6 +58,7 @@ def ncu_sectors(command: list[str], kernels: list[str], timeout_s: float = 300) 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         options = ["--csv", "--print-units", "base", "--log-file", str(log), "--metrics", ",".join(METRICS)]
+        options += ["--clock-control", "none"]  # they may not be locked, and counts do not depend on them
         options += ["--target-processes", "all", "--kernel-name", f"regex:^({'|'.join(kernels)})$"]
         done = subprocess.run(["ncu", *options, *command], capture_output=True, text=True, timeout=timeout_s)
         text = log.read_text() if log.exists() else ""
