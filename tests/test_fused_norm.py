@@ -231,6 +231,9 @@ def test_backward_moves_each_tensor_once_and_a_part_for_each_program():
     (100, 8, 24_576, (100, 2)),
     (10_000, 16, 196_608, (132, 2)),
     (10_000, 16, 262_144, (132, 1)),
+    (10_000, 4, 4096, (528, 4)),  # 1,024 wide: 12 KB of each of four programs
+    (10_000, 4, 8192, (528, 3)),
+    (10_000, 8, 16_384, (264, 3)),
 ])  # fmt: skip
 def test_backward_on_a_gpu_is_one_wave_of_programs(monkeypatch, tiles, num_warps, tile_bytes, expected):
     h100 = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=227 * 1024)
