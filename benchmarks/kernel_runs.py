@@ -1,11 +1,11 @@
 """How kernels.py, attention.py and fp8.py measure: columns in alternation, correctness first, passes apart.
 
-A `Comparison` is a table, made of cases. A `Case` is one computation at one size, with a method
-for each column. All columns get the same inputs, and their results and gradients are compared with a reference before
-anything is timed.
+A `Comparison` is a table, made of cases. A `Case` is one computation at one size, with a method for each column. All
+columns get the same inputs, and their results and gradients are compared with a reference, in a wider type, before
+anything is timed. gpu.py runs them.
 
-A time is the median of 11 runs from a flushed L2 (`timing`), the columns in alternation, after 3 that don't count. It
-is the device's: launching from Python, which takes longer than a small kernel, is hidden for all columns alike.
+A time is the median of 11 runs from a flushed and clean L2 (`timing`), the columns in alternation, after 3 that don't
+count. It is the device's: launching from Python, which takes longer than a small kernel, is hidden for all alike.
 Backward is timed alone, forward before it. A case's rival runs twice in each round: how far the two are apart is the
 noise. Rate: the case's work by a column's time; ours also as a share of this GPU's own copy, or product of matrices,
 measured just before. Peak memory is in MiB above the inputs.
