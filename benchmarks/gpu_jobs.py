@@ -32,14 +32,13 @@ import attention
 import fp8
 import kernels
 import torch
-import torch.distributed as dist
 import triton
 from gpu import Job, Skipped
 from kernel_runs import DTYPES, Case, Comparison, measure, working
 from measure import gpu_word, save
+from rank_steps import on_ranks
 
 from course_lib.data import ByteTokenizer, TokenBatches, corpus
-from course_lib.five_d import parallelize, whole_weights
 from course_lib.flash_attention import flash_attention
 from course_lib.flash_backward import key_gradient_kernel, query_gradient_kernel
 from course_lib.flash_forward import flash_forward_kernel
@@ -51,11 +50,9 @@ from course_lib.fp8_linear import update_scales
 from course_lib.fp8_recipes import RECIPES, by_blocks, per_tensor
 from course_lib.fused_loss import defer_head
 from course_lib.kernels import kernel_step, use_kernels
-from course_lib.layouts import Layout
 from course_lib.matmul import matmul_kernel
 from course_lib.memory_profile import MemoryProfile
-from course_lib.meshes import build_mesh
-from course_lib.model import PRESETS, ModelConfig, Transformer
+from course_lib.model import PRESETS, Transformer
 from course_lib.roofline import measure_roofline
 from course_lib.single_gpu import adamw, train, train_step
 
@@ -78,7 +75,6 @@ TUNED = (  # for one size at a time, as a training has few
 MISSED = {"kernels": kernels.missed, "attention": attention.missed, "fp8": fp8.missed}
 STEP_AIMS = {"eager": 1.15, "compile": 1.0}
 LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3", "pp2")
-OF = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=96, vocab=97)
 LARGE = {"cuda": ("bench-1B", 4, 4096, 12), "cpu": ("debug", 2, 16, 2)}  # preset, batch, sequence, steps
 TOLERANCE = 1e-4  # of losses and weights on two ranks, whose sums have another order
 
@@ -211,29 +207,6 @@ def step(way: str, device: torch.device) -> Iterator[dict]:
     row = {key: statistics.median(r[key] for r in settled) for key in ("step_s", "tokens_per_s", "peak_memory")}
     row["mfu"] = settled[-1]["mfu"] and statistics.median(record["mfu"] for record in settled)
     yield {"way": way, "preset": preset, "batch": batch, "seq": seq} | row | {"losses": [r["loss"] for r in records]}
-
-
-def on_rank(rank: int, words: str, device_type: str, folder: str) -> None:
-    """A rank: leaves the losses of three steps, and the weights after them, in the folder."""
-    layout = Layout.parse(words)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=layout.ranks)
-    mesh = build_mesh(layout, device_type)
-    parallel = parallelize(OF, layout, mesh, lr=1e-3, eps=1e-4)
-    tokens = torch.arange(3000) * 31 % OF.vocab
-    batches = TokenBatches(tokens, 4 // layout.dp, 16, mesh.dp.rank(), layout.dp)
-    losses = [parallel.step(*(part.to(device_type) for part in next(batches)))[0].item() for _ in range(3)]
-    weights = {name: value.detach().cpu() for name, value in whole_weights(parallel).items()}
-    torch.save((losses, weights), f"{folder}/{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def on_ranks(words: str, device_type: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
-    """What the ranks of a layout leave."""
-    with tempfile.TemporaryDirectory() as folder:
-        count = Layout.parse(words).ranks
-        torch.multiprocessing.spawn(on_rank, (words, device_type, folder), count)
-        return [torch.load(f"{folder}/{rank}.pt") for rank in range(count)]
 
 
 def two_ranks(words: str, device: torch.device) -> Iterator[dict]:

@@ -1,0 +1,40 @@
+"""Three training steps of a layout on ranks of this machine, without ipyparallel or torchrun: for gpu_jobs.py.
+
+A module of its own, for each rank is a process that imports it. All ranks may have their tensors on one GPU, over gloo.
+"""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+
+from course_lib.data import TokenBatches
+from course_lib.five_d import parallelize, whole_weights
+from course_lib.layouts import Layout
+from course_lib.meshes import build_mesh
+from course_lib.model import ModelConfig
+
+OF = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=96, vocab=97)
+
+
+def on_rank(rank: int, words: str, device_type: str, folder: str) -> None:
+    """A rank: leaves the losses of three steps, and the weights after them, in the folder."""
+    layout = Layout.parse(words)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=layout.ranks)
+    mesh = build_mesh(layout, device_type)
+    parallel = parallelize(OF, layout, mesh, lr=1e-3, eps=1e-4)
+    tokens = torch.arange(3000) * 31 % OF.vocab
+    batches = TokenBatches(tokens, 4 // layout.dp, 16, mesh.dp.rank(), layout.dp)
+    losses = [parallel.step(*(part.to(device_type) for part in next(batches)))[0].item() for _ in range(3)]
+    weights = {name: value.detach().cpu() for name, value in whole_weights(parallel).items()}
+    torch.save((losses, weights), f"{folder}/{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(words: str, device_type: str) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """What the ranks of a layout leave."""
+    with tempfile.TemporaryDirectory() as folder:
+        count = Layout.parse(words).ranks
+        torch.multiprocessing.spawn(on_rank, (words, device_type, folder), count)
+        return [torch.load(f"{folder}/{rank}.pt") for rank in range(count)]
