@@ -9,6 +9,7 @@ driver. The script runs itself under ncu; launches of both runs are matched by t
 import argparse
 import csv
 import io
+import json
 import shutil
 import subprocess
 import sys
@@ -99,12 +100,13 @@ def main() -> None:
     """Compare, print and write down; with --launch only run the kernels, which is what ncu is given to watch."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launch", action="store_true", help="run the kernels and nothing else")
-    only_launch = parser.parse_args().launch
+    parser.add_argument("--out", type=Path, help="a file for the rows, in place of benchmarks/results")
+    chosen = parser.parse_args()
     if not torch.cuda.is_available() or not shutil.which("ncu"):
         print("no GPU with Nsight Compute (ncu) here, so there are no counters to compare with")
         return
     device = torch.device("cuda")
-    if only_launch:
+    if chosen.launch:
         run_kernels(device)
         return
     expected = predicted(device)
@@ -118,7 +120,10 @@ def main() -> None:
     for row in rows:
         words = (f"{kind} {row['predicted'][kind]:>8,} / {row['counted'].get(kind, 0):>8,}" for kind in KINDS)
         print(f"{row['kernel']:<32} predicted / counted: {', '.join(words)}")
-    save("sectors", {"rows": rows}, gpu_word())
+    if chosen.out:
+        chosen.out.write_text(json.dumps({"rows": rows}))
+    else:
+        save("sectors", {"rows": rows}, gpu_word())
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE.parent), str(HERE)) if path not in sys.path]
+STARTED = time.monotonic()
 START_S = 60  # the most that a process may take until it begins its first job
 
 
@@ -66,12 +67,10 @@ def all_jobs(module: str, device: str) -> dict[str, Job]:
     return {job.name: job for job in found}
 
 
-def work(jobs: dict[str, Job]) -> None:
-    """The process beside: run the jobs that are named on stdin. It ends after one that fails, for no CUDA call works
-    after an illegal access. Rows go to stdout; what is printed goes to stderr.
+def work(jobs: dict[str, Job], rows) -> None:
+    """The process beside: run the jobs that are named on stdin, and say so in the file `rows`. It ends after one that
+    fails, for no CUDA call works after an illegal access.
     """
-    rows = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
     for name in map(str.strip, sys.stdin):
         ended = {"outcome": "passed"}
         print(json.dumps({"begin": name}), file=rows)
@@ -103,11 +102,11 @@ class Worker:
             self.lines.put(json.loads(line))
         self.lines.put(None)
 
-    def run(self, job: Job, patience_s: float, note: Callable[[dict], None]) -> dict:
+    def run(self, job: Job, patience_s: float, left_s: float, note: Callable[[dict], None]) -> dict:
         """Run a job, and pass on its rows; returns its outcome. The process is ended where there is no more to hope."""
         with contextlib.suppress(BrokenPipeError):
             print(job.name, file=self.process.stdin, flush=True)
-        deadline = time.monotonic() + START_S + patience_s
+        deadline = time.monotonic() + min(START_S + patience_s, left_s)
         while True:
             try:
                 said = self.lines.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -119,7 +118,7 @@ class Worker:
                 how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
                 return {"outcome": "crashed", "error": f"its process ended: {how}"}
             if "begin" in said:
-                deadline = time.monotonic() + patience_s
+                deadline = min(deadline, time.monotonic() + patience_s)
             elif "row" in said:
                 note(said["row"])
             else:
@@ -127,15 +126,23 @@ class Worker:
 
     def end(self) -> None:
         """Stop it, and all that it has started: torchrun ends its ranks if it is asked to, and not if it is killed."""
-        for sign in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(self.process.pid, sign)
-                self.process.wait(timeout=5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+            deadline = time.monotonic() + 5
+            while time.monotonic() < deadline:
+                self.process.poll()  # a child that has ended is in its group until it is asked for
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.05)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def read(out: Path) -> dict[str, dict]:
-    """What is known of each job, from its last run: rows, and outcome and seconds where it has ended."""
+    """What is known of each job, from its last run: rows, and outcome and seconds where it has ended. A run that was
+    cut off does not count where an earlier one has passed.
+    """
     found: dict[str, dict] = {}
+    passed: dict[str, dict] = {}
     file = out / "results.jsonl"
     for line in file.read_text().splitlines() if file.exists() else []:
         try:
@@ -144,12 +151,14 @@ def read(out: Path) -> dict[str, dict]:
             continue
         name = said.pop("job")
         if "begin" in said:
+            if found.get(name, {}).get("outcome") == "passed":
+                passed[name] = found[name]
             found[name] = {"rows": []}
         elif "row" in said:
             found[name]["rows"].append(said["row"])
         else:
             found[name] |= said
-    return found
+    return found | {name: job for name, job in passed.items() if "outcome" not in found[name]}
 
 
 def told(row: dict) -> str:
@@ -163,7 +172,7 @@ def told(row: dict) -> str:
 
 def run_all(chosen: argparse.Namespace, jobs: dict[str, Job], known: dict[str, dict]) -> dict[str, dict]:
     """Run the jobs that there is time for; returns what is known of all afterwards."""
-    start, worker, no_time = time.monotonic(), None, []
+    start, worker, no_time = STARTED, None, []
     chosen.out.mkdir(parents=True, exist_ok=True)
     file = chosen.out / "results.jsonl"
     if file.exists() and not file.read_text().endswith("\n"):
@@ -189,8 +198,8 @@ def run_all(chosen: argparse.Namespace, jobs: dict[str, Job], known: dict[str, d
                 print(f"{time.monotonic() - start:5.0f} s  {job.name}", flush=True)
                 note(job, {"begin": datetime.datetime.now().isoformat(timespec="seconds")})
                 began = time.monotonic()
-                ended = worker.run(job, min(job.patience_s, left), lambda row, job=job: note_row(row, job))
-                if ended["outcome"] == "timed out" and left < job.patience_s:
+                ended = worker.run(job, job.patience_s, left, lambda row, job=job: note_row(row, job))
+                if ended["outcome"] == "timed out" and time.monotonic() - start >= chosen.budget:
                     ended = {"outcome": None, "error": "cut off, as the budget is used up"}  # it begins again next time
                 else:
                     note(job, ended | {"seconds": round(time.monotonic() - began, 1)})
@@ -240,10 +249,12 @@ def main(argv: list[str] | None = None) -> int:
         if not torch.cuda.is_available():
             print("no GPU here, so there is nothing to run; --plan shows the jobs, --device cpu runs them tiny")
             return 0
-    jobs = all_jobs(chosen.jobs, chosen.device)
     if chosen.work:
-        work(jobs)
+        rows = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # what is printed, from now on
+        work(all_jobs(chosen.jobs, chosen.device), rows)
         return 0
+    jobs = all_jobs(chosen.jobs, chosen.device)
     known = read(chosen.out)
     if chosen.record:
         for line in importlib.import_module(chosen.jobs).record(known):

@@ -1,7 +1,7 @@
 """What gpu.py runs, in its order: is it right, then the sizes that count most, then the rest.
 
     machine            versions, clocks, ceilings
-    tests              the tests that want CUDA, and the kernels' tests on it (pytest -m "gpu or device")
+    tests: FILE        the tests that want CUDA (pytest -m gpu)
     right: KERNEL      each kernel's results and gradients against PyTorch in a wider type, small, each in a process of
                        its own; kernels specialised by warps last
     FILE: KERNEL SIZE  kernels.py, attention.py, fp8.py: times against the rivals, the headline sizes first
@@ -11,11 +11,14 @@
     memory             a memory profile, and what the allocator says of the same step
     sanitizer: TOOL    compute-sanitizer over every kernel, small
     sectors            what ncu counts against what count_transactions predicts (counters.py)
+    tests of kernels: FILE   the kernels' tests, compiled and on the GPU (pytest -m device)
 """
 
 import dataclasses
 import functools
 import gc
+import importlib.util
+import json
 import os
 import platform
 import re
@@ -25,7 +28,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import attention
@@ -37,20 +39,15 @@ from gpu import Job, Skipped
 from kernel_runs import DTYPES, Case, Comparison, measure, working
 from measure import gpu_word, save
 from rank_steps import on_ranks
+from triton.runtime.autotuner import Autotuner
 
 from course_lib.data import ByteTokenizer, TokenBatches, corpus
 from course_lib.flash_attention import flash_attention
-from course_lib.flash_backward import key_gradient_kernel, query_gradient_kernel
-from course_lib.flash_forward import flash_forward_kernel
-from course_lib.flash_hopper import HOPPER_KERNELS
 from course_lib.fp8 import apply_fp8
-from course_lib.fp8_hopper import hopper_block_matmul_kernel
-from course_lib.fp8_kernels import block_matmul_kernel
 from course_lib.fp8_linear import update_scales
 from course_lib.fp8_recipes import RECIPES, by_blocks, per_tensor
 from course_lib.fused_loss import defer_head
 from course_lib.kernels import kernel_step, use_kernels
-from course_lib.matmul import matmul_kernel
 from course_lib.memory_profile import MemoryProfile
 from course_lib.model import PRESETS, Transformer
 from course_lib.roofline import measure_roofline
@@ -66,15 +63,11 @@ HEADLINES = re.compile(
     r"attention: attention \d+ x (4,096|8,192|16,384), 128|fp8: (linear|product.*) 8,192 x 8,192 x 8,192"
     r"|kernels: \D+ 65,536 x 4,096"
 )
-SECONDS = {"attention": 30, "product": 15, "cast": 5, "linear": 20, "linear_cross_entropy": 15, "matmul": 20}
+SECONDS = {"attention": 45, "product": 15, "cast": 5, "linear": 20, "linear_cross_entropy": 15, "matmul": 20}
 SECONDS |= {"rungs": 90}
-TUNED = (  # for one size at a time, as a training has few
-    matmul_kernel, flash_forward_kernel, query_gradient_kernel, key_gradient_kernel, *HOPPER_KERNELS.values(),
-    block_matmul_kernel, hopper_block_matmul_kernel,
-)  # fmt: skip
 MISSED = {"kernels": kernels.missed, "attention": attention.missed, "fp8": fp8.missed}
 STEP_AIMS = {"eager": 1.15, "compile": 1.0}
-LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3", "pp2")
+LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3")  # pipelines send to one rank, which gloo cannot from a GPU
 LARGE = {"cuda": ("bench-1B", 4, 4096, 12), "cpu": ("debug", 2, 16, 2)}  # preset, batch, sequence, steps
 TOLERANCE = 1e-4  # of losses and weights on two ranks, whose sums have another order
 
@@ -103,25 +96,17 @@ def roofline(device: torch.device):
     return measure_roofline(device, DTYPES[device.type])
 
 
-def tests(marked: str, files: list[str]) -> Iterator[dict]:
-    """A row for each file of tests, four at a time. Raises AssertionError where one fails."""
-    if not shutil.which("pytest") and subprocess.run([sys.executable, "-c", "import pytest"]).returncode:
+def tests(marked: str, file: str) -> Iterator[dict]:
+    """What became of a file's tests. Raises AssertionError where one fails."""
+    if not importlib.util.find_spec("pytest"):
         raise Skipped("pytest is not installed")
-
-    def run(file: str) -> dict:
-        command = [sys.executable, "-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", file]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        print(done.stdout, done.stderr, flush=True)
-        found = re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout.rstrip().rpartition("\n")[2])
-        ended = {5: "no test", 0: "passed", 1: "failed"}.get(done.returncode, f"exit status {done.returncode}")
-        return {"file": file, "outcome": ended} | {word: int(count) for count, word in found}
-
-    wrong = []
-    with ThreadPoolExecutor(4) as pool:
-        for row in pool.map(run, files):
-            wrong += [row["file"]] if row["outcome"] not in ("passed", "no test") else []
-            yield row
-    assert not wrong, f"tests fail in {', '.join(wrong)}"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", file]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout, done.stderr, flush=True)
+    last = done.stdout.rstrip().rpartition("\n")[2]
+    found = re.findall(r"(\d+) (passed|failed|error|skipped)", last)
+    yield {"file": file} | {word: int(count) for count, word in found}
+    assert done.returncode in (0, 5), last  # 5: none is chosen
 
 
 def files_with(word: str) -> list[str]:
@@ -130,10 +115,15 @@ def files_with(word: str) -> list[str]:
     )
 
 
+def tuners() -> list[Autotuner]:
+    """Our autotuned kernels that have been made so far."""
+    return [each for each in gc.get_objects() if isinstance(each, Autotuner)]
+
+
 def fresh() -> None:
-    """What the job before has left goes; our autotuners forget what was best at another size."""
+    """What the job before has left goes; our autotuners forget what was best at another size, as a training has few."""
     gc.collect()
-    for kernel in TUNED:
+    for kernel in tuners():
         kernel.cache.clear()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -143,6 +133,8 @@ def right(case: Case, comparison: Comparison, device: torch.device) -> Iterator[
     """How far the columns are off. Raises ValueError where ours are too far."""
     own = {column: method for column, method in case.methods.items() if column in (*comparison.own, case.rival)}
     fresh()
+    for kernel in tuners():
+        del kernel.configs[1:]  # all of them compiled would take a minute; this process runs nothing else
     yield {"errors": working(dataclasses.replace(case, methods=own), device, comparison)[1]}
 
 
@@ -277,10 +269,13 @@ def sectors() -> Iterator[dict]:
     """counters.py, by itself."""
     if not shutil.which("ncu"):
         raise Skipped("ncu is not installed")
-    done = subprocess.run([sys.executable, "benchmarks/counters.py"], cwd=ROOT, capture_output=True, text=True)
-    print(done.stderr, flush=True)
-    assert done.returncode == 0, done.stderr.strip()[-300:]
-    yield from ({"line": line} for line in done.stdout.splitlines())
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "rows.json"
+        command = [sys.executable, "benchmarks/counters.py", "--out", str(out)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        print(done.stdout, done.stderr, flush=True)
+        assert done.returncode == 0, done.stderr.strip()[-300:]
+        yield from json.loads(out.read_text())["rows"]
 
 
 def cases(device: torch.device, which: str) -> Iterator[tuple[str, Comparison, Case]]:
@@ -294,7 +289,8 @@ def jobs(device_type: str) -> Iterator[Job]:
     """All of them, in order."""
     device, on_gpu = torch.device(device_type), device_type == "cuda"
     yield Job("machine", functools.partial(machine, device), 15)
-    yield Job("tests", lambda: tests("gpu", files_with("mark.gpu")[: None if on_gpu else 1]), 150)
+    for file in files_with("mark.gpu") if on_gpu else ["tests/test_timing.py"]:
+        yield Job(f"tests: {Path(file).stem}", functools.partial(tests, "gpu", file), 12)
     small = [
         Job(f"right: {case.kernel} {case.size}", functools.partial(right, case, each, device), 12, alone=on_gpu)
         for _, each, case in cases(device, "small" if on_gpu else "cpu")
@@ -322,7 +318,8 @@ def jobs(device_type: str) -> Iterator[Job]:
         yield Job(f"sanitizer: {tool}", functools.partial(sanitized, tool, device_type, names), 150, alone=True)
     yield Job("sectors", sectors, 60, alone=True)
     if on_gpu:
-        yield Job("tests of kernels", lambda: tests("device", files_with("DEVICE = ")), 240, limit_s=500)
+        for file in files_with("DEVICE = "):
+            yield Job(f"tests of kernels: {Path(file).stem}", functools.partial(tests, "device", file), 20, limit_s=300)
 
 
 def record(known: dict[str, dict]) -> Iterator[str]:
@@ -337,7 +334,8 @@ def record(known: dict[str, dict]) -> Iterator[str]:
     shared = {key: about[key] for key in ("machine", "torch", "triton", "copy_gb_per_s", "product_tflop_per_s")}
 
     def rows_of(start: str) -> list[dict]:
-        return [row for name, job in known.items() if name.startswith(start) for row in job["rows"]]
+        passed = {name: job["rows"] for name, job in known.items() if job.get("outcome") == "passed"}
+        return [row for name, rows in passed.items() if name.startswith(start) for row in rows]
 
     for file, comparisons in COMPARISONS.items():
         found = rows_of(f"{file}: ")
@@ -346,6 +344,9 @@ def record(known: dict[str, dict]) -> Iterator[str]:
             save(file, shared | figures, gpu)
             yield f"benchmarks/results/{file}_{gpu}.json: {len(found)} rows"
             yield from (f"missed: {line}" for line in MISSED[file](figures))
+    if found := rows_of("sectors"):
+        save("sectors", shared | {"rows": found}, gpu)
+        yield f"benchmarks/results/sectors_{gpu}.json: {len(found)} rows"
     if found := rows_of("step: "):
         save("steps", shared | {"rows": found}, gpu)
         yield f"benchmarks/results/steps_{gpu}.json: {len(found)} rows"

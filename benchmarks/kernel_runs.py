@@ -98,10 +98,14 @@ class Method:
         self.release()
         return found
 
+    def draw(self) -> None:
+        """What comes before a forward with its backward: the outputs' gradients, and no outputs of the one before."""
+        self.prepare()
+        self.outputs = ()
+
     def both(self) -> None:
         self.forward()
-        torch.autograd.grad(self.outputs, self.wanted, [torch.ones_like(output) for output in self.outputs])
-        self.release()
+        self.backward()
 
     def release(self) -> None:
         self.outputs = self.gradients = ()
@@ -110,7 +114,7 @@ class Method:
         """What is timed, and what comes before it. A forward starts without the outputs of the one before."""
         if name == "backward":
             return self.backward, self.prepare
-        return (self.both if name == "forward and backward" else self.forward), self.release
+        return (self.both, self.draw) if name == "forward and backward" else (self.forward, self.release)
 
     def results(self) -> list[torch.Tensor]:
         """Outputs and gradients, in float32."""
@@ -156,7 +160,7 @@ def timed(methods: dict[str, Method], name: str, device: torch.device, rival: st
     flush = flusher(device)
     found: dict[str, list[float]] = {column: [] for column in (*methods, "again")}
     for _ in range(UNCOUNTED[device.type] + ROUNDS[device.type]):
-        for column, seconds in found.items():
+        for column, seconds in tuple(found.items()):
             method = methods[rival if column == "again" else column]
             run, before = method.passes(name)
 
@@ -164,7 +168,13 @@ def timed(methods: dict[str, Method], name: str, device: torch.device, rival: st
                 before()
                 flush()
 
-            seconds.append(time_once(run, device, start))
+            try:
+                seconds.append(time_once(run, device, start))
+            except torch.OutOfMemoryError:
+                if column in ("ours", rival, "again"):
+                    raise
+                print(f"{column}: no memory is left for its {name}")  # its column stays empty
+                del found[column]
             method.release()  # what one column keeps for its backward is not to take the room of another
     return {column: seconds[UNCOUNTED[device.type] :] for column, seconds in found.items()}
 
@@ -193,4 +203,8 @@ def measure(case: Case, device: torch.device, ceilings: Roofline, comparison: Co
         share = {"share": rates["ours"] * UNITS[case.unit] / ceiling}
         yield about | {"pass": name} | figures | speed | share | {"errors": errors}
     if case.peak:
-        yield about | {"pass": "peak", "mib": {column: peak_mib(method.both) for column, method in methods.items()}}
+        peaks = {}
+        for column, method in methods.items():
+            method.draw()
+            peaks[column] = peak_mib(method.both)
+        yield about | {"pass": "peak", "mib": peaks}

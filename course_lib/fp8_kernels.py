@@ -35,7 +35,7 @@ BLOCK_MATMUL_CONFIGURATIONS = [
 ]
 
 # %% ../notebooks/14_fp8.ipynb #ex-14-6
-@triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k"])
+@triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k", "rows_a", "rows_b"])
 @triton.jit
 def block_matmul_kernel(
     a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_piece, scale_b_row, scale_b_piece,
