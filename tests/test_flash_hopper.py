@@ -10,7 +10,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from compiled_once import compile_launches
 from course_lib.attention_blocks import plain_forward
-from course_lib.flash_hopper import hopper_attention, hopper_forward_kernel
+from course_lib.flash_hopper import HOPPER_CONFIGURATIONS, hopper_attention, hopper_forward_kernel
 from course_lib.gpus import GPUS
 from course_lib.kernel_checks import run_guarded
 from course_lib.launches import record_launches
@@ -97,10 +97,9 @@ def test_every_configuration_fits_a_hopper_without_spills(overlapped, head_dim):
     with record_launches() as launches:
         hopper_attention(*inputs(256, 256, heads=1, head_dim=head_dim, dtype=torch.bfloat16), overlapped=overlapped)
     (launch,) = launches
-    for keys, warps, stages in [(64, 8, 3), (128, 8, 2)] if overlapped else [(64, 4, 2), (128, 4, 2)]:
-        meta = launch.meta | {"BLOCK_K": keys, "num_warps": warps, "num_stages": stages}
-        (made,) = compile_launches([dataclasses.replace(launch, meta=meta)])
-        assert made.spilled_bytes == 0 and made.shared_bytes <= GPUS["H100"].shared_bytes_per_block, keys
+    for each in HOPPER_CONFIGURATIONS[overlapped]:
+        (made,) = compile_launches([dataclasses.replace(launch, meta=launch.meta | each.all_kwargs())])
+        assert made.spilled_bytes == 0 and made.shared_bytes <= GPUS["H100"].shared_bytes_per_block, each
 
 
 @pytest.mark.parametrize(

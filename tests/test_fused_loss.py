@@ -242,7 +242,7 @@ def test_peak_memory_is_that_of_the_formula(how):
     """c·v·e + t·h·e + 4·v·h bytes, and a copy of the weight or of its gradient where types differ; far below eager's.
     On the CPU a BF16 product has a copy of the weight besides (oneDNN's), and its factors are float32 for the sum.
     """
-    tokens, hidden, vocab, e = 96, 16, 2048, 4 if how == "float32" else 2
+    tokens, hidden, vocab, e = 192, 16, 2048, 4 if how == "float32" else 2
     x, weight, targets = case(tokens, hidden, vocab, torch.bfloat16 if how == "bfloat16" else torch.float32)
     rows = chunk_size(tokens, hidden, vocab)
 
@@ -260,7 +260,7 @@ def test_peak_memory_is_that_of_the_formula(how):
     room = (0 if how == "float32" else 4 * rows * (vocab + hidden) + 2 * vocab * hidden) + 64 * tokens
     formula = rows * vocab * e + tokens * hidden * e + 4 * vocab * hidden + other_type
     assert 0.8 * formula < found < formula + room, (found, formula)
-    assert abs(theirs / (12 * tokens * vocab) - 1) < 0.15 and found < theirs / 6, (found, theirs)
+    assert abs(theirs / (12 * tokens * vocab) - 1) < 0.15 and found < theirs / 10, (found, theirs)
 
 
 def test_no_tensor_has_the_size_of_the_logits():

@@ -170,6 +170,9 @@ def test_on_a_gpu_it_agrees_with_tritons_do_bench():
     from triton.testing import do_bench
 
     a = torch.randn(4096, 4096, device="cuda")
-    for run in (lambda: a @ a, lambda: a * 2):
+    product, twice = lambda: a @ a, lambda: a * 2  # noqa: E731
+    for run in (product, twice):
         theirs = do_bench(run, return_mode="median") / 1e3
-        assert 0.6 * theirs <= time_kernel(run).median_s <= 1.25 * theirs  # theirs begins with an L2 that is not clean
+        ours = time_kernel(run).median_s
+        assert ours <= 1.25 * theirs
+        assert ours >= (0.75 if run is product else 0.6) * theirs  # whose L2 is not clean, which memory-bound runs pay
