@@ -7,9 +7,8 @@ delta is the sum of p dp along a row, which softmax's gradient asks for. That ro
 
 Three kernels: delta; dk and dv, by programs that hold a tile of keys and walk along the queries, of all query heads
 that share its head (a sum that no two programs write to); dq, by programs that hold a tile of queries and walk along
-the keys. The second and the third make z and dp twice: seven products instead of five, against forward's two. A single
-kernel has to add dq from many programs into the same rows, in float32 and by atomic operations (FlashAttention-2, Dao
-2023, §3.2), in another order each time; here, the same inputs give the same bits.
+the keys. The second and the third make z and dp twice: seven products instead of five, against forward's two. The same
+inputs give the same bits; `flash_one_walk` makes five products, and adds dq in another order each time.
 
 Where lse and out are those of more keys than are at hand (a ring), the gradients are those of this block's part.
 """
@@ -18,11 +17,12 @@ Where lse and out are those of more keys than are at hand (a ring), the gradient
 
 # %% auto #0
 __all__ = ['KEY_CONFIGURATIONS', 'QUERY_CONFIGURATIONS', 'DELTA_ROWS', 'delta_kernel', 'gather_query_gradients',
-           'query_gradient_kernel', 'gather_key_gradients', 'key_gradient_kernel', 'launch_backward']
+           'query_gradient_kernel', 'gather_key_gradients', 'key_gradient_kernel', 'launch_delta', 'launch_backward']
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-own-imports
-from .flash_forward import LOG2_E, head_at, head_sizes, load_columns, load_rows, seen_keys
-from .flash_forward import own_rows_at, sequence_at, sequences_of, store_rows, strides_of
+from .flash_forward import LOG2_E, TUNED_BY, head_at, head_sizes, length_class, load_columns, load_rows
+from .flash_forward import own_rows_at, seen_keys, sequence_at, sequences_of, store_rows, strides_of
+from .flash_forward import wide_enough
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-imports
 import torch
@@ -40,7 +40,7 @@ KEY_CONFIGURATIONS, QUERY_CONFIGURATIONS = [  # 64 x 16: float32 where a block h
     ]
     for shapes in (
         [(32, 64, 4), (32, 64, 8), (64, 64, 4), (64, 64, 8), (32, 128, 8), (64, 128, 8), (16, 64, 4)],
-        [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8), (64, 16, 4)],
+        [(64, 32, 4), (64, 64, 4), (128, 32, 8), (128, 64, 8), (64, 16, 4), (128, 128, 8)],
     )
 ]
 DELTA_ROWS = 64
@@ -87,13 +87,13 @@ def gather_query_gradients(
     return q_sum
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-query-gradient-kernel
-@triton.autotune(configs=tunable(QUERY_CONFIGURATIONS), key=["HEAD_DIM", "CAUSAL"])
+@triton.autotune(tunable(QUERY_CONFIGURATIONS), TUNED_BY, prune_configs_by={"early_config_prune": wide_enough})
 @triton.jit
 def query_gradient_kernel(
     q, k, v, out_grad, lse, delta, q_grad, cu_seqlens, s_q, s_k, group, scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH: tl.constexpr = 0,
 ):  # fmt: skip
     """Gradients of one tile of queries; out_grad and q_grad: [b, s_q, a, d], contiguous."""
     head, heads = tl.program_id(1), tl.num_programs(1)
@@ -156,13 +156,13 @@ def gather_key_gradients(
     return k_sum, v_sum
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-key-gradient-kernel
-@triton.autotune(configs=tunable(KEY_CONFIGURATIONS), key=["HEAD_DIM", "CAUSAL"])
+@triton.autotune(tunable(KEY_CONFIGURATIONS), TUNED_BY, prune_configs_by={"early_config_prune": wide_enough})
 @triton.jit
 def key_gradient_kernel(
     q, k, v, out_grad, lse, delta, k_grad, v_grad, cu_seqlens, s_q, s_k, group, scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH: tl.constexpr = 0,
 ):  # fmt: skip
     """Gradients of one tile of keys and values. out_grad [b, s_q, a, d], k_grad, v_grad [b, s_k, kv, d], lse, delta
     [b, a, s_q] are contiguous.
@@ -193,6 +193,20 @@ def key_gradient_kernel(
         store_rows(v_grad_rows, v_sum, keys - first_key, kv_heads * HEAD_DIM, HEAD_DIM, BLOCK_K, BLOCK_D)
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-launch-backward
+def launch_delta(
+    out: torch.Tensor, out_grad: torch.Tensor, cu_seqlens: torch.Tensor | None, longest: int
+) -> torch.Tensor:
+    """delta [b, a, s] of out, out_grad [b, s, a, d], contiguous."""
+    batch, s_q, heads, head_dim = out.shape
+    delta = torch.empty(batch, heads, s_q, dtype=torch.float32, device=out.device)
+    if out.numel():
+        tiles = triton.cdiv(min(longest, s_q), DELTA_ROWS)
+        delta_kernel[tiles, heads, sequences_of(out, cu_seqlens)](
+            out, out_grad, delta, cu_seqlens, s_q, BLOCK_Q=DELTA_ROWS, **head_sizes(head_dim)
+        )
+    return delta
+
+
 def launch_backward(
     out_grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     cu_seqlens: torch.Tensor | None, longest: int, causal: bool, scale: float,
@@ -200,18 +214,17 @@ def launch_backward(
     """Gradients of q, k, v, contiguous. out_grad, out: [b, s, a, d]; lse: [b, a, s]; longest: tokens in a sequence."""
     q_grad, k_grad, v_grad = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     out_grad, out, lse = out_grad.contiguous(), out.contiguous(), lse.contiguous()
-    delta, (s_q, heads), (s_k, kv_heads) = torch.empty_like(lse), q.shape[1:3], k.shape[1:3]
-    count, head = sequences_of(q, cu_seqlens), head_sizes(q.shape[3])
+    (s_q, heads), (s_k, kv_heads), count = q.shape[1:3], k.shape[1:3], sequences_of(q, cu_seqlens)
+    tuned = {**head_sizes(q.shape[3]), "LENGTH": length_class(longest)}
     shared = cu_seqlens, s_q, s_k, heads // kv_heads, scale, *strides_of(q, k, v), causal
     with torch.cuda.device_of(q):
+        delta = launch_delta(out, out_grad, cu_seqlens, longest)
         if q_grad.numel():
-            tiles = triton.cdiv(min(longest, s_q), DELTA_ROWS)
-            delta_kernel[tiles, heads, count](out, out_grad, delta, cu_seqlens, s_q, BLOCK_Q=DELTA_ROWS, **head)
             query_gradient_kernel[lambda meta: (triton.cdiv(min(longest, s_q), meta["BLOCK_Q"]), heads, count)](
-                q, k, v, out_grad, lse, delta, q_grad, *shared, **head
+                q, k, v, out_grad, lse, delta, q_grad, *shared, **tuned
             )
         if k_grad.numel():
             key_gradient_kernel[lambda meta: (triton.cdiv(min(longest, s_k), meta["BLOCK_K"]), kv_heads, count)](
-                q, k, v, out_grad, lse, delta, k_grad, v_grad, *shared, **head
+                q, k, v, out_grad, lse, delta, k_grad, v_grad, *shared, **tuned
             )
     return q_grad, k_grad, v_grad

@@ -31,10 +31,11 @@ What Triton 3.7 makes of it for sm_90 (`compile_kernel(...)` shows it in .ttgir,
 
 # %% auto #0
 __all__ = ['BLOCK_Q', 'HOPPER_CONFIGURATIONS', 'HOPPER_KERNELS', 'online_softmax', 'attend_specialized', 'attend_overlapped',
-           'hopper_forward_kernel', 'check_for_tma', 'check_hopper_inputs', 'descriptor_memory', 'hopper_attention']
+           'hopper_forward_kernel', 'check_for_tma', 'check_hopper_inputs', 'suits_hopper', 'descriptor_memory',
+           'hopper_attention']
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-hopper-own-imports
-from .flash_forward import LOG2_E, head_at, head_sizes, own_rows_at, strides_of
+from .flash_forward import LOG2_E, TUNED_BY, head_at, head_sizes, length_class, own_rows_at, strides_of
 from .tiled_attention import check_attention, scale_or_usual
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-hopper-imports
@@ -104,6 +105,7 @@ def hopper_forward_kernel(
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, OVERLAPPED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    LENGTH: tl.constexpr = 0,
 ):  # fmt: skip
     """As flash_forward_kernel: one tile of queries of one head; out [b, s_q, a, d] and lse [b, a, s_q] contiguous."""
     head, heads, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
@@ -160,6 +162,17 @@ def check_hopper_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale
         check_for_tma(name, x)
 
 
+def suits_hopper(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether these are on a GPU, and `hopper_attention` takes them."""
+    if not q.is_cuda:
+        return False
+    try:
+        check_hopper_inputs(q, k, v, None)
+    except ValueError:
+        return False
+    return True
+
+
 BLOCK_Q = 128
 # Tiles, warps, and for how many tiles of k and of v there is room: none of them spills a register. Overlapped, two
 # groups of four warps have half of the queries each; specialised, the compiler adds the warps that load.
@@ -171,7 +184,7 @@ HOPPER_CONFIGURATIONS = {
     for overlapped, shapes in {False: [(64, 4, 2), (128, 4, 2)], True: [(64, 8, 3), (128, 8, 2)]}.items()
 }
 HOPPER_KERNELS = {
-    overlapped: triton.autotune(configs=tunable(configurations), key=["HEAD_DIM", "CAUSAL"])(hopper_forward_kernel)
+    overlapped: triton.autotune(configs=tunable(configurations), key=TUNED_BY)(hopper_forward_kernel)
     for overlapped, configurations in HOPPER_CONFIGURATIONS.items()
 }
 
@@ -202,6 +215,6 @@ def hopper_attention(
         HOPPER_KERNELS[overlapped][(triton.cdiv(queries, BLOCK_Q), heads, batch)](
             q, k, v, out, lse, queries, keys, heads // k.shape[2], scale_or_usual(scale, head_dim),
             *strides_of(q, k, v), CAUSAL=causal, MASKED=causal or keys % 128 != 0, OVERLAPPED=overlapped,
-            **head_sizes(head_dim),
+            **head_sizes(head_dim), LENGTH=length_class(queries),
         )  # fmt: skip
     return out, lse

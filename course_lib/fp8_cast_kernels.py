@@ -18,7 +18,7 @@ __all__ = ['SCALE_FLOOR', 'EACH', 'PIECE', 'MATRIX', 'OWN', 'MEASURED', 'GIVEN',
            'scale_of_amax', 'divide', 'round_piece', 'quantize_piece', 'quantize_kernel', 'amax_kernel']
 
 # %% ../notebooks/14_fp8.ipynb #fp8-cast-kernels-own-imports
-from .fp8_rounding import cast_fp8
+from .fp8_rounding import cast_fp8, widen_fp8
 from .quantization import SMALLEST_SCALE
 
 # %% ../notebooks/14_fp8.ipynb #cast-pieces
@@ -141,16 +141,23 @@ def quantize_kernel(
     step_row, step_column, turned_step_row, turned_step_column,
     SOURCE: tl.constexpr, POWER_OF_TWO: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
     TURNED_DOWN: tl.constexpr, TURNED_ACROSS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    x_scale=None, x_step_row=0, x_step_column=0,
 ):  # fmt: skip
     """One piece of x into values, and transposed into turned, where there are these; of one scale for both there is no
-    `turned_scale`. Blocks and steps are in the order of x. Where scales are given, `amax` gets the matrix's.
+    `turned_scale`. Blocks and steps are in the order of x. Where scales are given, `amax` gets the matrix's. x_scale: x
+    is in 8 bits itself, in tiles of 1 x 128.
     """
     pieces_across = tl.cdiv(columns, COLUMNS)
     piece_row, piece_column = tl.program_id(0) // pieces_across, tl.program_id(0) % pieces_across
     first_row, first_column = piece_row.to(tl.int64) * ROWS, piece_column.to(tl.int64) * COLUMNS
     row, column = first_row + tl.arange(0, ROWS)[:, None], first_column + tl.arange(0, COLUMNS)[None, :]
     inside = (row < rows) & (column < columns)
-    piece = widen(tl.load(x + row * x_row + column, inside, other=0.0))
+    loaded = tl.load(x + row * x_row + column, inside, other=0.0)
+    if x_scale is None:
+        piece = widen(loaded)
+    else:  # a piece is as wide as a tile, or half
+        of_row = x_scale + row * x_step_row + first_column // 128 * x_step_column
+        piece = widen_fp8(loaded) * tl.load(of_row, row < rows, other=0.0)
     # A thread loads 16 bytes at once. Without the hint it would also store 16, and so hold two or four times as many
     # numbers side by side: the lanes of a load would lie apart.
     WIDE: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth

@@ -1,4 +1,5 @@
-"""Quantization in as few looks at memory as it takes: `quantize_fused`, `quantize_both`, `quantize_delayed`.
+"""Quantization in as few looks at memory as it takes: `quantize_fused`, `quantize_both`, `quantize_delayed`,
+`turn_tiles`.
 
 `quantize` of PyTorch's operators reads and writes a matrix some ten times over. A kernel reads e bytes an element and
 writes 1 (`fp8_cast_kernels`):
@@ -19,7 +20,7 @@ Tiles of 1 x 128: DeepSeek-AI 2024 (DeepSeek-V3, §3.3.2). Casts that transpose:
 # %% auto #0
 __all__ = ['CAST_DTYPES', 'FUSED_BLOCKS', 'sharing', 'shape_of_piece', 'programs', 'new_scales', 'amax_operator', 'CastOutputs',
            'cast_outputs', 'quantize_operator', 'launch_quantize', 'check_cast', 'block_amax_fused', 'quantize_fused',
-           'quantize_both', 'quantize_delayed']
+           'quantize_both', 'turn_tiles', 'quantize_delayed']
 
 # %% ../notebooks/14_fp8.ipynb #fp8-casts-own-imports
 from .fp8_cast_kernels import EACH, GIVEN, MATRIX, MEASURED, OWN, PIECE, amax_kernel, quantize_kernel
@@ -127,25 +128,26 @@ def cast_outputs(
 def quantize_operator(
     x: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, dtype: torch.dtype, block_rows: int,
     block_columns: int, power_of_two: bool, straight: bool, turned: bool, record: bool,
+    x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`CastOutputs`. A block is one of x and of its transpose alike. scale, amax: of x where `straight`, or else of the
-    transpose; none: each block's own.
+    transpose; none: each block's own. x_scale: of x, where it is in 8 bits, in tiles.
     """
     block = block_rows, block_columns
     made = cast_outputs(x, dtype, block, straight, turned, scale is not None, record)
     if x.numel():
-        launch_quantize(as_rows(x), scale, amax, made, block, power_of_two)
+        launch_quantize(as_rows(x), scale, amax, made, block, power_of_two, x_scale)
     return tuple(made)
 
 
 @quantize_operator.register_fake
-def _(x, scale, amax, dtype, block_rows, block_columns, power_of_two, straight, turned, record):
+def _(x, scale, amax, dtype, block_rows, block_columns, power_of_two, straight, turned, record, x_scale=None):
     return tuple(cast_outputs(x, dtype, (block_rows, block_columns), straight, turned, scale is not None, record))
 
 
 def launch_quantize(
     x: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, made: CastOutputs, block: tuple[int, int],
-    power_of_two: bool,
+    power_of_two: bool, x_scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `made`. For the kernel all scales are in the order of x."""
     values, new, turned, turned_new, recorded = (each if each.numel() else None for each in made)
@@ -158,11 +160,12 @@ def launch_quantize(
     else:
         mine, others = (scale, None) if values is not None else (None, scale.t())
     seen = amax if recorded is None else recorded.view(torch.int32)
-    steps = [(0, 0) if each is None else each.stride() for each in (mine, others)]
+    steps = [(0, 0) if each is None else each.stride() for each in (mine, others, x_scale)]
+    of_x = {"x_scale": x_scale, "x_step_row": steps[2][0], "x_step_column": steps[2][1]}
     with torch.cuda.device_of(x):
         quantize_kernel[programs(x, piece)](
             x, values, mine, turned, others, seen, *x.shape, x.stride(0), *steps[0], *steps[1],
-            source, power_of_two, *sharing(block), *sharing(across), **piece,
+            source, power_of_two, *sharing(block), *sharing(across), **piece, **of_x,
         )  # fmt: skip
 
 # %% ../notebooks/14_fp8.ipynb #fp8-casts
@@ -221,6 +224,17 @@ def quantize_both(
     found = made.scale if scale is None else scale
     turned_scale = made.turned_scale if block == TILE else found.t()
     return Quantized(made.values, found, block), Quantized(made.turned, turned_scale, block)
+
+
+def turn_tiles(x: Quantized, power_of_two: bool = False) -> Quantized:
+    """The transpose of x, which is in tiles of 1 x 128, in such tiles again: as `quantize` makes it of what its 8 bits
+    stand for, to the bit, by one look at them. Raises ValueError for other blocks.
+    """
+    if x.block != TILE:
+        raise ValueError(f"x is in blocks of {x.block}: expected tiles, {TILE}")
+    how = None, None, x.values.dtype, *TILE, power_of_two, False, True, False
+    made = CastOutputs(*quantize_operator(x.values, *how, x.scale))
+    return Quantized(made.turned, made.turned_scale, TILE)
 
 
 def quantize_delayed(

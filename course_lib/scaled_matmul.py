@@ -18,6 +18,7 @@ __all__ = ['check_operands', 'has_scaled_mm', 'padded_to_16', 'scales_rows', 'ro
            'cut_towards_zero', 'short_sum_matmul']
 
 # %% ../notebooks/14_fp8.ipynb #scaled-matmul-own-imports
+from .fp8_hopper import hopper_block_matmul
 from .fp8_kernels import block_matmul, has_pieces
 from .quantization import WHOLE, Quantized, dequantize, in_blocks
 
@@ -77,7 +78,8 @@ def emulated_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch
 
 def fp8_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """a [m, k] times the transpose of b [n, k]: [m, n] in out_dtype. On the hardware where it can: `torch._scaled_mm`
-    for scales of whole rows, `block_matmul` on GPUs for blocks. Otherwise emulated, and always for float64.
+    for scales of whole rows; for blocks `hopper_block_matmul` on Hopper, `block_matmul` on other GPUs. Otherwise
+    emulated, and always for float64.
 
     Raises ValueError where shapes or devices don't fit, and for a result in 8 bits.
     """
@@ -89,8 +91,10 @@ def fp8_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float3
         return emulated_matmul(a, b, out_dtype)
     if a.block[1] == b.block[1] == WHOLE:
         return row_scaled_matmul(a, b, out_dtype)
-    kernel = a.values.is_cuda and has_pieces(a, b)
-    return block_matmul(a, b, out_dtype) if kernel else emulated_matmul(a, b, out_dtype)
+    if not (a.values.is_cuda and has_pieces(a, b)):
+        return emulated_matmul(a, b, out_dtype)
+    hopper = torch.cuda.get_device_capability(a.values.device)[0] == 9
+    return (hopper_block_matmul if hopper else block_matmul)(a, b, out_dtype)
 
 # %% ../notebooks/14_fp8.ipynb #short-sum
 def cut_towards_zero(values: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:

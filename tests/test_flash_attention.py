@@ -25,9 +25,19 @@ from course_lib.flash_backward import (
     KEY_CONFIGURATIONS,
     QUERY_CONFIGURATIONS,
     key_gradient_kernel,
+    launch_backward,
     query_gradient_kernel,
 )
-from course_lib.flash_forward import FORWARD_CONFIGURATIONS, flash_forward_kernel, head_sizes, strides_of
+from course_lib.flash_forward import (
+    FORWARD_CONFIGURATIONS,
+    flash_forward_kernel,
+    head_sizes,
+    launch_forward,
+    length_class,
+    strides_of,
+    wide_enough,
+)
+from course_lib.flash_one_walk import ONE_WALK_CONFIGURATIONS, gradient_kernel, launch_one_walk
 from course_lib.guard_bands import GuardBands
 from course_lib.kernel_checks import run_guarded
 from course_lib.launches import record_launches
@@ -35,7 +45,8 @@ from course_lib.transactions import observed
 
 torch.set_num_threads(1)
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts inside Triton's interpreter")
-FORWARD, BACKWARD = ["flash_forward_kernel"], ["delta_kernel", "query_gradient_kernel", "key_gradient_kernel"]
+FORWARD, ONE_WALK = ["flash_forward_kernel"], ["delta_kernel", "gradient_kernel", "round_sums_kernel"]
+TWO_WALKS = ["delta_kernel", "query_gradient_kernel", "key_gradient_kernel"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -97,19 +108,53 @@ def test_the_same_as_the_reference_with_the_same_tiles(causal):
         assert largest(found - same) <= 2e-6 * largest(same), name
 
 
-CONFIGURATIONS = list(zip_longest(FORWARD_CONFIGURATIONS, QUERY_CONFIGURATIONS, KEY_CONFIGURATIONS))
+CONFIGURATIONS = list(
+    zip_longest(FORWARD_CONFIGURATIONS, QUERY_CONFIGURATIONS, KEY_CONFIGURATIONS, ONE_WALK_CONFIGURATIONS)
+)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("chosen", CONFIGURATIONS, ids=range(len(CONFIGURATIONS)))
 def test_every_configuration_that_the_autotuner_may_choose(chosen, causal, monkeypatch):
-    kernels_of = flash_forward_kernel, query_gradient_kernel, key_gradient_kernel
+    kernels_of = flash_forward_kernel, query_gradient_kernel, key_gradient_kernel, gradient_kernel
     for kernel, configuration in zip(kernels_of, chosen, strict=True):
         monkeypatch.setattr(kernel, "configs", [configuration or kernel.configs[0]])
     case = Case(b=1, s_q=135, s_k=130, heads=1, causal=causal)
     given = inputs(case)
-    for name, found, expected in zip(NAMES, run(kernels, given, case), exact(given, case), strict=True):
-        assert rms(found - expected) <= 1e-6 * rms(expected), name
+    gradient, q, k, v = given
+    settings = None, 135, causal, case.d**-0.5
+    expected = exact(given, case)
+    out, lse = launch_forward(q, k, v, *settings)
+    for found in (launch(gradient, q, k, v, out, lse, *settings) for launch in (launch_backward, launch_one_walk)):
+        for name, mine, right in zip(NAMES, [out, *found], expected, strict=True):
+            assert rms(mine - right) <= 1e-6 * rms(right), name
+
+
+@pytest.mark.parametrize("configurations", [FORWARD_CONFIGURATIONS, QUERY_CONFIGURATIONS, KEY_CONFIGURATIONS])
+def test_what_the_autotuner_tries(configurations):
+    """In 16 bits no product of tiles that are narrower than 64; in 32 all."""
+    narrow = wide_enough(configurations, {"q": torch.empty(0, dtype=torch.bfloat16)}, CAUSAL=True)
+    assert len(narrow) >= 3 and all(min(blocks_of(each)) >= 64 for each in narrow)
+    assert wide_enough(configurations, {"q": torch.empty(0)}) == configurations
+
+
+def test_lengths_that_are_tuned_as_one():
+    lengths = [0, 1, 1024, 1025, 4096, 4097, 16384, 16385, 131072]
+    assert [length_class(length) for length in lengths] == [5, 5, 5, 6, 6, 7, 7, 8, 9]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_walks_and_one_give_the_same_gradients(dtype):
+    """Of dk and dv to float32's rounding or the dtype's; and of dq, which is summed in another order. Packed, too."""
+    cases = [(Case(s_q=70, s_k=130), None), (Case(s_q=130, s_k=70, causal=False, d=24), None), (Case(b=1, s_k=1), None)]
+    for case, cu_seqlens in [*cases, (Case(b=1, s_q=90, s_k=90), torch.tensor([0, 7, 7, 90], dtype=torch.int32))]:
+        gradient, q, k, v = inputs(case, dtype)
+        settings = cu_seqlens if cu_seqlens is None else cu_seqlens.to(DEVICE), 130, case.causal, 0.3
+        out, lse = launch_forward(q, k, v, *settings)
+        one, two = (launch(gradient, q, k, v, out, lse, *settings) for launch in (launch_one_walk, launch_backward))
+        for name, mine, other in zip(("dq", "dk", "dv"), one, two, strict=True):
+            eps = torch.finfo(dtype).eps * (dtype != torch.float32) + 16 * torch.finfo(torch.float32).eps
+            assert mine.dtype == dtype and (mine - other).abs().max() <= eps * other.abs().max(), name
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -281,7 +326,8 @@ def test_no_tensor_is_larger_than_an_input_and_pytorch_computes_nothing(case, dt
         torch.autograd.grad(kernels(*leaves, case), leaves, gradient)
     guards.check()
     assert not guards.operations, guards.operations
-    assert guards.largest_bytes == max(x.nbytes for x in leaves)
+    sums = 4 * leaves[0].numel() if dtype != torch.float32 else 0  # of dq, in float32
+    assert guards.largest_bytes == max(sums, *(x.nbytes for x in leaves))
 
 
 def test_all_that_pytorch_does_is_to_put_the_numbers_of_a_head_side_by_side():
@@ -333,12 +379,23 @@ def launches_of(attend, *given) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("s_q, s_k, forward, backward", [
-    (70, 70, FORWARD, BACKWARD), (1, 70, FORWARD, BACKWARD), (70, 0, FORWARD, BACKWARD[:2]), (0, 70, [], BACKWARD[2:]),
+    (70, 70, [0], [0, 1, 2]), (1, 70, [0], [0, 1, 2]), (70, 0, [0], [0, 2]), (0, 70, [], [1]),
 ])  # fmt: skip
 def test_one_launch_forward_and_three_backward(s_q, s_k, forward, backward):
     """Where there are no keys nobody wants their gradients; where there are no queries they are 0, which one writes."""
-    case = Case(s_q=s_q, s_k=s_k)
-    assert launches_of(flash_attention, *inputs(case)[1:]) == [forward, backward]
+    given = inputs(Case(s_q=s_q, s_k=s_k), torch.float16)[1:]
+    assert launches_of(flash_attention, *given) == [[FORWARD[i] for i in forward], [ONE_WALK[i] for i in backward]]
+
+
+@pytest.mark.parametrize("s_q, s_k, backward", [(70, 70, [0, 1, 2]), (70, 0, [0, 1]), (0, 70, [2])])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_walks_where_bits_are_to_repeat_and_in_float32(s_q, s_k, backward, dtype):
+    given = inputs(Case(s_q=s_q, s_k=s_k), dtype)[1:]
+    torch.use_deterministic_algorithms(dtype != torch.float32)
+    try:
+        assert launches_of(flash_attention, *given)[1] == [TWO_WALKS[i] for i in backward]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def loaded_blocks(run_it, tensor: torch.Tensor) -> Counter:
@@ -385,12 +442,22 @@ def test_only_the_tiles_that_somebody_sees_are_loaded(s_q, s_k, causal):
     key_rows, query_rows = blocks_of(KEY_CONFIGURATIONS[0])[1], blocks_of(QUERY_CONFIGURATIONS[0])[0]
     own_keys = Counter((0, token, 0) for token in range(0, s_k, key_rows))
     own_queries = Counter((0, token, head) for token in range(0, s_q, query_rows) for head in range(2))
+    of_delta = Counter((0, token, head) for token in range(0, s_q, DELTA_ROWS) for head in range(2))
     for x in (k, v):
         assert loaded_blocks(backward, x) == wanted(QUERY_CONFIGURATIONS[0], True) + own_keys
     for x in (q, gradient):
-        extra = Counter((0, token, head) for token in range(0, s_q, DELTA_ROWS) for head in range(2))
-        extra = extra if x is gradient else Counter()
+        extra = of_delta if x is gradient else Counter()
         assert loaded_blocks(backward, x) == wanted(KEY_CONFIGURATIONS[0], False) + own_queries + extra
+
+    def one_walk():
+        launch_one_walk(gradient, q, k, v, out, lse.transpose(1, 2), None, max(s_q, s_k), causal, 0.25)
+
+    own_keys = Counter((0, token, 0) for token in range(0, s_k, blocks_of(ONE_WALK_CONFIGURATIONS[0])[1]))
+    for x in (k, v):
+        assert loaded_blocks(one_walk, x) == own_keys
+    for x in (q, gradient):
+        extra = of_delta if x is gradient else Counter()
+        assert loaded_blocks(one_walk, x) == wanted(ONE_WALK_CONFIGURATIONS[0], False) + extra
 
 
 @interpreted_only
@@ -402,6 +469,10 @@ def test_a_query_with_many_keys_is_one_program():
     grids = {launch.name: launch.grid for launch in launches}
     assert grids["flash_forward_kernel"] == grids["query_gradient_kernel"] == grids["delta_kernel"] == (1, 2, 1)
     assert grids["key_gradient_kernel"] == (triton.cdiv(300, blocks_of(KEY_CONFIGURATIONS[0])[1]), 1, 1)
+    with record_launches() as launches:
+        run(kernels, inputs(case, torch.float16), case)
+    grids = {launch.name: launch.grid for launch in launches}
+    assert grids["gradient_kernel"] == (triton.cdiv(300, blocks_of(ONE_WALK_CONFIGURATIONS[0])[1]), 1, 1)
 
 
 # As an operator.
