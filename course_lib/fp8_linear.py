@@ -79,8 +79,8 @@ def with_turned(straight: Quantized, turned: Quantized) -> BothWays:
 
 
 def has_kernels(x: torch.Tensor, block: tuple[int, int]) -> bool:
-    """Whether kernels quantize x in such blocks; interpreted they would take long."""
-    return x.is_cuda and x.dtype in CAST_DTYPES and block in FUSED_BLOCKS
+    """Whether kernels quantize x in such blocks, or turn its 8 bits; interpreted they would take long."""
+    return x.is_cuda and (x.dtype in CAST_DTYPES or x.itemsize == 1) and block in FUSED_BLOCKS
 
 
 def cast_matrix(
@@ -191,7 +191,7 @@ class Caster(Float32Buffers):
             return quantized.turned
         if self.cast.block[0] == self.cast.block[1]:
             return quantized.t()
-        if x is None and self.cast.block == TILE and quantized.values.is_cuda:
+        if x is None and self.cast.block == TILE and has_kernels(quantized.values, TILE):
             return turn_tiles(quantized, self.cast.power_of_two)
         x = dequantize(quantized) if x is None or x.itemsize == 1 else x
         return cast_matrix(x, self.cast, None, self.groups(True), transposed=True)

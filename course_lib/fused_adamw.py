@@ -24,7 +24,7 @@ with each step. As a Python number it would be frozen into a captured CUDA graph
 
 # %% auto #0
 __all__ = ['GRADIENTS', 'MOMENTS', 'BLOCK', 'logarithm', 'adamw_kernel', 'update', 'check_settings', 'check_buffers',
-           'adamw_step', 'first_state', 'adamw_many_kernel', 'owners_of', 'update_many', 'FusedAdamW']
+           'adamw_step', 'first_state', 'adamw_many_kernel', 'capturing', 'owners_of', 'update_many', 'FusedAdamW']
 
 # %% ../notebooks/12_kernels.ipynb #fused-adamw-own-imports
 from .rounding import cast, widen
@@ -208,6 +208,11 @@ def adamw_many_kernel(
     )  # fmt: skip
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 @functools.lru_cache(maxsize=16)
 def owners_of(numels: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Of each program: its tensor, and its block of that. int32 [programs, 2]."""
@@ -304,7 +309,7 @@ class FusedAdamW(torch.optim.Optimizer):
             torch._foreach_add_([self.state[parameter]["step"] for parameter, _ in ready], 1)
         for (settings, _, device), buffers in launches.items():
             lr, betas, eps, weight_decay = settings
-            if len(buffers) == 1 or device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if len(buffers) == 1 or capturing(device):
                 for each in buffers:
                     adamw_step(*each, *settings)
             else:

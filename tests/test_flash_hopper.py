@@ -9,8 +9,9 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from compiled_once import compile_launches
+from course_lib import flash_attention, flash_hopper
 from course_lib.attention_blocks import plain_forward
-from course_lib.flash_hopper import HOPPER_CONFIGURATIONS, hopper_attention, hopper_forward_kernel
+from course_lib.flash_hopper import HOPPER_CONFIGURATIONS, hopper_attention, hopper_forward_kernel, suits_hopper
 from course_lib.gpus import GPUS
 from course_lib.kernel_checks import run_guarded
 from course_lib.launches import record_launches
@@ -181,3 +182,44 @@ def test_the_product_with_values_is_under_way_during_the_softmax(compiled, head_
 
     *before, last = re.findall(steps, loop_of(compiled[head_dim, False]))  # specialised: products one by one
     assert before[0] == last == "ttng.warp_group_dot" and "math.exp2" in before
+
+
+# Where flash_attention takes it. The CPU plays a Hopper GPU.
+
+
+@pytest.mark.parametrize("faster", ["flash_forward_kernel", "hopper_forward_kernel"])
+def test_flash_attention_takes_what_was_faster_here(faster, monkeypatch):
+    """Both are timed once for a head size, a mask and a class of lengths, and give the same numbers."""
+    timed = []
+
+    def do_bench(run, *settings):
+        with record_launches() as launches:
+            run()
+        timed.append(launches[0].name)
+        return launches[0].name != faster
+
+    monkeypatch.setattr(flash_attention, "FASTEST", {})
+    monkeypatch.setattr(flash_attention, "suits_hopper", lambda q, k, v: True)
+    monkeypatch.setattr(flash_attention.triton.testing, "do_bench", do_bench)
+    q, k, v = (x.contiguous() for x in inputs())
+    for causal, count in ((True, 2), (True, 2), (False, 4)):
+        with record_launches() as launches:
+            out = flash_attention.flash_attention(q, k, v, causal)
+        assert [launch.name for launch in launches][-1] == faster and len(timed) == count
+        wanted, _ = plain_forward(*(x.cpu().double() for x in (q, k, v)), causal)
+        assert (out.double().cpu() - wanted).abs().max() <= TOLERANCE[q.dtype] * v.abs().max().item()
+    assert set(timed) == {"flash_forward_kernel", "hopper_forward_kernel"} and len(flash_attention.FASTEST) == 2
+    cu_seqlens = torch.tensor([0, 30, 70], dtype=torch.int32, device=DEVICE)
+    with record_launches() as launches:  # packed sequences are the plain kernel's
+        flash_attention.flash_attention_varlen(q[0], k[0], v[0], cu_seqlens, 40)
+    assert [launch.name for launch in launches] == ["flash_forward_kernel"] and len(timed) == 4
+
+
+def test_what_suits_hopper(monkeypatch):
+    """On a GPU what hopper_attention takes; what it refuses is no error here."""
+    assert suits_hopper(*(x.contiguous() for x in inputs())) == (DEVICE == "cuda")
+    on_gpu = mock.Mock(is_cuda=True)
+    monkeypatch.setattr(flash_hopper, "check_hopper_inputs", lambda *given: None)
+    assert suits_hopper(on_gpu, on_gpu, on_gpu)
+    monkeypatch.setattr(flash_hopper, "check_hopper_inputs", mock.Mock(side_effect=ValueError("heads of 256")))
+    assert not suits_hopper(on_gpu, on_gpu, on_gpu)

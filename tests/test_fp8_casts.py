@@ -15,6 +15,7 @@ from course_lib.fp8_casts import (
     quantize_delayed,
     quantize_fused,
     quantize_operator,
+    turn_tiles,
 )
 from course_lib.guard_bands import GuardBands, guarded
 from course_lib.launches import record_launches
@@ -26,6 +27,7 @@ from course_lib.quantization import (
     Quantized,
     block_amax,
     blocks_of,
+    dequantize,
     quantize,
     scale_of,
 )
@@ -129,6 +131,34 @@ def test_delayed_scaling_gets_both_and_the_amax_from_one_look():
     assert_same(straight, quantize(x, E5M2, scale=scale))
     assert_same(turned, quantize(x.t(), E5M2, scale=scale))
     assert torch.equal(amax, block_amax(x, TENSOR))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_tiles_are_turned_from_their_8_bits_in_one_look(dtype, power_of_two):
+    """To the bit `quantize` of what they stand for, NaN too; sizes that no tile divides, and rows with gaps."""
+    for shape in ((5, 300), (130, 128), (257, 129), (1, 1)):
+        x = matrix(*shape, torch.float32)
+        x[0, 0] = float("nan")
+        tiles = quantize(x, dtype, TILE, power_of_two)
+        with record_launches() as launches:
+            found = turn_tiles(tiles, power_of_two)
+        assert [launch.name for launch in launches] == ["quantize_kernel"]
+        assert_same(found, quantize(dequantize(tiles).t(), dtype, TILE, power_of_two))
+    gaps = quantize(matrix(40, 256), dtype, TILE)
+    wide = torch.cat([gaps.values.view(torch.uint8)] * 2, 1).view(dtype)[:, :256]
+    assert_same(turn_tiles(Quantized(wide, gaps.scale, TILE)), turn_tiles(gaps))
+    with pytest.raises(ValueError, match=r"x is in blocks of \(-1, -1\): expected tiles, \(1, 128\)"):
+        turn_tiles(quantize(gaps.values.float()))
+
+
+@interpreted_only
+def test_turning_tiles_reads_a_byte_and_writes_one():
+    x = quantize(matrix(128, 256, torch.bfloat16), E4M3, TILE)
+    with count_accesses() as moved:
+        turn_tiles(x)
+    n, halves = x.values.numel(), 2  # programs have half a tile's columns, and read its scales each
+    assert moved["load"] == n + halves * x.scale.nbytes and moved["store"] == n + x.scale.nbytes
 
 
 @pytest.mark.parametrize("block", FUSED_BLOCKS, ids=str)

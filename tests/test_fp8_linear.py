@@ -22,6 +22,7 @@ from course_lib.fp8_linear import (
     Fp8Products,
     LayerCasters,
     gradient_dtype,
+    quantized_once,
     update_scales,
 )
 from course_lib.fp8_recipes import by_blocks, per_tensor
@@ -613,3 +614,120 @@ def test_scales_by_tile_follow_the_tokens():
         errors[block] = relative(stands_for(found)[:7], gradient[:7].double())
         assert scale_of_each(found).shape == gradient.shape
     assert errors[TILE] < 0.03 and errors[SQUARE] > 10 * errors[TILE] and errors[TENSOR] > 10 * errors[TILE]
+
+
+# As on a GPU: through the kernels, here interpreted.
+
+
+@pytest.fixture
+def by_kernels(monkeypatch):
+    monkeypatch.setattr(fp8_linear, "has_kernels", lambda x, block: block in FUSED_BLOCKS)
+
+
+@how
+def test_kernels_give_the_layer_the_same_bits(casts, by_kernels):
+    """Over three steps: of delayed scales the first is the matrix's own, the others those of the history."""
+    layer, plain = (a_layer(casts) for _ in range(2))
+    for step in range(3):
+        x, gradient = an_input(seed=step), a_gradient(seed=step)
+        found = run(layer, x, gradient)
+        with mock.patch.object(fp8_linear, "has_kernels", lambda x, block: False):
+            expected = run(plain, x, gradient)
+        assert all(map(torch.equal, found, expected)), step
+        for each in (layer, plain):
+            update_scales(each)
+        assert_same_state(layer, plain)
+        for caster in layer.modules():
+            caster.known = isinstance(caster, DelayedCaster)  # what update_scales finds out on a GPU
+
+
+def looks_of(layer: nn.Module) -> Counter:
+    """The kernels of a step, forward and backward."""
+    with record_launches() as launches:
+        run(layer, an_input(torch.bfloat16), a_gradient(torch.bfloat16))
+    return Counter(launch.name for launch in launches)
+
+
+@pytest.mark.parametrize("name, looks", [("tensor", (4, 3)), ("delayed", (4, 0)), ("blocks", (5, 0))])
+def test_each_operand_is_looked_at_as_seldom_as_can_be(name, looks, by_kernels):
+    """Casts, and amaxes apart from them: x, w and dy once each, w again in backward (its transpose is not kept), and x
+    in tiles turned. With a history nobody asks for an amax.
+    """
+    layer = a_layer(CASTS[name], dtype=torch.bfloat16)
+    run(layer, an_input(torch.bfloat16), a_gradient(torch.bfloat16))
+    update_scales(layer)
+    for caster in layer.modules():
+        caster.known = isinstance(caster, DelayedCaster)
+    found = looks_of(layer)
+    assert (found["quantize_kernel"], found["amax_kernel"]) == looks and len(found) <= 2
+
+
+def test_a_history_of_zeros_is_none(by_kernels):
+    """The host finds out, once, whose history has something in it; on a CPU nobody asks."""
+    layer = a_layer(CASTS["delayed"])
+    run(layer, an_input(), 0 * a_gradient())
+    update_scales(layer)
+    assert [caster.known for caster in layer.casters.children()] == [DEVICE == "cuda"] * 2 + [False]
+
+
+@pytest.mark.parametrize("name", ["tensor", "delayed"])
+def test_x_is_kept_as_backward_reads_it(name, by_kernels):
+    """Its bytes lie as those of its transpose, made by the look that quantized it: no copy is made of them. Still one
+    byte a number, and not where the model is evaluated.
+    """
+    layer = a_layer(CASTS[name], dtype=torch.bfloat16)
+    for training in (True, False):
+        out = layer.train(training)(an_input(torch.bfloat16))
+        (values,) = [each for each in out.grad_fn.saved_tensors if each.itemsize == 1]
+        assert values.shape == (150, IN) and values.untyped_storage().nbytes() == 150 * IN
+        assert values.t().is_contiguous() == training
+
+
+@how
+@pytest.mark.parametrize("kernels", [False, True])
+def test_weights_are_quantized_once_for_all_micro_batches(casts, kernels, monkeypatch):
+    """And give the same bits, with delayed scales too: a micro-batch more leaves the weight's amax what it is."""
+    monkeypatch.setattr(fp8_linear, "has_kernels", lambda x, block: kernels and block in FUSED_BLOCKS)
+    model = nn.Sequential(a_layer(casts), nn.Tanh(), Fp8Linear(nn.Linear(OUT, 20, bias=False).to(DEVICE), casts))
+    twin = copy.deepcopy(model)
+    weights = [layer.weight for layer in model if hasattr(layer, "weight")]
+    seen = Counter()
+    quantize_of = fp8_linear.Caster.quantize
+
+    def counted(caster, x, *more):
+        seen.update(i for i, weight in enumerate(weights) if x is weight)
+        return quantize_of(caster, x, *more)
+
+    monkeypatch.setattr(fp8_linear.Caster, "quantize", counted)
+    for step in range(2):
+        for micro_batch in range(3):
+            twin(an_input(seed=micro_batch)).square().sum().backward()
+        with quantized_once(model):
+            for micro_batch in range(3):
+                model(an_input(seed=micro_batch)).square().sum().backward()
+            assert seen == Counter({0: 1, 1: 1})
+        seen.clear()
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad)
+            with torch.no_grad():
+                for each in (mine, other):
+                    each.sub_(each.grad, alpha=1e-3)
+        for each in (model, twin):
+            update_scales(each)
+        assert_same_state(model, twin)
+    assert all(caster.kept is None for caster in model.modules() if hasattr(caster, "kept"))
+
+
+def test_a_weight_that_changes_meanwhile_is_quantized_anew():
+    layer = a_layer(per_tensor())
+    x = an_input()
+    with quantized_once(layer):
+        before = layer(x)
+        assert torch.equal(layer(x), before)
+        with torch.no_grad():
+            layer.weight.mul_(2)
+        assert torch.equal(layer(x), 2 * before)
+    with pytest.raises(ZeroDivisionError), quantized_once(layer):
+        layer(x)
+        raise ZeroDivisionError
+    assert layer.casters.weight.kept is None and not layer.casters.weight.keeps

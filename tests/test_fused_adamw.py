@@ -3,6 +3,7 @@ interpreter on the CPU, or a GPU where there is one.
 """
 
 import copy
+import re
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ import triton
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from course_lib.fused_adamw import FusedAdamW, adamw_step, update
+from compiled_once import compile_launches
+from course_lib import fused_adamw
+from course_lib.fused_adamw import BLOCK, FusedAdamW, adamw_many_kernel, adamw_step, update, update_many
 from course_lib.guard_bands import GuardBands, guarded
-from course_lib.launches import record_launches
+from course_lib.launches import Launch, record_launches
 from course_lib.model import ModelConfig, Transformer
 from course_lib.operation_bytes import BytesMoved
 from course_lib.zero import ZeroOptimizer
@@ -187,16 +190,126 @@ def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
-def test_optimizer_trains_as_torchs_with_one_launch_a_parameter():
+def test_optimizer_trains_as_torchs_with_one_launch_a_group():
+    """Of one parameter the launch needs no tables: in the second step, where two layers have no gradient, each group
+    has one.
+    """
     theirs, _ = train(torch.optim.AdamW)
     with record_launches() as launches:
         ours, optimizer = train(FusedAdamW)
     assert_same(ours, theirs)
+    one, many = ["adamw_kernel"] * 2, ["adamw_many_kernel"] * 2
+    assert [launch.name for launch in launches] == [*many, *one, *many, *many, *many]
     with GuardBands() as guards:
         optimizer.step()
-    computed = [name for name in guards.operations if not name.startswith("profiler.")]
-    assert computed == ["aten._foreach_add_"] and guards.largest_bytes == 0  # the steps' numbers, and no more
-    assert len(launches) == 4 * 6 + 2 and {launch.name for launch in launches} == {"adamw_kernel"}
+    tables = {"aten.detach_", "aten.lift_fresh"}
+    computed = {name for name in guards.operations if not name.startswith("profiler.")}
+    assert computed - tables == {"aten._foreach_add_"}  # the steps' numbers, and no more
+    assert guards.largest_bytes <= 3 * 6 * 8  # addresses: nothing of the parameters' size
+
+
+SHAPES = [(5,), (0, 7), (64, 32), (1,), (3000,), (1024,), (2, 512)]
+
+
+def many_steps(dtype: torch.dtype, shapes=SHAPES, shift: int = 0) -> tuple[list, list]:
+    """Parameters of these shapes after three steps with gradients of a dtype: ours, and torch's with their numbers as
+    float32. shift: elements by which they, and all else, are off 16 bytes.
+    """
+    ours, theirs = [], []
+    for seed, shape in enumerate(shapes):
+        numel = torch.Size(shape).numel()
+        start = numbers(numel + shift, seed=seed)
+        ours.append(nn.Parameter(start.clone()[shift:].view(shape)))
+        theirs.append(nn.Parameter(start[shift:].view(shape).clone()))
+    optimizers = FusedAdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
+    for i in range(3):
+        for seed, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            grad = numbers(our.numel() + shift, dtype=dtype, seed=seed + 50 * i)[shift:].view(our.shape)
+            our.grad_dtype = None
+            our.grad, their.grad = grad, grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    return ours, theirs
+
+
+@pytest.mark.parametrize("shift", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_many_parameters_of_all_sizes_in_one_launch(dtype, shift):
+    with record_launches() as launches:
+        ours, theirs = many_steps(dtype, shift=shift)
+    assert [launch.name for launch in launches] == ["adamw_many_kernel"] * 3
+    blocks = sum(triton.cdiv(torch.Size(shape).numel(), BLOCK) for shape in SHAPES)
+    assert {launch.grid for launch in launches} == {(blocks,)}, "a program for each block, and none for nothing"
+    for our, their in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-6)
+
+
+@interpreted_only
+def test_many_parameters_move_as_few_bytes():
+    """28 an element, as each alone; of a program's own the addresses, the owner and the step: 60."""
+    parameters = [nn.Parameter(numbers(2048)), nn.Parameter(numbers(1000))]
+    for parameter in parameters:
+        parameter.grad = numbers(parameter.numel())
+    with count_accesses() as moved, record_launches() as launches:
+        FusedAdamW(parameters).step()
+    programs = launches[0].grid[0]
+    assert programs == 3 and moved["load"] + moved["store"] == 28 * 3048 + programs * (8 + 6 * 8 + 4)
+
+
+def test_wide_loads_where_all_sizes_and_addresses_are_multiples_of_16():
+    for shapes, shift, aligned in (([(64,), (32, 2)], 0, True), ([(64,), (5,)], 0, False), ([(64,), (64,)], 1, False)):
+        with record_launches() as launches:
+            many_steps(torch.float32, shapes, shift)
+        assert {launch.args[6] for launch in launches} == {aligned}
+    table, owners, flat = torch.zeros(2, 6, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int32), torch.zeros(64)
+    meta = {"BETA1": 0.9, "BETA2": 0.999, "BLOCK": BLOCK, "num_warps": 8}
+    given = table, owners, flat, 1e-3, 1.0, 1e-8
+    made = compile_launches([Launch(adamw_many_kernel, (1,), given, meta | {"ALIGNED": each}) for each in (1, 0)])
+    wide = [len(re.findall(r"(?:ld|st)\.global\.v4\.b32", each.ptx)) for each in made]
+    assert wide == [7, 0] and not any(each.spilled_bytes for each in made)
+
+
+def test_groups_of_other_settings_and_gradients_are_launches_of_their_own():
+    parameters = [nn.Parameter(numbers(40)) for _ in range(8)]
+    optimizer = FusedAdamW([{"params": parameters[:4]}, {"params": parameters[4:], "betas": (0.5, 0.9)}])
+    for i, parameter in enumerate(parameters):
+        parameter.grad_dtype = None
+        parameter.grad = numbers(40, dtype=[torch.float32, torch.bfloat16][i % 2])
+    with record_launches() as launches:
+        optimizer.step()
+    assert len(launches) == 4 and {launch.name for launch in launches} == {"adamw_many_kernel"}
+
+
+def test_a_captured_graph_has_a_launch_for_each(monkeypatch):
+    """Its replays would read a table that is no longer there. (Here the device only says that it is capturing.)"""
+    parameters = [nn.Parameter(numbers(40)) for _ in range(3)]
+    for parameter in parameters:
+        parameter.grad = numbers(40)
+    monkeypatch.setattr(fused_adamw, "capturing", lambda device: True)
+    with record_launches() as launches:
+        FusedAdamW(parameters).step()
+    assert [launch.name for launch in launches] == ["adamw_kernel"] * 3
+
+
+def test_one_bad_gradient_or_moment_stops_the_step_before_it_begins():
+    parameters = [nn.Parameter(numbers(40)) for _ in range(3)]
+    optimizer = FusedAdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = numbers(40)
+    optimizer.step()
+    optimizer.state[parameters[2]]["exp_avg"] = torch.zeros(39, device=DEVICE)
+    before = [parameter.detach().clone() for parameter in parameters]
+    with record_launches() as launches, pytest.raises(ValueError, match="exp_avg .39.: it is flat and contiguous"):
+        optimizer.step()
+    assert not launches and all(map(torch.equal, before, parameters))
+    assert [float(state["step"]) for state in optimizer.state.values()] == [1, 1, 1]
+
+
+def test_the_operator_for_many_is_well_made():
+    lists = [[numbers(5, seed=i), numbers(3, seed=i)] for i in range(2)]
+    moments = [[torch.zeros(5, device=DEVICE), torch.zeros(3, device=DEVICE)] for _ in range(2)]
+    steps = [torch.ones((), device=DEVICE) for _ in range(2)]
+    torch.library.opcheck(update_many, (*lists, *moments, steps, 1e-3, 0.9, 0.999, 1e-8, 0.01))
 
 
 @pytest.mark.parametrize("first, second", [(FusedAdamW, torch.optim.AdamW), (torch.optim.AdamW, FusedAdamW)])

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from course_lib import scaled_matmul
 from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
@@ -133,6 +134,24 @@ def test_which_gpus_have_it(capability, able, monkeypatch):
     assert has_scaled_mm(torch.device("cpu")) and not has_scaled_mm(torch.device("meta"))
 
 
+@pytest.mark.parametrize(("capability", "kernel"), [((8, 9), "block"), ((9, 0), "hopper"), ((12, 0), "block")])
+@pytest.mark.parametrize("out_dtype", [*OUT_DTYPES, torch.float64], ids=str)
+def test_blocks_go_to_the_kernel_that_is_made_for_the_gpu(capability, kernel, out_dtype, monkeypatch):
+    """Here tensors that only say that they are on one; scales of rows are `torch._scaled_mm`'s, float64 is emulated."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    for name in ("block_matmul", "hopper_block_matmul", "emulated_matmul", "row_scaled_matmul"):
+        monkeypatch.setattr(scaled_matmul, name, lambda *given, name=name: found.append((name, given[2])))
+    with FakeTensorMode():
+        values, tiles, rows = (torch.ones(n, device="cuda") for n in ((256, 256), (256, 2), (256, 1)))
+        for scale, block in ((tiles, TILE), (rows, ROW)):
+            operand = Quantized(values.to(E4M3), scale, block)
+            fp8_matmul(operand, operand, out_dtype)
+    wanted = ["emulated_matmul"] * 2 if out_dtype == torch.float64 else []
+    name = {"hopper": "hopper_block_matmul", "block": "block_matmul"}[kernel]
+    assert found == [(each, out_dtype) for each in wanted or [name, "row_scaled_matmul"]]
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_padding_adds_zeros_and_copies_only_where_it_must(dtype):
     values = any_codes(17, 30, dtype, TENSOR).values
@@ -171,7 +190,6 @@ def test_rows_are_scaled_by_the_product_itself_where_it_can(blocks, monkeypatch)
     assert products == [{"out_dtype": torch.bfloat16}], "no float32 product, no scales afterwards"
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-4)
     assert scales_rows(torch.device("cuda"), torch.bfloat16) and not scales_rows(torch.device("cuda"), torch.float32)
-
 
 
 @pytest.mark.parametrize(
