@@ -30,7 +30,10 @@ PRODUCTS = Comparison(
 )
 CASTS = Comparison(("ours", "eager", "compile"), cast_cases, {"cuda": 1e-6, "cpu": 0.0})
 LAYERS = Comparison(
-    ("ours", "blocks", "BF16", "torchao"), layer_cases, {"cuda": 0.1, "cpu": 0.1}, own=("ours", "blocks")
+    ("ours", "kept", "blocks", "BF16", "torchao"),
+    layer_cases,
+    {"cuda": 0.1, "cpu": 0.1},
+    own=("ours", "kept", "blocks"),
 )
 
 

@@ -11,7 +11,8 @@ Casts: bytes that must move (x read, 8 bits and scales written), so that a secon
 `quantize`; compile: torch.compile of it.
 
 Layers: y = x w^T and its two gradients, 2 m n k FLOPs each, quantization included. ours, blocks: `Fp8Linear` with a
-scale for each matrix, and with tiles and squares. BF16: nn.Linear. torchao: Float8Linear, one scale for each matrix,
+scale for each matrix, and with tiles and squares; kept: ours in a micro-batch that is not the first, whose weight has
+been quantized (`quantized_once`). BF16: nn.Linear. torchao: Float8Linear, one scale for each matrix,
 where it is installed; compiled on a GPU, as it is meant to be.
 """
 
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from kernel_runs import DTYPES, WIDER, Case, random
 
-from course_lib.fp8_casts import quantize_both, quantize_delayed, quantize_fused
+from course_lib.fp8_casts import quantize_both, quantize_delayed, quantize_fused, turn_tiles
 from course_lib.fp8_hopper import hopper_block_matmul
 from course_lib.fp8_kernels import block_matmul
 from course_lib.fp8_linear import Casts, Fp8Products, LayerCasters
@@ -152,6 +153,25 @@ def cast_case(
     )
 
 
+def turned_case(device: torch.device, rows: int, columns: int) -> Case:
+    """The transpose of what is in tiles already, from its 8 bits."""
+
+    def make():
+        return tensors(quantize_fused(random(rows, columns, device=device, needs_gradient=False), block=TILE))
+
+    def ours(values, scale):
+        return tensors(turn_tiles(Quantized(values, scale, TILE)))
+
+    def eager(values, scale):
+        return tensors(quantize(dequantize(Quantized(values, scale, TILE)).t(), block=TILE))
+
+    methods = {"ours": ours, "eager": eager}
+    if device.type == "cuda":
+        methods["compile"] = torch.compile(eager, dynamic=False)
+    work = 2 * rows * columns + scale_bytes((rows, columns), TILE) + scale_bytes((columns, rows), TILE)
+    return Case("cast, tiles turned", f"{rows:,} x {columns:,}", make, methods, {"forward": work})
+
+
 BOTH = {"tensor, both": (TENSOR, False), "1 x 128, both": (TILE, False), "1 x 128, both, 2^i": (TILE, True)}
 
 
@@ -176,6 +196,7 @@ def cast_cases(device: torch.device, which: str) -> Iterator[Case]:
                 lambda x, how=how: quantize_both(x, **how),
                 lambda x, how=how: [quantize(x, **how), quantize(x.t(), **how)],
             )
+        yield turned_case(device, rows, columns)
         yield case(
             "delayed, both",
             numbers * (element + 2) + 8,
@@ -195,12 +216,14 @@ def delayed(x: torch.Tensor, scale: torch.Tensor) -> list[Quantized | torch.Tens
     return [quantize(x, scale=scale), quantize(x.t(), scale=scale), block_amax(x, TENSOR)]
 
 
-def layer(casts: Casts, device: torch.device) -> Callable:
-    """x, w -> x w^T in 8 bits, as an `Fp8Linear` with the weight w makes it."""
+def layer(casts: Casts, device: torch.device, kept: bool = False) -> Callable:
+    """x, w -> x w^T in 8 bits, as an `Fp8Linear` with the weight w makes it; kept: w is quantized the first time."""
 
     @cache
     def casters() -> LayerCasters:
-        return LayerCasters(casts).to(device)
+        made = LayerCasters(casts).to(device)
+        made.weight.keeps = kept
+        return made
 
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return Fp8Products.apply(x, None, [casters()], w)[0]
@@ -232,6 +255,7 @@ def layer_cases(device: torch.device, which: str) -> Iterator[Case]:
     for m, n, k in SIZES[which]["products"]:
         methods = {
             "ours": layer(per_tensor(), device),
+            "kept": layer(per_tensor(), device, kept=True),
             "blocks": layer(by_blocks(), device),
             "BF16": F.linear,
         }

@@ -1,8 +1,9 @@
 """What benchmarks/kernels.py compares: the kernels of notebook 12 and their rivals, at which sizes, and their work.
 
 Columns. ours; eager: the model's code; PyTorch: one operator of its own where it has one (linear_cross_entropy with
-default options, AdamW with fused=True); Liger: Liger-Kernel's, where it is installed. Work: the bytes that must move
-(each input read, each output written, once; gradients too), or the products' FLOPs.
+default options, AdamW with fused=True, of a flat buffer and of all of a model's parameters); Liger: Liger-Kernel's,
+where it is installed. Work: the bytes that must move (each input read, each output written, once; gradients too), or
+the products' FLOPs.
 """
 
 import importlib.util
@@ -13,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from kernel_runs import DTYPES, Case, random
 
-from course_lib.fused_adamw import adamw_step
+from course_lib.fused_adamw import adamw_step, update_many
 from course_lib.fused_loss import linear_cross_entropy
 from course_lib.fused_norm import rms_norm
 from course_lib.fused_rope import rope
 from course_lib.fused_swiglu import swiglu as fused_swiglu
 from course_lib.kernels import softmax
 from course_lib.matmul import matmul
-from course_lib.model import apply_rope, loss, swiglu
+from course_lib.model import PRESETS, Transformer, apply_rope, loss, swiglu
 
 liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel")  # it can't be interpreted
 if liger:
@@ -38,10 +39,12 @@ SIZES = {  # rows and width of what is normed and so on; rows, hidden and vocabu
         "rows": [(65536, 4096), (16384, 1024), (16384, 2048), (16384, 16384)],
         "loss": [(4096, 1024, 32768), (8192, 4096, 131072)],
         "parameters": [2**20, 2**28],
+        "models": ["SmolLM-135M"],
         "sides": [1024, 4096, 8192],
     },
-    "small": {"rows": [(300, 1000)], "loss": [(200, 96, 1000)], "parameters": [10_000], "sides": [200]},
-    "cpu": {"rows": [(4, 128)], "loss": [(6, 32, 50)], "parameters": [300], "sides": [48]},
+    "small": {"rows": [(300, 1000)], "loss": [(200, 96, 1000)], "parameters": [10_000], "models": ["debug"],
+              "sides": [200]},
+    "cpu": {"rows": [(4, 128)], "loss": [(6, 32, 50)], "parameters": [300], "models": ["debug"], "sides": [48]},
 }  # fmt: skip
 
 
@@ -175,6 +178,37 @@ def adamw_case(device: torch.device, count: int) -> Case:
     return Case("adamw_step", f"{count:,}", make, methods, {"step": size * count}, exact=exact)
 
 
+def model_adamw_case(device: torch.device, preset: str) -> Case:
+    """A step of all of a model's parameters, which are small and many, with gradients in float32: one launch."""
+    with torch.device("meta"):
+        sizes = [parameter.numel() for parameter in Transformer(PRESETS[preset]).parameters()]
+    count, settings = sum(sizes), {"lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+    def make():
+        return *(torch.rand(count, device=device) for _ in range(4)), torch.zeros(len(sizes), device=device)
+
+    def lists(master, gradient, m, v, steps):
+        steps.add_(1)
+        return *([*each.split(sizes)] for each in (master, gradient, m, v)), [*steps.unbind()]
+
+    def ours(*buffers):
+        update_many(*lists(*buffers), **settings)
+        return buffers[0], buffers[2], buffers[3]
+
+    @torch.no_grad()
+    def theirs(*buffers):
+        master, gradient, m, v, steps = lists(*buffers)
+        torch._fused_adamw_(master, gradient, m, v, [], steps, **settings, amsgrad=False, maximize=False)
+        return buffers[0], buffers[2], buffers[3]
+
+    def exact(*buffers):
+        return [each.float() for each in theirs(*(each.double() for each in buffers[:4]), buffers[4])]
+
+    methods = {"ours": ours, "PyTorch": theirs}
+    size = f"{preset}, {len(sizes)} parameters"
+    return Case("adamw, one launch", size, make, methods, {"step": 28 * count}, rival="PyTorch", exact=exact)
+
+
 def matmul_case(device: torch.device, side: int) -> Case:
     """The tutorial's product of matrices, against cuBLAS."""
 
@@ -187,7 +221,7 @@ def matmul_case(device: torch.device, side: int) -> Case:
 def cases(device: torch.device, which: str) -> Iterator[Case]:
     """All kernels at all sizes; on a GPU also compiled: for a CPU the compiler writes other code, and takes long."""
     for case in written_cases(device, SIZES[which]):
-        if device.type == "cuda":
+        if device.type == "cuda" and "eager" in case.methods:
             compiled = torch.compile(case.methods["eager"], dynamic=False)
             case = replace(case, methods=case.methods | {"compile": compiled})
         yield case
@@ -202,5 +236,7 @@ def written_cases(device: torch.device, sizes: dict) -> Iterator[Case]:
         yield loss_case(device, *size)
     for count in sizes["parameters"]:
         yield adamw_case(device, count)
+    for preset in sizes["models"]:
+        yield model_adamw_case(device, preset)
     for side in sizes["sides"]:
         yield matmul_case(device, side)

@@ -48,7 +48,7 @@ def test_the_bytes_are_those_of_what_goes_in_and_out(kernels, kernel_runs):
     the inputs. Weights of one row, and the angles twice side by side for a rival, may be left out.
     """
     for case in kernels.cases(CPU, "cpu"):
-        if case.unit != "GB/s" or case.kernel == "adamw_step":
+        if case.unit != "GB/s" or case.kernel.startswith("adamw"):
             continue
         method = kernel_runs.Method(case.methods["eager"], case.make)
         method.forward()
@@ -65,6 +65,9 @@ def test_adamw_moves_each_state_twice(kernels):
     (case,) = [case for case in kernels.cases(CPU, "cpu") if case.kernel == "adamw_step"]
     master, gradient, m, v, _, weights = case.make()
     assert case.work["step"] == 2 * (master.nbytes + m.nbytes + v.nbytes) + gradient.nbytes + weights.nbytes
+    (case,) = [case for case in kernels.cases(CPU, "cpu") if case.kernel == "adamw, one launch"]
+    master, gradient, m, v, steps = case.make()
+    assert case.work["step"] == 2 * (master.nbytes + m.nbytes + v.nbytes) + gradient.nbytes and len(steps) > 10
 
 
 def test_a_kernel_that_is_wrong_is_not_timed(kernels, kernel_runs):
