@@ -173,10 +173,10 @@ class Caster(Float32Buffers):
 
     def once(self, x: torch.Tensor) -> BothWays:
         """x in 8 bits, both ways: as it was kept, or made and kept."""
-        if self.kept is None or self.kept[0] is not x or self.kept[1] != x._version:
+        if self.kept is None or not self.kept[0].is_set_to(x) or self.kept[1] != x._version:
             made = self.quantize(x, None, True)
             made = made if isinstance(made, BothWays) else with_turned(made, self.turned(made, x))
-            self.kept = x, x._version, made
+            self.kept = x.detach(), x._version, made
         return self.kept[2]
 
     def known_scale(self, x: torch.Tensor) -> torch.Tensor | None:
