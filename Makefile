@@ -8,7 +8,7 @@ NOTEBOOKS = notebooks/$(NB)*.ipynb
 # One worker more than there are cores: while some wait for processes, others work.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help lab test lint export workbook render bench gpu bench-planner solution progress cheatsheet
+.PHONY: help lab test lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -60,6 +60,10 @@ bench: .venv/installed-test ## run the comparisons of benchmarks/, which write b
 gpu: ## all that wants a GPU, right or wrong, and how fast; again to go on (OUT=gpu_run BUDGET=540 ONLY="fp8: linear")
 	@$(if $(wildcard .venv/bin/python),$(RUN),$(PYTHON)) benchmarks/gpu.py --out "$(or $(OUT),gpu_run)" \
 	--budget $(or $(BUDGET),540) $(if $(ONLY),--only "$(ONLY)") $(GPU_ARGS)
+
+gpu-record: .venv/installed-test ## benchmarks/results/ and notebooks 12 to 14 from what make gpu has measured (OUT=gpu_run)
+	@$(RUN) benchmarks/gpu.py --out "$(or $(OUT),gpu_run)" --record
+	@$(RUN) scripts/render.py $(wildcard notebooks/12_*.ipynb notebooks/13_*.ipynb notebooks/14_*.ipynb)
 
 bench-planner: .venv/installed-test ## hold the planner against measured and published runs: benchmarks/results/planner.json
 	@$(RUN) benchmarks/planner.py
