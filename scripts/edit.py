@@ -9,9 +9,10 @@ The text is jupytext's percent format. A cell's header holds its id and what nbg
     # %% [markdown] id="title"
 
 An id `ex-01-2` makes a code cell an exercise and `check-01-2` its check: their nbgrader metadata follows from the id
-and stands in the text only where it differs. A cell without an id is given one. Outputs stay with a cell, by its id, as
-long as its source is the same. What the notebook says of itself (its kernel) stays too; of that, `course` alone stands
-in the text, as a header, and may be changed there.
+and stands in the text only where it differs. A cell without an id is given one. Which cells are folded follows from a
+rule (fold.py), and does not stand in the text. Outputs stay with a cell, by its id, as long as its source is the same.
+What the notebook says of itself (its kernel) stays too; of that, `course` alone stands in the text, as a header, and
+may be changed there.
 """
 
 import re
@@ -22,6 +23,7 @@ import jupytext
 import nbformat
 
 from export import ExportError, read_notebook, write_atomically
+from fold import fold, mark
 
 FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}
 FILTERS = {"cell_metadata_filter": "all", "notebook_metadata_filter": "course,-all"}
@@ -53,6 +55,7 @@ def to_text(notebook: nbformat.NotebookNode) -> str:
         copy = nbformat.from_dict({**cell, "metadata": {"id": cell["id"], **cell.metadata}})
         if copy.metadata.get("nbgrader") == nbgrader_metadata(cell):
             copy.metadata.pop("nbgrader", None)
+        mark(copy, False)
         draft.cells.append(copy)
     text = jupytext.writes(draft, fmt=FORMAT)
     back = jupytext.reads(text, fmt=FORMAT).cells
@@ -87,7 +90,7 @@ def to_notebook(text: str, old: nbformat.NotebookNode | None = None) -> nbformat
             cell.update({key: value for key, value in was.items() if key != "metadata"})
         elif was and "attachments" in was:
             cell["attachments"] = was["attachments"]
-    nbformat.validate(notebook)
+    nbformat.validate(fold(notebook))
     return notebook
 
 

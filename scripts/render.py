@@ -3,8 +3,8 @@
     python scripts/render.py notebooks/01_single_gpu.ipynb ...
 
 A notebook is replaced when its last cell has run, in one step; one that fails stays as it was. Metadata is cleaned as
-nbdev-clean does it. Views of widgets are left out: without a kernel they are error messages, which is why a static
-figure stands beside each.
+nbdev-clean does it, and cells are folded (fold.py). Views of widgets are left out: without a kernel they are error
+messages, which is why a static figure stands beside each.
 """
 
 import sys
@@ -18,6 +18,7 @@ from nbdev.clean import clean_nb
 from nbdev.config import get_config
 
 from export import ROOT, ExportError, read_notebook, write_atomically
+from fold import fold
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELL_TIMEOUT_S = 600
@@ -44,7 +45,7 @@ def render(path: Path) -> None:
     config = get_config(path=ROOT)
     clean_nb(notebook, allowed_metadata_keys=config.allowed_metadata_keys,
              allowed_cell_metadata_keys=config.allowed_cell_metadata_keys, clean_ids=config.clean_ids)
-    write_atomically(path, nbformat.writes(notebook) + "\n")
+    write_atomically(path, nbformat.writes(fold(notebook)) + "\n")
 
 
 def main(paths: list[str]) -> int:
