@@ -20,7 +20,8 @@ __all__ = ['KEY_CONFIGURATIONS', 'QUERY_CONFIGURATIONS', 'DELTA_ROWS', 'delta_ke
            'query_gradient_kernel', 'gather_key_gradients', 'key_gradient_kernel', 'launch_delta', 'launch_backward']
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-own-imports
-from .flash_forward import LOG2_E, TUNED_BY, head_at, head_sizes, length_class, load_columns, load_rows
+from .flash_forward import FOR_TUNER, LOG2_E, TUNED_BY, head_at, head_sizes, length_class, load_columns
+from .flash_forward import load_rows
 from .flash_forward import own_rows_at, seen_keys, sequence_at, sequences_of, store_rows, strides_of
 from .flash_forward import wide_enough
 
@@ -88,12 +89,12 @@ def gather_query_gradients(
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-query-gradient-kernel
 @triton.autotune(tunable(QUERY_CONFIGURATIONS), TUNED_BY, prune_configs_by={"early_config_prune": wide_enough})
-@triton.jit
+@FOR_TUNER
 def query_gradient_kernel(
     q, k, v, out_grad, lse, delta, q_grad, cu_seqlens, s_q, s_k, group, scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH: tl.constexpr = 0,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH=0,
 ):  # fmt: skip
     """Gradients of one tile of queries; out_grad and q_grad: [b, s_q, a, d], contiguous."""
     head, heads = tl.program_id(1), tl.num_programs(1)
@@ -157,12 +158,12 @@ def gather_key_gradients(
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-backward-key-gradient-kernel
 @triton.autotune(tunable(KEY_CONFIGURATIONS), TUNED_BY, prune_configs_by={"early_config_prune": wide_enough})
-@triton.jit
+@FOR_TUNER
 def key_gradient_kernel(
     q, k, v, out_grad, lse, delta, k_grad, v_grad, cu_seqlens, s_q, s_k, group, scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH: tl.constexpr = 0,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH=0,
 ):  # fmt: skip
     """Gradients of one tile of keys and values. out_grad [b, s_q, a, d], k_grad, v_grad [b, s_k, kv, d], lse, delta
     [b, a, s_q] are contiguous.

@@ -35,7 +35,8 @@ __all__ = ['BLOCK_Q', 'HOPPER_CONFIGURATIONS', 'HOPPER_KERNELS', 'online_softmax
            'hopper_attention']
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-hopper-own-imports
-from .flash_forward import LOG2_E, TUNED_BY, head_at, head_sizes, length_class, own_rows_at, strides_of
+from .flash_forward import FOR_TUNER, LOG2_E, TUNED_BY, head_at, head_sizes, length_class, own_rows_at
+from .flash_forward import strides_of
 from .tiled_attention import check_attention, scale_or_usual
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-hopper-imports
@@ -99,13 +100,13 @@ def attend_overlapped(
     return highest, total, weighted
 
 # %% ../notebooks/13_flash_attention.ipynb #flash-hopper-hopper-forward-kernel
-@triton.jit
+@FOR_TUNER
 def hopper_forward_kernel(
     q, k, v, out, lse, queries, keys, group, scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, OVERLAPPED: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-    LENGTH: tl.constexpr = 0,
+    LENGTH=0,
 ):  # fmt: skip
     """As flash_forward_kernel: one tile of queries of one head; out [b, s_q, a, d] and lse [b, a, s_q] contiguous."""
     head, heads, batch = tl.program_id(1), tl.num_programs(1), tl.program_id(2)

@@ -12,8 +12,8 @@ __all__ = ['ONE_WALK_CONFIGURATIONS', 'ROUNDED', 'gather_gradients', 'gradient_k
 
 # %% ../notebooks/13_flash_attention.ipynb #one-walk-own-imports
 from .flash_backward import launch_delta
-from .flash_forward import LOG2_E, TUNED_BY, head_at, head_sizes, length_class, load_rows, own_rows_at
-from .flash_forward import sequence_at, sequences_of, store_rows, strides_of
+from .flash_forward import FOR_TUNER, LOG2_E, TUNED_BY, head_at, head_sizes, length_class, load_rows
+from .flash_forward import own_rows_at, sequence_at, sequences_of, store_rows, strides_of
 
 # %% ../notebooks/13_flash_attention.ipynb #one-walk-imports
 import torch
@@ -34,15 +34,18 @@ ROUNDED = 2048  # numbers a program
 @triton.jit
 def gather_gradients(
     k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, q_sum_rows, lse_rows, delta_rows, q_row, grad_row,
-    first_key, queries, to_base_2,
+    first_key, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """As gather_key_gradients; what these keys give to dq, not yet scaled, is added to memory, from q_sum_rows on.
 
-    Addresses are worked out anew for each tile: pointers that move along would cost registers, which are short here.
+    Keys past the end get p = 0: with scores of 0 it may be infinite, and infinity times their zeros in k_tile is NaN.
+    (To k_sum and v_sum it is no matter: their rows do not mix, and these are not stored.) Addresses are worked out for
+    each tile anew: pointers that move along would cost registers, which are short here.
     """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     row, column = tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_D)
+    masked_end = first_key + BLOCK_K - 1 if CAUSAL else 0  # from there on all queries see all of these keys
     for first in range(first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0, queries, BLOCK_Q):
         there = row < queries - first
         first_row = tl.cast(first, tl.int64)
@@ -50,9 +53,9 @@ def gather_gradients(
         lse = tl.load(lse_rows + first + row, mask=there, other=0.0)
         scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
         p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
-        if CAUSAL:
-            if first < first_key + BLOCK_K - 1:
-                p = tl.where(key <= first + row[None, :], p, 0.0)
+        if (first < masked_end) | (first_key + BLOCK_K > keys):
+            last_seen = tl.minimum(first + row, keys - 1)[None, :] if CAUSAL else keys - 1
+            p = tl.where(key <= last_seen, p, 0.0)
         grad_tile = load_rows(grad_rows + first_row * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
         delta = tl.load(delta_rows + first + row, mask=there, other=0.0)
         p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
@@ -66,12 +69,12 @@ def gather_gradients(
 
 # %% ../notebooks/13_flash_attention.ipynb #one-walk-kernel
 @triton.autotune(tunable(ONE_WALK_CONFIGURATIONS), TUNED_BY, reset_to_zero=["q_sum"])
-@triton.jit
+@FOR_TUNER
 def gradient_kernel(
     q, k, v, out_grad, lse, delta, q_sum, k_grad, v_grad, cu_seqlens, s_q, s_k, group, scale,
     q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH: tl.constexpr = 0,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, LENGTH=0,
 ):  # fmt: skip
     """As key_gradient_kernel; q_sum [b, s_q, a, d] in float32, zeros at first, gets dq, not yet scaled."""
     kv_head, kv_heads = tl.program_id(1), tl.num_programs(1)
@@ -93,7 +96,7 @@ def gradient_kernel(
             delta_rows = head_at(delta, batch, start, head, s_q * heads, 1, s_q)
             k_sum, v_sum = gather_gradients(
                 k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, q_sum_rows, lse_rows, delta_rows, q_row, width,
-                first_key, queries, scale * LOG2_E, CAUSAL, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D,
+                first_key, queries, keys, scale * LOG2_E, CAUSAL, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D,
             )  # fmt: skip
         k_grad_rows = own_rows_at(k_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
         v_grad_rows = own_rows_at(v_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)

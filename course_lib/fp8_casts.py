@@ -238,9 +238,12 @@ def turn_tiles(x: Quantized, power_of_two: bool = False) -> Quantized:
 
 
 def quantize_delayed(
-    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn
-) -> tuple[Quantized, Quantized, torch.Tensor]:
-    """x and x.t() by a scale [1, 1] that is there already, and x's amax [1, 1] for scales to come: x is read once."""
+    x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn, both: bool = True
+) -> tuple[Quantized, Quantized | None, torch.Tensor]:
+    """x and, for both, x.t() by a scale [1, 1] that is there already, and x's amax [1, 1] for scales to come: x is read
+    once.
+    """
     check_cast(x, dtype, TENSOR, scale)
-    made = CastOutputs(*quantize_operator(x.detach(), scale, None, dtype, *TENSOR, False, True, True, True))
-    return Quantized(made.values, scale, TENSOR), Quantized(made.turned, scale, TENSOR), made.amax
+    made = CastOutputs(*quantize_operator(x.detach(), scale, None, dtype, *TENSOR, False, True, both, True))
+    turned = Quantized(made.turned, scale, TENSOR) if both else None
+    return Quantized(made.values, scale, TENSOR), turned, made.amax

@@ -24,7 +24,8 @@ with each step. As a Python number it would be frozen into a captured CUDA graph
 
 # %% auto #0
 __all__ = ['GRADIENTS', 'MOMENTS', 'BLOCK', 'logarithm', 'adamw_kernel', 'update', 'check_settings', 'check_buffers',
-           'adamw_step', 'first_state', 'adamw_many_kernel', 'capturing', 'owners_of', 'update_many', 'FusedAdamW']
+           'adamw_step', 'first_state', 'adamw_many_kernel', 'capturing', 'owners_of', 'update_many', 'launch_many',
+           'FusedAdamW']
 
 # %% ../notebooks/12_kernels.ipynb #fused-adamw-own-imports
 from .rounding import cast, widen
@@ -235,19 +236,32 @@ def update_many(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """`update` of each tensor, in one launch; gradients of one dtype."""
+    """`update` of each tensor, in one launch, or two: of what is aligned and the rest. Gradients are of one dtype."""
     buffers = [row for row in zip(masters, grads, exp_avgs, exp_avg_sqs, steps, strict=True) if row[0].numel()]
-    if not buffers:
+    if buffers and capturing(masters[0].device):  # a replay would read tables that are gone; launches are free there
+        for master, grad, exp_avg, exp_avg_sq, step in buffers:
+            update(master, grad, exp_avg, exp_avg_sq, None, step, lr, beta1, beta2, eps, weight_decay)
         return
-    device = masters[0].device
-    rows = [[*(each.data_ptr() for each in row), row[0].numel()] for row in buffers]
+    rows = [(*(each.data_ptr() for each in row), row[0].numel()) for row in buffers]
+    by_alignment = {True: [], False: []}
+    for row in rows:
+        by_alignment[all(number % 16 == 0 for number in (*row[:4], row[5]))].append(row)
+    for aligned, some in by_alignment.items():
+        if some:
+            launch_many(some, grads[0], aligned, (lr, 1 - lr * weight_decay, eps), (beta1, beta2))
+
+
+def launch_many(
+    rows: list[tuple[int, ...]], like: torch.Tensor, aligned: bool, settings: tuple, betas: tuple[float, float]
+) -> None:
+    """One launch for tensors at these addresses: rows of adamw_many_kernel's table; like: one of the gradients."""
+    device = like.device
     addresses = torch.tensor(rows, pin_memory=device.type == "cuda").to(device, non_blocking=True)  # the host goes on
-    owners = owners_of(tuple(row[-1] for row in rows), device)
-    aligned = all(number % 16 == 0 for row in rows for number in (*row[:4], row[5]))
-    with torch.cuda.device_of(masters[0]):
+    owners = owners_of(tuple(row[5] for row in rows), device)
+    with torch.cuda.device_of(like):
         adamw_many_kernel[(len(owners),)](
-            addresses, owners, grads[0], lr, 1 - lr * weight_decay, eps, aligned, beta1, beta2, BLOCK=BLOCK, num_warps=8
-        )
+            addresses, owners, like, *settings, aligned, *betas, BLOCK=BLOCK, num_warps=8
+        )  # fmt: skip
 
 
 @update_many.register_fake
@@ -256,8 +270,9 @@ def _(masters, grads, exp_avgs, exp_avg_sqs, steps, lr, beta1, beta2, eps, weigh
 
 # %% ../notebooks/12_kernels.ipynb #fused-adamw-fusedadamw
 class FusedAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW whose step is one launch for the parameters of a group, and one for all their counters. While a
-    CUDA graph is captured, which costs the host no time again, it is one for each: a table would not outlive the step.
+    """torch.optim.AdamW whose step is one launch for all parameters of one device with the same settings and dtype of
+    gradients, and one for all their counters. In the first step, and while a CUDA graph is captured, it is one for
+    each: what a graph launches has been loaded before.
 
     Its state_dict is AdamW's, and the other way round: step (on the parameter's device), exp_avg, exp_avg_sq. Raises
     ValueError for parameters that are not contiguous or not float32: those of 16 bits need a master copy, which
@@ -273,6 +288,7 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.stepped = False
 
     def add_param_group(self, param_group: dict) -> None:
         """As that of torch.optim.Optimizer. Raises ValueError, and adds nothing, where it cannot be trained."""
@@ -307,13 +323,14 @@ class FusedAdamW(torch.optim.Optimizer):
             launches.setdefault(alike, []).append((*flat.values(), state["step"]))
         if ready:
             torch._foreach_add_([self.state[parameter]["step"] for parameter, _ in ready], 1)
-        for (settings, _, device), buffers in launches.items():
+        for (settings, *_), buffers in launches.items():
             lr, betas, eps, weight_decay = settings
-            if len(buffers) == 1 or capturing(device):
+            if len(buffers) == 1 or not self.stepped:
                 for each in buffers:
                     adamw_step(*each, *settings)
             else:
                 update_many(*map(list, zip(*buffers, strict=True)), lr, *betas, eps, weight_decay)
+        self.stepped = self.stepped or bool(ready)
         return result
 
     def load_state_dict(self, state_dict: dict) -> None:

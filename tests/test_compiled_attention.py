@@ -42,7 +42,7 @@ TUNED = {
 PRODUCTS = {"flash_forward_kernel": 2, "query_gradient_kernel": 3, "key_gradient_kernel": 4, "gradient_kernel": 5,
             "delta_kernel": 0}  # fmt: skip
 # Known exceptions, in bytes a thread, and no more than these, by kernel, GPU, and (block_q, block_k, warps). The
-# autotuner measures, and takes others.
+# autotuner measures, and takes others; backward in one walk, whose sums are many, is measured against two walks.
 SPILLED = {
     ("flash_forward_kernel", 90, (128, 64, 4)): 508,
     ("flash_forward_kernel", 90, (128, 128, 8)): 24,
@@ -58,11 +58,11 @@ SPILLED = {
     ("query_gradient_kernel", 80, (128, 64, 8)): 1528,
     ("query_gradient_kernel", 80, (128, 128, 8)): 3048,
     ("query_gradient_kernel", 90, (128, 128, 8)): 8,
-    ("gradient_kernel", 90, (64, 64, 4)): 520,
+    ("gradient_kernel", 90, (64, 64, 4)): 540,
     ("gradient_kernel", 90, (64, 64, 8)): 76,
-    ("gradient_kernel", 90, (64, 128, 8)): 244,
-    ("gradient_kernel", 80, (64, 64, 4)): 76,
-    ("gradient_kernel", 80, (64, 128, 8)): 44,
+    ("gradient_kernel", 90, (64, 128, 8)): 248,
+    ("gradient_kernel", 80, (64, 64, 4)): 80,
+    ("gradient_kernel", 80, (64, 128, 8)): 40,
 }
 
 

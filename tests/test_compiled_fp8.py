@@ -45,7 +45,7 @@ def product(form: str, meta: dict) -> Launch:
         scales[block] = torch.zeros(SIDE // PIECE, SIDE // block[0]).t()
     a, b = FORMS[form]
     args = SIDE, SIDE, SIDE, SIDE, SIDE, *scales[a].stride(), *scales[b].stride(), a[0], b[0], PIECE
-    return Launch(hopper_block_matmul_kernel.fn, (1,), (values, values, out, scales[a], scales[b], *args), meta)
+    return Launch(hopper_block_matmul_kernel, (1,), (values, values, out, scales[a], scales[b], *args), meta)
 
 
 def compiled(launches: dict, capability: int = 90) -> dict:

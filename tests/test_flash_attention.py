@@ -132,10 +132,17 @@ def test_every_configuration_that_the_autotuner_may_choose(chosen, causal, monke
 
 @pytest.mark.parametrize("configurations", [FORWARD_CONFIGURATIONS, QUERY_CONFIGURATIONS, KEY_CONFIGURATIONS])
 def test_what_the_autotuner_tries(configurations):
-    """In 16 bits no product of tiles that are narrower than 64; in 32 all."""
-    narrow = wide_enough(configurations, {"q": torch.empty(0, dtype=torch.bfloat16)}, CAUSAL=True)
+    """In 16 bits no product of tiles that are narrower than 64; in 32 all; one where runs have to repeat."""
+    half, single = ({"q": torch.empty(0, dtype=dtype)} for dtype in (torch.bfloat16, torch.float32))
+    narrow = wide_enough(configurations, half, CAUSAL=True)
     assert len(narrow) >= 3 and all(min(blocks_of(each)) >= 64 for each in narrow)
-    assert wide_enough(configurations, {"q": torch.empty(0)}) == configurations
+    assert wide_enough(configurations, single) == configurations
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert wide_enough(configurations, half) == narrow[:1]
+        assert wide_enough(configurations, single) == configurations[:1]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_lengths_that_are_tuned_as_one():
@@ -155,6 +162,25 @@ def test_two_walks_and_one_give_the_same_gradients(dtype):
         for name, mine, other in zip(("dq", "dk", "dv"), one, two, strict=True):
             eps = torch.finfo(dtype).eps * (dtype != torch.float32) + 16 * torch.finfo(torch.float32).eps
             assert mine.dtype == dtype and (mine - other).abs().max() <= eps * other.abs().max(), name
+
+
+@pytest.mark.parametrize("s_q, s_k, causal", [(70, 65, False), (65, 3, False), (130, 65, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_past_the_end_do_not_spoil_dq(dtype, s_q, s_k, causal):
+    """All scores near -24, whose powers reach e^24 where a score of 0 stands for a key that is not there: times what is
+    in dz infinite in float16, and as part of a sum in any type far too large.
+    """
+    q, k = torch.full((1, s_q, 1, 16), 6.0), torch.full((1, s_k, 1, 16), -1.0)
+    q, k = (x + 0.01 * torch.randn_like(x) for x in (q, k))
+    gradient, v = (3 * torch.randn(1, s, 1, 16) for s in (s_q, s_k))
+    given = [x.to(DEVICE, dtype) for x in (gradient, q, k, v)]
+    settings = None, max(s_q, s_k), causal, 0.25
+    out, lse = launch_forward(*given[1:], *settings)
+    assert lse.max() < -15
+    one, two = (launch(*given, out, lse, *settings) for launch in (launch_one_walk, launch_backward))
+    for mine, other in zip(one, two, strict=True):
+        bound = (2 * torch.finfo(dtype).eps + 1e-4) * other.abs().max()
+        assert mine.isfinite().all() and (mine - other).abs().max() <= bound
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

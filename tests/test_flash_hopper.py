@@ -187,32 +187,72 @@ def test_the_product_with_values_is_under_way_during_the_softmax(compiled, head_
 # Where flash_attention takes it. The CPU plays a Hopper GPU.
 
 
-@pytest.mark.parametrize("faster", ["flash_forward_kernel", "hopper_forward_kernel"])
-def test_flash_attention_takes_what_was_faster_here(faster, monkeypatch):
-    """Both are timed once for a head size, a mask and a class of lengths, and give the same numbers."""
-    timed = []
+@pytest.fixture
+def timed(monkeypatch):
+    """The ways that are timed, in order; the fastest is the one that `timed.fastest` names."""
+    found = mock.Mock(names=[], fastest="")
 
-    def do_bench(run, *settings):
+    def do_bench(run, **settings):
         with record_launches() as launches:
             run()
-        timed.append(launches[0].name)
-        return launches[0].name != faster
+        found.names.append(launches[0].name)
+        return launches[0].name != found.fastest
 
     monkeypatch.setattr(flash_attention, "FASTEST", {})
     monkeypatch.setattr(flash_attention, "suits_hopper", lambda q, k, v: True)
     monkeypatch.setattr(flash_attention.triton.testing, "do_bench", do_bench)
+    return found
+
+
+def kernels_of(q, k, v, causal=True) -> list[str]:
+    with record_launches() as launches:
+        out = flash_attention.flash_attention(q, k, v, causal)
+    wanted, _ = plain_forward(*(x.cpu().double() for x in (q, k, v)), causal)
+    assert (out.double().cpu() - wanted).abs().max() <= TOLERANCE[q.dtype] * v.abs().max().item()
+    return [launch.name for launch in launches]
+
+
+FORWARD, HOPPER = "flash_forward_kernel", "hopper_forward_kernel"
+
+
+@pytest.mark.parametrize("faster", [FORWARD, HOPPER])
+def test_flash_attention_takes_what_was_faster_here(faster, timed):
+    """Both are timed once for a head size, a mask and a class of lengths; packed sequences are the plain kernel's, and
+    so are all where runs have to repeat.
+    """
+    timed.fastest = faster
     q, k, v = (x.contiguous() for x in inputs())
     for causal, count in ((True, 2), (True, 2), (False, 4)):
-        with record_launches() as launches:
-            out = flash_attention.flash_attention(q, k, v, causal)
-        assert [launch.name for launch in launches][-1] == faster and len(timed) == count
-        wanted, _ = plain_forward(*(x.cpu().double() for x in (q, k, v)), causal)
-        assert (out.double().cpu() - wanted).abs().max() <= TOLERANCE[q.dtype] * v.abs().max().item()
-    assert set(timed) == {"flash_forward_kernel", "hopper_forward_kernel"} and len(flash_attention.FASTEST) == 2
+        assert kernels_of(q, k, v, causal)[-1] == faster and len(timed.names) == count
+    assert kernels_of(q, k, v) == [faster], "later calls measure nothing"
+    assert set(timed.names) == {FORWARD, HOPPER} and len(flash_attention.FASTEST) == 2
     cu_seqlens = torch.tensor([0, 30, 70], dtype=torch.int32, device=DEVICE)
-    with record_launches() as launches:  # packed sequences are the plain kernel's
+    with record_launches() as launches:
         flash_attention.flash_attention_varlen(q[0], k[0], v[0], cu_seqlens, 40)
-    assert [launch.name for launch in launches] == ["flash_forward_kernel"] and len(timed) == 4
+    assert [launch.name for launch in launches] == [FORWARD]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernels_of(q, k, v) == [FORWARD]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(timed.names) == 4
+
+
+@pytest.mark.parametrize("fault", ["fails", "wrong"])
+def test_a_way_that_fails_or_is_wrong_is_not_taken_however_fast(fault, timed, monkeypatch):
+    def faulty(*given):
+        if fault == "fails":
+            raise RuntimeError("no such instruction\nin line 7")
+        out, lse = hopper_attention(*given[:3], causal=given[5], scale=given[6], overlapped=True)
+        return 1.1 * out, lse
+
+    timed.fastest = HOPPER
+    monkeypatch.setattr(flash_attention, "launch_overlapped", faulty)
+    q, k, v = (x.contiguous() for x in inputs())
+    with pytest.warns(UserWarning, match="faulty is not used: ") as warned:
+        assert kernels_of(q, k, v)[-1] == FORWARD
+    assert len(warned) == 1 and "\n" not in str(warned[0].message) and timed.names == [FORWARD]
+    assert kernels_of(q, k, v) == [FORWARD]
 
 
 def test_what_suits_hopper(monkeypatch):

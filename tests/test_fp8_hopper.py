@@ -91,7 +91,7 @@ def test_each_configuration_by_itself(number):
         if DEVICE == "cuda":
             hopper_block_matmul(a, b)  # sets the allocator
         grid = (triton.cdiv(200, meta["block_m"]) * triton.cdiv(136, meta["block_n"]),)
-        hopper_block_matmul_kernel.fn[grid](
+        hopper_block_matmul_kernel[grid](
             a.values, b.values, out, a.scale, b.scale, 200, 136, 272, 272, 272, *a.scale.stride(), *b.scale.stride(),
             block_a[0], block_b[0], 128, **meta,
         )  # fmt: skip
@@ -196,5 +196,15 @@ def test_bad_input_is_one_line(a, b, out, words):
 def test_fake_results_have_the_real_ones_shape_and_type():
     """Not all of opcheck: it adds 8-bit floats up, which PyTorch can't."""
     a, b = operand(5, 144, TILE), operand(6, 144, SQUARE, seed=1)
-    args = a.values, b.values, a.scale, b.scale, 1, 128, 128, torch.bfloat16
+    args = a.values, b.values, a.scale, b.scale, 1, 128, 128, torch.bfloat16, True
     torch.library.opcheck(hopper_block_matmul_op, args, test_utils=("test_faketensor", "test_autograd_registration"))
+
+
+def test_without_groups_of_warps_the_same_product():
+    """As fp8_matmul asks for it: only configurations in which all warps do the same are tried."""
+    a, b = operand(40, 300, TILE), operand(50, 300, SQUARE, seed=1)
+    with record_launches() as launches:
+        found = hopper_block_matmul(a, b, specialized=False)
+    assert [launch.meta["specialized"] for launch in launches] == [False]
+    torch.testing.assert_close(found, hopper_block_matmul(a, b), rtol=1e-5, atol=1e-4)
+    assert {each.kwargs["specialized"] for each in HOPPER_BLOCK_CONFIGURATIONS} == {True, False}

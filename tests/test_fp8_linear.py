@@ -622,6 +622,7 @@ def test_scales_by_tile_follow_the_tokens():
 @pytest.fixture
 def by_kernels(monkeypatch):
     monkeypatch.setattr(fp8_linear, "has_kernels", lambda x, block: block in FUSED_BLOCKS)
+    monkeypatch.setattr(fp8_linear, "turns_by_kernel", lambda values: True)
 
 
 @how
@@ -631,7 +632,10 @@ def test_kernels_give_the_layer_the_same_bits(casts, by_kernels):
     for step in range(3):
         x, gradient = an_input(seed=step), a_gradient(seed=step)
         found = run(layer, x, gradient)
-        with mock.patch.object(fp8_linear, "has_kernels", lambda x, block: False):
+        with (
+            mock.patch.object(fp8_linear, "has_kernels", lambda x, block: False),
+            mock.patch.object(fp8_linear, "turns_by_kernel", lambda values: False),
+        ):
             expected = run(plain, x, gradient)
         assert all(map(torch.equal, found, expected)), step
         for each in (layer, plain):
@@ -662,12 +666,30 @@ def test_each_operand_is_looked_at_as_seldom_as_can_be(name, looks, by_kernels):
     assert (found["quantize_kernel"], found["amax_kernel"]) == looks and len(found) <= 2
 
 
-def test_a_history_of_zeros_is_none(by_kernels):
-    """The host finds out, once, whose history has something in it; on a CPU nobody asks."""
-    layer = a_layer(CASTS["delayed"])
-    run(layer, an_input(), 0 * a_gradient())
-    update_scales(layer)
-    assert [caster.known for caster in layer.casters.children()] == [DEVICE == "cuda"] * 2 + [False]
+def test_the_host_asks_seldom_who_has_a_history():
+    """In the first step, then once in history - 1 steps, before the number that it saw leaves. Of a history of one it
+    would have to ask in each; of a state that is loaded it knows nothing.
+    """
+    sizes = [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3.0]
+    four, one = DelayedCaster(Cast(history=4)), DelayedCaster(Cast(history=1))
+    known = []
+    for size in sizes:
+        for caster in (four, one):
+            caster.amax.fill_(size)
+        with mock.patch.object(torch, "cat", wraps=torch.cat) as asked:
+            fp8_linear.find_known([four, one])
+        known.append((four.known, asked.call_count))
+        for caster in (four, one):
+            caster.update()
+        assert not four.known or four.history.max() > 0, "known: there is one"
+    assert known == [(False, 1), (False, 0), (False, 0), (False, 1), (False, 0), (False, 0), (False, 1), (False, 0)]
+    fp8_linear.find_known([])
+    four.amax.fill_(1.0)
+    for _ in range(3):
+        fp8_linear.find_known([four])
+    assert four.known and not one.known
+    four.load_state_dict(DelayedCaster(Cast(history=4)).state_dict())
+    assert not four.known and four.asked == 0
 
 
 @pytest.mark.parametrize("name", ["tensor", "delayed"])
@@ -731,3 +753,20 @@ def test_a_weight_that_changes_meanwhile_is_quantized_anew():
         layer(x)
         raise ZeroDivisionError
     assert layer.casters.weight.kept is None and not layer.casters.weight.keeps
+
+
+def test_after_a_step_weights_are_quantized_anew_though_autograd_saw_no_change():
+    """As with ZeRO: the optimizer has other tensors, and what it does to them is copied into the weight's memory."""
+    layer = a_layer(per_tensor())
+    x, shard = an_input(), nn.Parameter(layer.weight.detach().clone())
+    optimizer = torch.optim.SGD([shard], lr=1.0)
+    shard.grad = torch.ones_like(shard)
+    with quantized_once(layer):
+        before = layer(x)
+        optimizer.step()
+        version = layer.weight._version
+        layer.weight.data.copy_(shard)
+        assert layer.weight._version == version, "autograd sees it"
+        after = layer(x)
+    assert torch.equal(after, layer(x)) and not torch.equal(after, before)
+    optimizer.step()  # outside nothing is left that hears of it

@@ -141,15 +141,17 @@ def test_blocks_go_to_the_kernel_that_is_made_for_the_gpu(capability, kernel, ou
     found = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     for name in ("block_matmul", "hopper_block_matmul", "emulated_matmul", "row_scaled_matmul"):
-        monkeypatch.setattr(scaled_matmul, name, lambda *given, name=name: found.append((name, given[2])))
+        monkeypatch.setattr(scaled_matmul, name, lambda *given, name=name, **how: found.append((name, given[2], how)))
     with FakeTensorMode():
         values, tiles, rows = (torch.ones(n, device="cuda") for n in ((256, 256), (256, 2), (256, 1)))
         for scale, block in ((tiles, TILE), (rows, ROW)):
             operand = Quantized(values.to(E4M3), scale, block)
             fp8_matmul(operand, operand, out_dtype)
-    wanted = ["emulated_matmul"] * 2 if out_dtype == torch.float64 else []
-    name = {"hopper": "hopper_block_matmul", "block": "block_matmul"}[kernel]
-    assert found == [(each, out_dtype) for each in wanted or [name, "row_scaled_matmul"]]
+    blocks = {"hopper": ("hopper_block_matmul", out_dtype, {"specialized": False})}.get(
+        kernel, ("block_matmul", out_dtype, {})
+    )
+    emulated = [("emulated_matmul", out_dtype, {})] * 2
+    assert found == (emulated if out_dtype == torch.float64 else [blocks, ("row_scaled_matmul", out_dtype, {})])
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
