@@ -12,8 +12,8 @@ Casts: bytes that must move (x read, 8 bits and scales written), so that a secon
 
 Layers: y = x w^T and its two gradients, 2 m n k FLOPs each, quantization included. ours, blocks: `Fp8Linear` with a
 scale for each matrix, and with tiles and squares; kept: ours in a micro-batch that is not the first, whose weight has
-been quantized (`quantized_once`; its peak leaves out these 2 n k bytes). BF16: nn.Linear. torchao: Float8Linear, one scale for each matrix,
-where it is installed; compiled on a GPU, as it is meant to be.
+been quantized (`quantized_once`; its peak leaves out these 2 n k bytes). BF16: nn.Linear. torchao: Float8Linear, one
+scale for each matrix, where it is installed; compiled on a GPU, as it is meant to be.
 """
 
 import importlib.util
