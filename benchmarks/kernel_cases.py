@@ -38,9 +38,9 @@ SIZES = {  # rows and width of what is normed and so on; rows, hidden and vocabu
     "cuda": {
         "rows": [(65536, 4096), (16384, 1024), (16384, 2048), (16384, 16384)],
         "loss": [(4096, 1024, 32768), (8192, 4096, 131072)],
-        "parameters": [2**20, 2**28],
+        "parameters": [2**28],
         "models": ["SmolLM-135M"],
-        "sides": [1024, 4096, 8192],
+        "sides": [4096, 8192],
     },
     "small": {"rows": [(300, 1000)], "loss": [(200, 96, 1000)], "parameters": [10_000], "models": ["debug"],
               "sides": [200]},

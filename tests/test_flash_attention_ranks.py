@@ -54,7 +54,8 @@ def attention_differs() -> dict[str, str]:
             out = METHODS[method](*leaves, group, causal, FLASH_BLOCK)
             found = out, *torch.autograd.grad(out, leaves, gradient)
         names = [launch.name for launch in launches]
-        kernels = {f"{name}_kernel": names.count(f"{name}_kernel") for name in ("flash_forward", "key_gradient")}
+        backward = "key_gradient_kernel" if dtype == torch.float32 else "gradient_kernel"
+        kernels = {name: names.count(name) for name in ("flash_forward_kernel", backward)}
         if len(names) != 4 * kernels["flash_forward_kernel"] or len(set(kernels.values())) != 1 or not names:
             wrong[f"{method} {n}: launches"] = str(kernels)
         for name, part, expected in zip(NAMES, found, exact(whole, case), strict=True):

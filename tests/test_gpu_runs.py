@@ -151,11 +151,13 @@ def test_all_jobs_run_on_a_cpu(everything):
 def test_every_kernel_runs_agrees_and_gets_a_row(everything):
     rows = rows_of(everything, "kernels: ", "rows")
     assert {row["kernel"] for row in rows} == {
-        "softmax", "rms_norm", "add + rms_norm", "swiglu", "rope", "linear_cross_entropy", "adamw_step", "matmul"
+        "softmax", "rms_norm", "add + rms_norm", "swiglu", "rope", "linear_cross_entropy", "adamw_step",
+        "adamw, one launch", "matmul",
     }  # fmt: skip
     for row in rows:
         if row["pass"] != "peak":
-            assert row["ms"].keys() >= {"ours", "eager"} and max(row["errors"].values()) < 1e-3
+            rival = "PyTorch" if row["kernel"] == "adamw, one launch" else "eager"
+            assert row["ms"].keys() >= {"ours", rival} and max(row["errors"].values()) < 1e-3
     (peak,) = [row for row in rows if row["pass"] == "peak"]
     assert peak["mib"].keys() >= {"ours", "eager"}
 
@@ -194,14 +196,14 @@ def test_every_product_runs_agrees_and_gets_a_row(everything):
 
 def test_every_cast_is_that_of_pytorch_to_the_bit(everything):
     rows = rows_of(everything, "fp8: ", "casts")
-    assert len(rows) == 8
+    assert len(rows) == 9
     assert all(row["errors"] == {"ours": 0.0, "eager": 0.0} and row["unit"] == "GB/s" for row in rows)
 
 
 def test_every_layer_runs_and_is_near_bf16s(everything):
     rows = rows_of(everything, "fp8: ", "layers")
     assert [row["pass"] for row in rows] == ["forward", "backward", "forward and backward", "peak"]
-    there = {"ours", "blocks", "BF16"} | ({"torchao"} if importlib.util.find_spec("torchao") else set())
+    there = {"ours", "kept", "blocks", "BF16"} | ({"torchao"} if importlib.util.find_spec("torchao") else set())
     for row in rows[:3]:
         assert row["ms"].keys() == there
         assert all(0.01 < row["errors"][column] < 0.1 for column in there - {"BF16"})

@@ -168,7 +168,7 @@ def listens(launch: Launch, port: int) -> bool:
 
 def test_a_job_goes_on_when_a_node_is_lost(ranks, folder, port):
     """Two launchers of two ranks each; the one that does not keep the rendezvous is killed without warning."""
-    torchrun = "--nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id survival".split()
+    torchrun = "--nnodes 1:2 --nproc-per-node 2 --max-restarts 8 --rdzv-backend c10d --rdzv-id survival".split()
     torchrun += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RENDEZVOUS]
     program = "--layout dp4 --elastic --steps 24 --drop-tokens 0.1 --warmup 6".split()
     nodes = [Launch(folder, torchrun, [*program, "--save-every", "2"]) for _ in range(2)]
