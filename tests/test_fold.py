@@ -108,6 +108,7 @@ def test_a_file_that_is_no_notebook_is_one_line(tmp_path, capsys):
 def test_the_courses_notebooks_are_folded(path):
     """By the rule. What is seen of a folded cell says what it is: a comment, the module that it goes to, a check."""
     notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
     assert fold.fold(copy.deepcopy(notebook)) == notebook, f"python scripts/fold.py {path}"
     for cell in notebook.cells:
         first = cell.source.splitlines()[0] if cell.source else ""
