@@ -114,3 +114,33 @@ def test_what_a_check_draws_is_the_same_in_each_run_and_changes_nothing_outside(
             assert not fails
     assert torch.equal(*drawn)
     assert torch.equal(torch.rand(1), wanted[1:])
+
+
+@pytest.mark.parametrize("kind", [NotImplementedError, AssertionError, ValueError])
+def test_what_failing_code_left_open_is_closed_though_its_error_is_kept(kind, tmp_path, monkeypatch):
+    """As torch.utils.checkpoint of PyTorch 2.11 does where the function raises: a generator inside a `with`, in a frame
+    that the error holds on to. A dispatch mode that stayed would see every later operation.
+    """
+    monkeypatch.chdir(tmp_path)
+    opened = []
+
+    @contextlib.contextmanager
+    def mode():
+        opened.append(1)
+        try:
+            yield
+        finally:
+            opened.pop()
+
+    def generator():
+        with mode():
+            yield
+
+    def checkpoint():
+        started = generator()
+        next(started)
+        raise kind("a line")
+
+    with pytest.raises(CheckFailed) as kept, check("01.1"):
+        checkpoint()
+    assert not opened and kept.value.__traceback__
