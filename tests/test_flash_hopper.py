@@ -251,7 +251,8 @@ def test_a_way_that_fails_or_is_wrong_is_not_taken_however_fast(fault, timed, mo
     q, k, v = (x.contiguous() for x in inputs())
     with pytest.warns(UserWarning, match="faulty is not used: ") as warned:
         assert kernels_of(q, k, v)[-1] == FORWARD
-    assert len(warned) == 1 and "\n" not in str(warned[0].message) and timed.names == [FORWARD]
+    (line,) = [str(each.message) for each in warned if "faulty" in str(each.message)]  # Triton's interpreter warns, too
+    assert "\n" not in line and timed.names == [FORWARD]
     assert kernels_of(q, k, v) == [FORWARD]
 
 
