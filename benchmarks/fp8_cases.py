@@ -27,7 +27,8 @@ from kernel_runs import DTYPES, WIDER, Case, random
 from course_lib.fp8_casts import quantize_both, quantize_delayed, quantize_fused, turn_tiles
 from course_lib.fp8_hopper import hopper_block_matmul
 from course_lib.fp8_kernels import block_matmul
-from course_lib.fp8_linear import Casts, Fp8Products, LayerCasters
+from course_lib.fp8_linear import Fp8Products, LayerCasters
+from course_lib.fp8_operands import Casts
 from course_lib.fp8_recipes import by_blocks, per_tensor
 from course_lib.quantization import (
     ROW,

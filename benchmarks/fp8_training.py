@@ -23,7 +23,8 @@ from measure import save
 
 from course_lib.data import ByteTokenizer, TokenBatches, corpus
 from course_lib.fp8 import apply_fp8
-from course_lib.fp8_linear import Cast, update_scales
+from course_lib.fp8_linear import update_scales
+from course_lib.fp8_operands import Cast
 from course_lib.fp8_recipes import RECIPES, Recipe, by_blocks, per_tensor
 from course_lib.model import PRESETS, ModelConfig, Transformer, loss, swiglu
 from course_lib.recipe_optimizer import RecipeOptimizer

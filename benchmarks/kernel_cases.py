@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from kernel_runs import DTYPES, Case, random
 
-from course_lib.fused_adamw import adamw_step, update_many
+from course_lib.adamw_optimizer import update_many
+from course_lib.fused_adamw import adamw_step
 from course_lib.fused_loss import linear_cross_entropy
 from course_lib.fused_norm import rms_norm
 from course_lib.fused_rope import rope

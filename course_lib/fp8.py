@@ -15,7 +15,8 @@ __all__ = ['PROGRAMS', 'Fp8ColumnProducts', 'Fp8RowParallelLinear', 'check_layer
            'options', 'main', 'quantize', 'dequantize', 'Quantized', 'fp8_matmul', 'Fp8Linear', 'update_scales']
 
 # %% ../notebooks/14_fp8.ipynb #fp8-own-imports
-from .fp8_linear import Casts, Fp8Linear, Fp8Products, LayerCasters, Split, update_scales
+from .fp8_linear import Fp8Linear, Fp8Products, LayerCasters, update_scales
+from .fp8_operands import Casts, Split
 from .quantization import Quantized, dequantize, quantize
 from .fp8_recipes import RECIPES, Recipe
 from .scaled_matmul import fp8_matmul

@@ -17,7 +17,8 @@ __all__ = ['OPERANDS', 'PRODUCTS', 'operands_of', 'layer_errors', 'product_error
 
 # %% ../notebooks/14_fp8.ipynb #fp8-errors-own-imports
 from .block_formats import relative_error
-from .fp8_linear import Casts, Fp8Linear, Fp8Products
+from .fp8_linear import Fp8Linear, Fp8Products
+from .fp8_operands import Casts
 from .quantization import dequantize
 
 # %% ../notebooks/14_fp8.ipynb #operands-of

@@ -13,7 +13,7 @@ own paper or code, named with it. Scales are not counted: one for a matrix is no
 __all__ = ['e4m3', 'e5m2', 'fp32', 'bf16', 'fp16', 'TE_CASTS', 'FP8_LM_CASTS', 'RECIPES', 'Recipe', 'per_tensor', 'by_blocks']
 
 # %% ../notebooks/14_fp8.ipynb #fp8-recipes-own-imports
-from .fp8_linear import Cast, Casts
+from .fp8_operands import Cast, Casts
 from .quantization import SQUARE, TILE
 
 # %% ../notebooks/14_fp8.ipynb #recipe

@@ -16,7 +16,7 @@ import nbformat
 from export import ExportError, read_notebook, write_atomically
 
 TAG, OPEN = "hide-input", "show-input"
-FIGURE_LINES = 12
+FIGURE_LINES = 6
 LONGEST = 40
 
 

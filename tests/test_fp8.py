@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib import fp8_linear
+from course_lib import fp8_linear, fp8_operands
 from course_lib.fp8 import apply_fp8
 from course_lib.fp8_linear import DelayedCaster, Fp8Linear, update_scales
 from course_lib.fp8_recipes import RECIPES, per_tensor
@@ -191,7 +191,7 @@ def test_products_of_wider_numbers_in_their_place_are_seen(monkeypatch):
 def test_x_of_q_k_v_and_of_gate_and_up_is_quantized_once():
     """A block quantizes four inputs and seven weights forward."""
     model = apply_fp8(a_model(), RECIPES["DeepSeek-V3"])
-    with mock.patch.object(fp8_linear, "quantize", wraps=fp8_linear.quantize) as casted, torch.no_grad():
+    with mock.patch.object(fp8_operands, "quantize", wraps=fp8_operands.quantize) as casted, torch.no_grad():
         model(a_batch()[0])
     assert casted.call_count == (4 + 7) * SMALL.layers
 

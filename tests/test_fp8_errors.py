@@ -11,7 +11,7 @@ from torch import nn
 
 from course_lib.fp8 import RECIPES, apply_fp8
 from course_lib.fp8_errors import OPERANDS, PRODUCTS, layer_errors, operands_of, plant_outliers, product_errors
-from course_lib.fp8_linear import Cast, Casts
+from course_lib.fp8_operands import Cast, Casts
 from course_lib.fp8_recipes import by_blocks, per_tensor
 from course_lib.model import ModelConfig, Transformer, loss
 from course_lib.quantization import TENSOR, TILE

@@ -8,7 +8,8 @@ from torch import nn
 from calls import said
 from course_lib.fp8 import apply_fp8, update_scales
 from course_lib.fp8_gather import Fp8Gather
-from course_lib.fp8_linear import Cast, Caster, Casts, Fp8Linear
+from course_lib.fp8_linear import Caster, Fp8Linear
+from course_lib.fp8_operands import Cast, Casts
 from course_lib.fully_shard import full_state_dict, fully_shard, load_full_state_dict
 from course_lib.kept_gathers import KeptGathers
 from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, block_amax, blocks_of, dequantize, quantize, scale_of

@@ -12,11 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from course_lib import fp8_linear
+from course_lib import fp8_linear, fp8_operands
 from course_lib.fp8_casts import FUSED_BLOCKS, quantize_both
 from course_lib.fp8_linear import (
-    Cast,
-    Casts,
     DelayedCaster,
     Fp8Linear,
     Fp8Products,
@@ -25,6 +23,7 @@ from course_lib.fp8_linear import (
     quantized_once,
     update_scales,
 )
+from course_lib.fp8_operands import Cast, Casts
 from course_lib.fp8_recipes import by_blocks, per_tensor
 from course_lib.launches import record_launches
 from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
@@ -133,7 +132,7 @@ def test_three_products_and_one_quantization_of_x(casts):
     """In float64 what is multiplied is emulated; here nothing is: the operands of torch._scaled_mm have 8 bits."""
     layer, x = a_layer(casts), an_input()
     with mock.patch.object(fp8_linear, "fp8_matmul", wraps=fp8_linear.fp8_matmul) as products:
-        with mock.patch.object(fp8_linear, "quantize", wraps=fp8_linear.quantize) as casted:
+        with mock.patch.object(fp8_operands, "quantize", wraps=fp8_operands.quantize) as casted:
             out = layer(x)
             assert products.call_count == 1 and casted.call_count == 2
             out.backward(a_gradient())
@@ -195,7 +194,7 @@ def test_layers_with_one_input_quantize_and_keep_it_once():
     casters = [LayerCasters(per_tensor()).to(DEVICE) for _ in range(3)]
     weights = [(uneven(n, IN, seed=n) / 100).requires_grad_() for n in (40, 24, 24)]
     x = an_input()
-    with mock.patch.object(fp8_linear, "quantize", wraps=fp8_linear.quantize) as casted:
+    with mock.patch.object(fp8_operands, "quantize", wraps=fp8_operands.quantize) as casted:
         outs = Fp8Products.apply(x, None, casters, *weights)
         assert casted.call_count == 1 + 3
     kept = kept_by(lambda: Fp8Products.apply(x, None, casters, *weights), weights)
@@ -540,7 +539,8 @@ def test_kernels_quantize_as_pytorchs_operators_do(casts, monkeypatch):
     x, gradient, results = an_input(torch.bfloat16), a_gradient(torch.bfloat16), []
     for by_kernels in (False, True):
         fused = (lambda x, block: block in FUSED_BLOCKS) if by_kernels else fp8_linear.has_kernels
-        monkeypatch.setattr(fp8_linear, "has_kernels", fused)
+        for module in (fp8_linear, fp8_operands):
+            monkeypatch.setattr(module, "has_kernels", fused)
         layer, found = a_layer(casts, dtype=torch.bfloat16), []
         with record_launches() as launches:
             for _ in range(3):
@@ -621,7 +621,8 @@ def test_scales_by_tile_follow_the_tokens():
 
 @pytest.fixture
 def by_kernels(monkeypatch):
-    monkeypatch.setattr(fp8_linear, "has_kernels", lambda x, block: block in FUSED_BLOCKS)
+    for module in (fp8_linear, fp8_operands):
+        monkeypatch.setattr(module, "has_kernels", lambda x, block: block in FUSED_BLOCKS)
     monkeypatch.setattr(fp8_linear, "turns_by_kernel", lambda values: True)
 
 
@@ -634,6 +635,7 @@ def test_kernels_give_the_layer_the_same_bits(casts, by_kernels):
         found = run(layer, x, gradient)
         with (
             mock.patch.object(fp8_linear, "has_kernels", lambda x, block: False),
+            mock.patch.object(fp8_operands, "has_kernels", lambda x, block: False),
             mock.patch.object(fp8_linear, "turns_by_kernel", lambda values: False),
         ):
             expected = run(plain, x, gradient)
@@ -709,7 +711,8 @@ def test_x_is_kept_as_backward_reads_it(name, by_kernels):
 @pytest.mark.parametrize("kernels", [False, True])
 def test_weights_are_quantized_once_for_all_micro_batches(casts, kernels, monkeypatch):
     """And give the same bits, with delayed scales too: a micro-batch more leaves the weight's amax what it is."""
-    monkeypatch.setattr(fp8_linear, "has_kernels", lambda x, block: kernels and block in FUSED_BLOCKS)
+    for module in (fp8_linear, fp8_operands):
+        monkeypatch.setattr(module, "has_kernels", lambda x, block: kernels and block in FUSED_BLOCKS)
     model = nn.Sequential(a_layer(casts), nn.Tanh(), Fp8Linear(nn.Linear(OUT, 20, bias=False).to(DEVICE), casts))
     twin = copy.deepcopy(model)
     weights = [layer.weight for layer in model if hasattr(layer, "weight")]

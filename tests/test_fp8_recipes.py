@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from course_lib.fp8_linear import Cast, LayerCasters
+from course_lib.fp8_linear import LayerCasters
+from course_lib.fp8_operands import Cast
 from course_lib.fp8_recipes import FP8_LM_CASTS, RECIPES, TE_CASTS, Recipe, by_blocks, per_tensor
 from course_lib.quantization import SQUARE, TENSOR, TILE
 from eight_bits import E4M3, E5M2

@@ -13,8 +13,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compiled_once import compile_launches
-from course_lib import fused_adamw
-from course_lib.fused_adamw import BLOCK, FusedAdamW, adamw_many_kernel, adamw_step, update, update_many
+from course_lib import adamw_optimizer
+from course_lib.adamw_optimizer import FusedAdamW, adamw_many_kernel, update_many
+from course_lib.fused_adamw import BLOCK, adamw_step, update
 from course_lib.guard_bands import GuardBands, guarded
 from course_lib.launches import Launch, record_launches
 from course_lib.model import ModelConfig, Transformer
@@ -301,7 +302,7 @@ def test_a_captured_graph_has_a_launch_for_each(monkeypatch):
     optimizer = FusedAdamW(parameters)
     one_each, together = ["adamw_kernel"] * 3, ["adamw_many_kernel"] * 2
     for capturing, names in ((False, one_each), (True, one_each), (False, together[:1])):
-        monkeypatch.setattr(fused_adamw, "capturing", lambda device, capturing=capturing: capturing)
+        monkeypatch.setattr(adamw_optimizer, "capturing", lambda device, capturing=capturing: capturing)
         with record_launches() as launches:
             optimizer.step()
         assert [launch.name for launch in launches] == names

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from calls import said
-from course_lib.fused_adamw import FusedAdamW
+from course_lib.adamw_optimizer import FusedAdamW
 from course_lib.fused_loss import defer_head, linear_cross_entropy
 from course_lib.fused_norm import FusedRMSNorm
 from course_lib.fused_rope import rope
