@@ -4,9 +4,11 @@
 
 A notebook is replaced when its last cell has run, in one step; one that fails stays as it was. Metadata is cleaned as
 nbdev-clean does it, and cells are folded (fold.py). Views of widgets are left out: without a kernel they are error
-messages, which is why a static figure stands beside each.
+messages, which is why a static figure stands beside each. Pictures are stored as small as they get without a loss.
 """
 
+import base64
+import io
 import sys
 import time
 from pathlib import Path
@@ -16,12 +18,23 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
 from nbdev.clean import clean_nb
 from nbdev.config import get_config
+from PIL import Image
 
 from export import ROOT, ExportError, read_notebook, write_atomically
 from fold import fold
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELL_TIMEOUT_S = 600
+
+
+def shrunk(png: str) -> str:
+    """The same picture in fewer bytes: without a layer of transparency where nothing is transparent. Both in base64."""
+    picture = Image.open(io.BytesIO(base64.b64decode(png)))
+    if picture.mode == "RGBA" and picture.getextrema()[3] == (255, 255):
+        picture = picture.convert("RGB")
+    smaller = io.BytesIO()
+    picture.save(smaller, "PNG", optimize=True)
+    return min(base64.b64encode(smaller.getvalue()).decode(), "".join(png.split()), key=len)
 
 
 def render(path: Path) -> None:
@@ -42,6 +55,8 @@ def render(path: Path) -> None:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+            for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
+                data["image/png"] = shrunk(data["image/png"])
     config = get_config(path=ROOT)
     clean_nb(notebook, allowed_metadata_keys=config.allowed_metadata_keys,
              allowed_cell_metadata_keys=config.allowed_cell_metadata_keys, clean_ids=config.clean_ids)

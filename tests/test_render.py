@@ -1,10 +1,15 @@
 """scripts/render.py: outputs come in, ids stay, a notebook that fails stays as it was. Starts two kernels, no GPU."""
 
+import base64
+import io
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
+from PIL import Image
+
+from render import shrunk
 
 ROOT = Path(__file__).resolve().parent.parent
 CELLS = {
@@ -35,6 +40,22 @@ def test_outputs_come_in_and_nbdev_clean_has_nothing_left_to_do(tmp_path):
     before = path.read_bytes()
     subprocess.run([Path(sys.executable).parent / "nbdev-clean", "--fname", path], check=True, cwd=ROOT)
     assert path.read_bytes() == before
+
+
+def test_a_picture_gets_smaller_and_stays_the_same():
+    """Where something is transparent it stays so; what can't get smaller is left alone."""
+    for alpha, mode in ((255, "RGB"), (0, "RGBA")):
+        picture = Image.new("RGBA", (90, 60), (255, 255, 255, 255))
+        for x in range(90):
+            picture.putpixel((x, x * 7 % 60), (x, 3 * x % 256, 200, alpha))
+        stored = io.BytesIO()
+        picture.save(stored, "PNG", compress_level=1)
+        before = base64.b64encode(stored.getvalue()).decode()
+        after = shrunk(before)
+        found = Image.open(io.BytesIO(base64.b64decode(after)))
+        assert len(after) < len(before) and found.mode == mode
+        assert found.convert("RGBA").tobytes() == picture.tobytes()
+        assert shrunk(after + "\n") == after
 
 
 def test_a_notebook_that_fails_stays_as_it_was(tmp_path):
