@@ -23,7 +23,7 @@ from launcher import slurm  # noqa: E402
 from launcher.first_error import shown  # noqa: E402
 from launcher.program import LaunchError, Program, exercise, parse, read_program, try_options  # noqa: E402
 from launcher.run import run, say, stopped  # noqa: E402
-from launcher.torchrun import complete_options, given, split_notebook  # noqa: E402
+from launcher.torchrun import ENVIRONMENT, complete_options, given, split_notebook  # noqa: E402
 
 ENTRY = Path(__file__).resolve().parent / "rank_entry.py"
 
@@ -139,8 +139,8 @@ def launch(argv: list[str]) -> int:
     else:
         torchrun = complete_options(torchrun, own.nproc_per_node, program.processes())
         command = torchrun_command(torchrun, program, options)
-        threads = [f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"] if "OMP_NUM_THREADS" in os.environ else []
-        printed = " ".join(threads + [shlex.join([sys.executable, "-m", "torch.distributed.run", *command])]) + "\n"
+        environment = [f"{name}={shlex.quote(os.environ[name])}" for name in ENVIRONMENT if name in os.environ]
+        printed = " ".join(environment + [shlex.join([sys.executable, "-m", "torch.distributed.run", *command])]) + "\n"
     if differing(program):
         check_writable(program.library)
     if problem := try_options(program, options):

@@ -256,6 +256,21 @@ def test_a_way_that_fails_or_is_wrong_is_not_taken_however_fast(fault, timed, mo
     assert kernels_of(q, k, v) == [FORWARD]
 
 
+def test_without_a_query_or_a_key_both_ways_are_compared_as_well(timed):
+    """Of no numbers nothing is the largest one."""
+    empty = torch.zeros(1, 0, 2, 16, dtype=torch.float16, device=DEVICE)
+    there = torch.ones(1, 5, 2, 16, dtype=torch.float16, device=DEVICE)
+
+    def way(q):
+        return q, there
+
+    def same(q):
+        return way(q)
+
+    with mock.patch.object(flash_attention.triton.testing, "do_bench", lambda run, **settings: float(run() is None)):
+        assert flash_attention.fastest((way, same), empty, 5, True, (empty,)) in (way, same)
+
+
 def test_what_suits_hopper(monkeypatch):
     """On a GPU what hopper_attention takes; what it refuses is no error here."""
     assert suits_hopper(*(x.contiguous() for x in inputs())) == (DEVICE == "cuda")

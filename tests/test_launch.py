@@ -325,6 +325,16 @@ def test_the_default_rendezvous(launch):
     assert added("--nnodes", "2", "--master-addr", "node1", "--node-rank", "1") == ""
 
 
+def test_where_nodes_may_come_the_store_is_not_shared(launch):
+    """With torchrun's shared store a node that joins later waits in vain; see test_survival.py for one that joins."""
+    several = ("--nnodes", "1:2", "--rdzv-endpoint", "node1:29400", "--dry-run")
+    switch = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    assert f" {switch}=1 " in f" {launch(TOY, *several)[1]}"
+    with mock.patch.dict(os.environ, {switch: "0"}):  # the user's own word
+        assert f" {switch}=0 " in f" {launch(TOY, *several)[1]}"
+    assert switch not in launch(TOY, "--nnodes", "2:2", *several[2:])[1]
+
+
 def test_processes():
     from launcher.program import LaunchError
     from launcher.torchrun import process_count

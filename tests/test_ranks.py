@@ -306,9 +306,10 @@ def test_a_rank_answers_again_after_it_could_not_look_into_the_folder(ranks):
 
 def fail_in_turn() -> None:
     rank = dist.get_rank()
+    dist.barrier()  # from here on the ranks are in step
     if rank == 0:
         return
-    time.sleep(0.05 * (4 - rank))
+    time.sleep(0.15 * (3 - rank))
     raise [None, OSError, IndexError, LookupError][rank]("from rank", rank)
 
 

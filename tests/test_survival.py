@@ -33,7 +33,7 @@ from course_lib.saved_run import Log, SavedRun
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 300  # a deadline for what hangs; a launch on a busy machine may take a minute
-RENDEZVOUS = "last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"
+RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 SMALL = "--preset debug --seq 32 --batch 8".split()
 
 
@@ -160,21 +160,28 @@ def test_a_job_goes_on_after_a_rank_is_killed(ranks, folder):
     assert all(damaged(each, describe(each)["files"]) is None for each in checkpoints.values())
 
 
-def listens(launch: Launch, port: int) -> bool:
-    """Whether a launcher keeps the rendezvous."""
-    open_here = launch.process.net_connections()
-    return any(each.status == psutil.CONN_LISTEN and each.laddr.port == port for each in open_here)
+def ports_of(launch: Launch, status: str) -> set[int]:
+    """The ports that a launcher listens on, or is connected to."""
+    found = [each for each in launch.process.net_connections() if each.status == status]
+    return {each.laddr.port if status == psutil.CONN_LISTEN else each.raddr.port for each in found}
 
 
-def test_a_job_goes_on_when_a_node_is_lost(ranks, folder, port):
-    """Two launchers of two ranks each; the one that does not keep the rendezvous is killed without warning."""
-    torchrun = "--nnodes 1:2 --nproc-per-node 2 --max-restarts 8 --rdzv-backend c10d --rdzv-id survival".split()
+def test_a_job_goes_on_when_a_node_comes_and_when_it_is_lost(ranks, folder, port):
+    """Two launchers of two ranks each. The second joins a round that has begun, and is killed without warning."""
+    torchrun = "--nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id survival".split()
     torchrun += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RENDEZVOUS]
     program = "--layout dp4 --elastic --steps 24 --drop-tokens 0.1 --warmup 6".split()
-    nodes = [Launch(folder, torchrun, [*program, "--save-every", "2"]) for _ in range(2)]
-    nodes[0].after_step(5, "dp4")
-    stays, goes = sorted(nodes, key=lambda node: listens(node, port), reverse=True)
-    assert listens(stays, port) and not listens(goes, port)
+    stays = Launch(folder, torchrun, [*program, "--save-every", "2"])
+    wait_for(lambda: len(stays.ranks()) == 2, "no ranks")
+    first_round = stays.ranks().values()
+    for rank in first_round:  # or they would have done all steps before the other node is there
+        rank.suspend()
+    goes = Launch(folder, torchrun, [*program, "--save-every", "2"])
+    wait_for(lambda: port in ports_of(goes, psutil.CONN_ESTABLISHED), "the node does not come")
+    for rank in first_round:
+        rank.resume()
+    goes.after_step(5, "dp4")
+    assert port in ports_of(stays, psutil.CONN_LISTEN) - ports_of(goes, psutil.CONN_LISTEN)
     lost, before = goes.ranks(), len(records(stays.out))
     assert len(lost) == 2
     goes.process.kill()

@@ -8,6 +8,7 @@ from launcher.program import LaunchError, parse
 from rank_entry import BACKENDS
 
 SCRIPT = "rank_entry.py"  # stands for the script in a command line that is only read
+ENVIRONMENT = ("OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE")  # what `complete_options` may set as well
 SAYS_WHAT_RUNS = {"module": "-m", "no_python": "--no-python", "run_path": "--run-path"}
 
 
@@ -53,6 +54,11 @@ def complete_options(options: list[str], processes: str, own_processes: object) 
         os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(count)))
     options = [*rendezvous_options(options), "--nproc-per-node", str(count), *options]
     check(options)
+    fewest, most = node_range(arguments(options).nnodes)
+    if fewest < most:
+        # With the store shared, which is the default, the agent of rank 0 names it in the first round alone (torch 2.11
+        # and 2.13): a node that joins later waits for that name, and after a minute the whole job ends.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     return options
 
 
@@ -89,12 +95,12 @@ def threads_per_rank(processes: int) -> int:
     return max(1, cores // processes)
 
 
-def most_nodes(nnodes: str) -> int:
-    """The number of nodes that may take part; `--nnodes` is a number or a range."""
+def node_range(nnodes: str) -> tuple[int, int]:
+    """The fewest and the most nodes that take part; `--nnodes` is a number or a range."""
     from torch.distributed.run import parse_min_max_nnodes
 
     try:
-        return parse_min_max_nnodes(nnodes)[1]
+        return parse_min_max_nnodes(nnodes)
     except (ValueError, RuntimeError):
         raise LaunchError(f"--nnodes {nnodes} is neither a number of nodes nor a range such as 1:4") from None
 
@@ -105,7 +111,7 @@ def rendezvous_options(options: list[str]) -> list[str]:
     if "standalone" in named:
         return []
     if not named & {"rdzv_endpoint", "master_addr", "master_port", "rdzv_backend"}:
-        if most_nodes(read.nnodes) > 1:
+        if node_range(read.nnodes)[1] > 1:
             raise LaunchError(f"--nnodes {read.nnodes} needs --rdzv-endpoint HOST:PORT, the same on every node")
         # Without an address torchrun names this machine by a look-up that not every laptop answers.
         return ["--standalone"] if "local_addr" in named else ["--standalone", "--local-addr", "127.0.0.1"]
@@ -123,4 +129,4 @@ def check(options: list[str]) -> None:
         config_from_args(argparse.Namespace(**vars(read) | {"log_dir": os.devnull}))  # it would make the folder
     except Exception as error:  # AssertionError, ValueError, RuntimeError and more, for one bad value or another
         raise LaunchError(f"torchrun: {' '.join(str(error).split())}") from None
-    check_port(read, several_nodes=most_nodes(read.nnodes) > 1)
+    check_port(read, several_nodes=node_range(read.nnodes)[1] > 1)
