@@ -26,8 +26,8 @@ from attention_cases import BACKENDS, SIZES, backend, cases, flops
 from attention_exact import exact
 from kernel_runs import Case, Comparison, random
 
+from course_kit.gpu.ablations import STEPS, undone
 from course_lib import flash_forward
-from course_lib.ablations import STEPS, undone
 from course_lib.flash_attention import flash_attention
 from course_lib.flash_first import first_attention
 from course_lib.flash_forward import FORWARD_CONFIGURATIONS, flash_forward_kernel, launch_forward

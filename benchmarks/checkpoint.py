@@ -42,12 +42,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from course_kit.ranks import Ranks
 from course_lib.checkpoint import Checkpoints, at_rest, load, save
 from course_lib.layouts import Layout
 from course_lib.meshes import build_mesh
 from course_lib.model import PRESETS
 from course_lib.parallel_model import ParallelModel, parallelize
-from course_lib.ranks import Ranks
 from course_lib.shard_boxes import Box, own_share, state_boxes, weight_boxes
 
 REPETITIONS = 9

@@ -36,9 +36,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from course_kit.ranks import Ranks
 from course_lib.context_parallel import METHODS
 from course_lib.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.ranks import Ranks
 from course_lib.sequence_parallel import apply_sequence_parallel, gather_sequence
 from course_lib.sequence_shards import ORDERS, chunks_of, from_order, shard_sequence, unshard_sequence
 from course_lib.tensor_parallel import apply_tensor_parallel

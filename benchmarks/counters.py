@@ -81,8 +81,8 @@ def run_kernels(device: torch.device) -> None:
 
 def predicted(device: torch.device) -> list[dict]:
     """The same launches, counted without counters."""
-    from course_lib.launches import record_launches
-    from course_lib.transactions import count_transactions
+    from course_kit.gpu.launches import record_launches
+    from course_kit.gpu.transactions import count_transactions
 
     major, minor = torch.cuda.get_device_capability(device)
     with record_launches() as launches:

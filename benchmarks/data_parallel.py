@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from course_kit.ranks import Ranks
 from course_lib.data_parallel import DataParallel
 from course_lib.model import PRESETS, Transformer, loss
-from course_lib.ranks import Ranks
 
 BUCKET_MB = (1, 5, 25)
 TRIES = 9  # steps for each bucket size

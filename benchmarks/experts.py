@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_kit.ranks import Ranks
 from course_lib.expert_exchange import exchanged
 from course_lib.experts import Experts, batched_experts, grouped_experts, loop_experts
-from course_lib.ranks import Ranks
 from course_lib.router import Router
 from course_lib.sequence_parallel import gather_sequence, reduce_scatter_sequence
 from course_lib.traffic import count_traffic

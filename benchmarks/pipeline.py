@@ -28,9 +28,9 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _ComputationType
 
+from course_kit.ranks import Ranks
 from course_lib.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.pipeline import PipelineRunner, split_stages
-from course_lib.ranks import Ranks
 from course_lib.schedules import Action, Schedule, afab, interleaved, one_f_one_b, simulate, validate, zero_bubble_v
 from course_lib.traffic import count_traffic
 

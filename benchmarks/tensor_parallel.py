@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from course_kit.ranks import Ranks
 from course_lib.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.ranks import Ranks
 from course_lib.regions import copy_to_group
 from course_lib.tensor_parallel import apply_tensor_parallel
 from course_lib.vocab_parallel import vocab_parallel_cross_entropy

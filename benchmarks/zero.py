@@ -25,10 +25,10 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
+from course_kit.ranks import Ranks
 from course_lib.fully_shard import fully_shard
 from course_lib.memory import param_count, state_bytes
 from course_lib.model import PRESETS, Transformer, loss
-from course_lib.ranks import Ranks
 from course_lib.zero import ZeroOptimizer
 
 BUCKET_MB = (1, 5, 25)

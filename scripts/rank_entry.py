@@ -71,7 +71,7 @@ def join_group() -> None:
         torch.accelerator.set_device_index(local_rank)
         # On a single rank NCCL, and the GPU memory it takes, can wait for the first collective.
         device = torch.device(accelerator.type, local_rank) if world_size > 1 else None
-    elif hasattr(os, "sched_setscheduler"):  # the ranks may outnumber the cores: as in course_lib/rank_worker.py
+    elif hasattr(os, "sched_setscheduler"):  # the ranks may outnumber the cores: as in course_kit/ranks/worker.py
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     opens_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

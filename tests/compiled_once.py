@@ -1,4 +1,5 @@
-"""`compile_launches` of course_lib.compiled that compiles each kernel once on this machine, for all workers and runs.
+"""`compile_launches` of course_kit.gpu.compiled that compiles each kernel once on this machine, for all workers and
+runs.
 
 What the compiler made is kept beside Triton's own cache, by all that it was made of: the text of the kernel and of what
 it calls, types, constants, hints and options of the launch, the GPU, the compiler's version, and our code round it.
@@ -13,9 +14,9 @@ from pathlib import Path
 
 import triton
 
-from course_lib import accesses, compiled, kernel_sources
-from course_lib.compiled import Compiled, request
-from course_lib.launches import Launch
+from course_kit.gpu import accesses, compiled, sources
+from course_kit.gpu.compiled import Compiled, request
+from course_kit.gpu.launches import Launch
 
 FOLDER = Path(triton.knobs.cache.dir) / "compiled-once"
 PLACES = ("file", "line")  # of a source: where it stands, which changes nothing
@@ -28,7 +29,7 @@ def content(launch: Launch, capability: int) -> str:
         name: {part: value for part, value in source.items() if part not in PLACES}
         for name, source in wanted["sources"].items()
     }
-    ours = [inspect.getsource(module) for module in (accesses, compiled, kernel_sources)]
+    ours = [inspect.getsource(module) for module in (accesses, compiled, sources)]
     everything = in_order(wanted), capability, triton.__version__, platform.python_version(), ours
     return hashlib.sha256(repr(everything).encode()).hexdigest()
 
@@ -39,7 +40,7 @@ def in_order(value):
 
 
 def compile_launches(launches: list[Launch], capability: int = 90) -> list[Compiled]:
-    """As course_lib.compiled.compile_launches."""
+    """As course_kit.gpu.compiled.compile_launches."""
     files = [FOLDER / content(launch, capability) for launch in launches]
     missing = {file: launch for file, launch in zip(files, launches, strict=True) if not file.exists()}
     if missing:

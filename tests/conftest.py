@@ -6,13 +6,12 @@ import socket
 import pytest
 import torch
 
-from course_lib import rank_processes
-from course_lib.ranks import Ranks
+from course_kit.ranks import Ranks, processes
 
 pytest_plugins = ["suite"]
 # A job in the background ignores Ctrl-C, and so would all programs that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-rank_processes.ANSWER_S = 30.0  # a rank of a busy machine may say late where it is; the tests want to hear it
+processes.ANSWER_S = 30.0  # a rank of a busy machine may say late where it is; the tests want to hear it
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses

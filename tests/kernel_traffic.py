@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from course_lib.transactions import observed
+from course_kit.gpu.transactions import observed
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""course_lib.ablations: kernels with lines replaced are kernels, and none of FlashAttention's ideas changes its result.
-Interpreted, or on a GPU.
+"""course_kit.gpu.ablations: kernels with lines replaced are kernels, and none of FlashAttention's ideas changes its
+result. Interpreted, or on a GPU.
 """
 
 import pytest
@@ -7,12 +7,12 @@ import torch
 import triton
 import triton.language as tl
 
-from course_lib.ablations import STEPS, difference, undone
+from course_kit.gpu.ablations import STEPS, difference, undone
+from course_kit.gpu.compiled import compile_kernel
+from course_kit.gpu.transactions import count_transactions
 from course_lib.attention_blocks import plain_forward
-from course_lib.compiled import compile_kernel
 from course_lib.flash_forward import flash_forward_kernel, head_sizes, strides_of
 from course_lib.rounding import cast, widen
-from course_lib.transactions import count_transactions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = {"BLOCK_Q": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1}

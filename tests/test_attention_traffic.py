@@ -1,4 +1,4 @@
-"""course_lib.attention_traffic: bytes by formula are those that PyTorch and our kernel move and keep. CPU or GPU;
+"""course_kit.gpu.attention_traffic: bytes by formula are those that PyTorch and our kernel move and keep. CPU or GPU;
 the kernel's are counted in Triton's interpreter.
 """
 
@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from course_lib import flash_forward
-from course_lib.attention_traffic import (
+from course_kit.gpu.attention_traffic import (
     AttentionShape,
     flash_traffic,
     kept_by_flash,
@@ -16,10 +15,11 @@ from course_lib.attention_traffic import (
     least_traffic,
     standard_traffic,
 )
+from course_kit.gpu.operation_bytes import BytesMoved
+from course_kit.gpu.transactions import count_transactions
+from course_lib import flash_forward
 from course_lib.flash_attention import flash_attention
-from course_lib.operation_bytes import BytesMoved
 from course_lib.tiled_attention import flash_attention_reference
-from course_lib.transactions import count_transactions
 
 SECTOR = 32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from course_kit.gpu.launches import record_launches
 from course_lib import flash_forward
 from course_lib.attention_tiles import flops_backward, flops_forward
 from course_lib.flash_attention import flash_attention
-from course_lib.launches import record_launches
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")

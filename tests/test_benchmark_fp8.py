@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_lib.launches import record_launches
+from course_kit.gpu.launches import record_launches
 from course_lib.quantization import ROW, TENSOR, TILE
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

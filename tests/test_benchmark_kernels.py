@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_lib.launches import record_launches
+from course_kit.gpu.launches import record_launches
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_kit.ranks import Ranks
 from course_lib.checkpoint import Checkpoints, at_rest, load, save
 from course_lib.checkpoint_files import ABOUT, BoxReader, digest, sealed
 from course_lib.layouts import Layout
 from course_lib.meshes import build_mesh
 from course_lib.model import ModelConfig
 from course_lib.parallel_model import parallelize
-from course_lib.ranks import Ranks
 from course_lib.router import take_counts, update_bias
 from course_lib.shard_boxes import Box, fill, state_boxes, weight_boxes
 

@@ -1,4 +1,6 @@
-"""course_lib.checks: an error in a learner's answer becomes advice, and a note for `make progress`. Needs no GPU."""
+"""course_kit.checks.advice: an error in a learner's answer becomes advice, and a note for `make progress`. Needs no
+GPU.
+"""
 
 import contextlib
 import json
@@ -8,7 +10,7 @@ import stat
 import pytest
 import torch
 
-from course_lib.checks import CheckFailed, check
+from course_kit.checks import CheckFailed, check
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,5 @@
-"""course_lib.compiled says what NVIDIA's own tools say of a kernel; accesses and kernel_sources find its loads, and its
-text with all that it calls. Triton's compiler, on the CPU.
+"""course_kit.gpu.compiled says what NVIDIA's own tools say of a kernel; accesses and sources find its loads, and
+its text with all that it calls. Triton's compiler, on the CPU.
 """
 
 import importlib.util
@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 import compiled_once
-from course_lib.accesses import Access
-from course_lib.compiled import Compiled, compile_kernel, compile_launches, request
+from course_kit.gpu.accesses import Access
+from course_kit.gpu.compiled import Compiled, compile_kernel, compile_launches, request
+from course_kit.gpu.launches import Launch, record_launches
+from course_kit.gpu.sources import rebuild, sources
 from course_lib.elu_kernels import elu
 from course_lib.gpus import GPUS
-from course_lib.kernel_sources import rebuild, sources
-from course_lib.launches import Launch, record_launches
 from course_lib.matmul import matmul
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -76,7 +76,7 @@ CUBINS = """
 import pickle, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from course_lib.kernel_sources import rebuild
+from course_kit.gpu.sources import rebuild
 for number, wanted in enumerate(pickle.load(sys.stdin.buffer)):
     source = ASTSource(rebuild(wanted["sources"]), wanted["types"], wanted["constants"], wanted["hints"])
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=wanted["options"])

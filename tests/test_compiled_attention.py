@@ -13,8 +13,9 @@ import torch
 import triton
 
 from compiled_once import compile_launches
-from course_lib.ablations import undone
-from course_lib.compiled import Compiled
+from course_kit.gpu.ablations import undone
+from course_kit.gpu.compiled import Compiled
+from course_kit.gpu.launches import Launch
 from course_lib.flash_backward import (
     DELTA_ROWS,
     KEY_CONFIGURATIONS,
@@ -26,7 +27,6 @@ from course_lib.flash_backward import (
 from course_lib.flash_forward import FORWARD_CONFIGURATIONS, flash_forward_kernel, head_sizes, strides_of, wide_enough
 from course_lib.flash_one_walk import ONE_WALK_CONFIGURATIONS, gradient_kernel
 from course_lib.gpus import GPUS, occupancy
-from course_lib.launches import Launch
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")
 GPUS_BY_CAPABILITY = {80: GPUS["A100"], 90: GPUS["H100"]}

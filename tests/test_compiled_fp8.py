@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 from compiled_once import compile_launches
-from course_lib.compiled import Compiled
+from course_kit.gpu.compiled import Compiled
+from course_kit.gpu.instructions import Instruction, find_jumps, kind_of, machine_code, parse
+from course_kit.gpu.launches import Launch, record_launches
 from course_lib.fp8_casts import FUSED_BLOCKS, quantize_both
 from course_lib.fp8_hopper import HOPPER_BLOCK_CONFIGURATIONS, hopper_block_matmul_kernel
 from course_lib.gpus import GPUS, occupancy
-from course_lib.instructions import Instruction, find_jumps, kind_of, machine_code, parse
-from course_lib.launches import Launch, record_launches
 from course_lib.quantization import ROW, SQUARE, TENSOR, TILE
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")

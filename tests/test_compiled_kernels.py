@@ -16,8 +16,10 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 
 from compiled_once import compile_launches
+from course_kit.gpu.compiled import Compiled, request
+from course_kit.gpu.instructions import main_loop
+from course_kit.gpu.launches import Launch, record_launches
 from course_lib import fused_norm
-from course_lib.compiled import Compiled, request
 from course_lib.elu_kernels import elu
 from course_lib.fused_adamw import adamw_step
 from course_lib.fused_loss import linear_cross_entropy
@@ -26,8 +28,6 @@ from course_lib.fused_rope import rope
 from course_lib.fused_softmax import softmax
 from course_lib.fused_swiglu import swiglu
 from course_lib.gpus import GPU, GPUS, Occupancy, occupancy
-from course_lib.instructions import main_loop
-from course_lib.launches import Launch, record_launches
 from course_lib.matmul import CONFIGURATIONS, matmul_kernel
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")

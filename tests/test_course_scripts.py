@@ -64,7 +64,7 @@ def test_progress_names_what_passes_fails_and_was_not_tried(notebooks, capsys):
 
 
 def test_progress_reads_what_a_check_writes(notebooks, tmp_path, monkeypatch, capsys):
-    checks = pytest.importorskip("course_lib.checks")
+    checks = pytest.importorskip("course_kit.checks.advice")
     (tmp_path / "workbook").mkdir()
     monkeypatch.chdir(tmp_path / "workbook")
     with checks.check("01.2"):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import cpp_extension
 
+from course_kit.checks.guard_bands import GuardBands, guarded
 from course_lib.cpp_kernels import (
     CPP_SOURCE,
     CUDA_KERNELS,
@@ -26,7 +27,6 @@ from course_lib.cpp_kernels import (
     require_cuda,
     require_torch_compile,
 )
-from course_lib.guard_bands import GuardBands, guarded
 from cuda_on_cpu import check_with_nvcc, compiled, needs_gcc, needs_nvcc, pointer
 
 PARAMETERS = "const float* x, float* out, float alpha, size_t n"

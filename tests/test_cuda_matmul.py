@@ -8,11 +8,11 @@ import subprocess
 import pytest
 import torch
 
+from course_kit.checks import CheckFailed
+from course_kit.checks.guard_bands import GuardBands, guarded
 from course_lib import cuda_matmul
-from course_lib.checks import CheckFailed
 from course_lib.cpp_kernels import CannotBuild, nvcc_report, require_cuda
 from course_lib.cuda_matmul import CUDA_LADDER, CudaKernel, build_matmul, check_matrices
-from course_lib.guard_bands import GuardBands, guarded
 from cuda_on_cpu import check_with_nvcc, compiled, needs_gcc, needs_nvcc, pointer
 
 PARAMETERS = "const float* a, const float* b, float* c, int m, int n, int k"

@@ -362,7 +362,7 @@ PLANTED = [
 
 def test_the_harness_finds_every_planted_fault(tmp_path, monkeypatch):
     monkeypatch.setattr("test_exercises.CELL_LIMIT_S", 10)
-    cells, answers = [code("setup", "from course_lib.checks import check")], ""
+    cells, answers = [code("setup", "from course_kit.checks import check")], ""
     for number, (solved, assertion, wrong, _) in enumerate(PLANTED, start=1):
         cells += exercise(number, solved, assertion)
         answers += "".join(f"# %% 01.{number} answer {i}\n{source}\n" for i, source in enumerate(wrong))
@@ -374,7 +374,7 @@ def test_the_harness_finds_every_planted_fault(tmp_path, monkeypatch):
 
 def test_the_harness_finds_faults_round_the_exercises(tmp_path):
     cells = [
-        code("setup", "from course_lib.checks import check"),
+        code("setup", "from course_kit.checks import check"),
         *exercise(1, "x = 1", "assert x == 1, 'it should be one'", name="01.7"),
         code("ex-01-2", "### BEGIN SOLUTION\nx = 1\n### END SOLUTION"),
         code("check-01-2", "assert x == 1, 'it should be one'"),

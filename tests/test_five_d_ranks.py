@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from calls import peak_bytes, said
+from course_kit.ranks import Ranks
 from course_lib import five_d
 from course_lib.data import TokenBatches
 from course_lib.five_d import main, options, parallelize, whole_weights
@@ -21,7 +22,6 @@ from course_lib.layouts import Layout, coordinates, groups_along
 from course_lib.meshes import build_mesh
 from course_lib.mixture import apply_moe
 from course_lib.model import ModelConfig, Transformer
-from course_lib.ranks import Ranks
 from course_lib.recompute import IGNORED, summed_loss
 from course_lib.router import routers_of
 from course_lib.tensor_shards import TensorShard

@@ -12,6 +12,10 @@ import torch
 import triton
 
 from attention_inputs import DEVICE, NAMES, Case, exact, inputs, plain_scores, pytorchs, random_cases, rms, run
+from course_kit.checks.guard_bands import GuardBands
+from course_kit.checks.kernels import run_guarded
+from course_kit.gpu.launches import record_launches
+from course_kit.gpu.transactions import observed
 from course_lib.attention_tiles import tiles
 from course_lib.flash_attention import (
     FLASH_BLOCK,
@@ -38,10 +42,6 @@ from course_lib.flash_forward import (
     wide_enough,
 )
 from course_lib.flash_one_walk import ONE_WALK_CONFIGURATIONS, gradient_kernel, launch_one_walk
-from course_lib.guard_bands import GuardBands
-from course_lib.kernel_checks import run_guarded
-from course_lib.launches import record_launches
-from course_lib.transactions import observed
 
 torch.set_num_threads(1)
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts inside Triton's interpreter")

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from course_kit.gpu.launches import record_launches
 from course_lib.flash_attention import (
     flash_attention,
     lengths_to_cu_seqlens,
@@ -21,7 +22,6 @@ from course_lib.flash_attention import (
     use_flash_attention,
 )
 from course_lib.kernels import use_kernels
-from course_lib.launches import record_launches
 from course_lib.model import ModelConfig, Transformer, causal_attention, loss
 from course_lib.recompute import apply_recompute, kept_bytes
 from split_models import differing, init

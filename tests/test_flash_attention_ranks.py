@@ -5,9 +5,9 @@
 import torch
 
 from attention_inputs import NAMES, Case, exact, inputs
+from course_kit.gpu.launches import record_launches
 from course_lib.context_parallel import METHODS, apply_context_parallel
 from course_lib.flash_attention import FLASH_BLOCK, use_flash_attention
-from course_lib.launches import record_launches
 from course_lib.model import ModelConfig
 from course_lib.sequence_shards import shard_sequence, unshard_sequence
 from course_lib.shards import clip_grad_norm_

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from compiled_once import compile_launches
+from course_kit.checks.guard_bands import GuardBands, guarded
+from course_kit.gpu.ablations import undone
+from course_kit.gpu.launches import record_launches
+from course_kit.gpu.transactions import count_transactions
 from course_lib import flash_first
-from course_lib.ablations import undone
 from course_lib.attention_blocks import plain_forward
 from course_lib.flash_first import first_attention, first_attention_kernel
-from course_lib.guard_bands import GuardBands, guarded
-from course_lib.launches import record_launches
-from course_lib.transactions import count_transactions
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of the largest element

@@ -9,12 +9,12 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from compiled_once import compile_launches
+from course_kit.checks.kernels import run_guarded
+from course_kit.gpu.launches import record_launches
 from course_lib import flash_attention, flash_hopper
 from course_lib.attention_blocks import plain_forward
 from course_lib.flash_hopper import HOPPER_CONFIGURATIONS, hopper_attention, hopper_forward_kernel, suits_hopper
 from course_lib.gpus import GPUS
-from course_lib.kernel_checks import run_guarded
-from course_lib.launches import record_launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.bfloat16, torch.float16, torch.float32)

@@ -7,6 +7,9 @@ import torch
 import triton
 
 from attention_inputs import DEVICE, NAMES, Case, exact, inputs, rms, run
+from course_kit.checks.guard_bands import GuardBands
+from course_kit.checks.kernels import run_guarded
+from course_kit.gpu.launches import record_launches
 from course_lib.flash_attention import (
     flash_attention,
     flash_attention_varlen,
@@ -16,9 +19,6 @@ from course_lib.flash_attention import (
     packed_attention,
 )
 from course_lib.flash_forward import flash_forward_kernel
-from course_lib.guard_bands import GuardBands
-from course_lib.kernel_checks import run_guarded
-from course_lib.launches import record_launches
 
 torch.set_num_threads(1)
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="watches Triton's interpreter")

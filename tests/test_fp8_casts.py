@@ -6,6 +6,9 @@ import pytest
 import torch
 import triton
 
+from course_kit.checks.guard_bands import GuardBands, guarded
+from course_kit.gpu.launches import record_launches
+from course_kit.gpu.transactions import count_transactions
 from course_lib import fp8_casts
 from course_lib.fp8_casts import (
     FUSED_BLOCKS,
@@ -17,8 +20,6 @@ from course_lib.fp8_casts import (
     quantize_operator,
     turn_tiles,
 )
-from course_lib.guard_bands import GuardBands, guarded
-from course_lib.launches import record_launches
 from course_lib.quantization import (
     ROW,
     SQUARE,
@@ -31,7 +32,6 @@ from course_lib.quantization import (
     quantize,
     scale_of,
 )
-from course_lib.transactions import count_transactions
 from kernel_traffic import count_accesses
 
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts in Triton's interpreter")

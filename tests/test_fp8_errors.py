@@ -1,5 +1,5 @@
-"""course_lib.fp8_errors: operands that make the model's own gradients, errors as one rounds by hand, outliers that only
-quantization sees. CPU.
+"""course_kit.gpu.fp8_errors: operands that make the model's own gradients, errors as one rounds by hand, outliers that
+only quantization sees. CPU.
 """
 
 import copy
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from course_kit.gpu.fp8_errors import OPERANDS, PRODUCTS, layer_errors, operands_of, plant_outliers, product_errors
 from course_lib.fp8 import RECIPES, apply_fp8
-from course_lib.fp8_errors import OPERANDS, PRODUCTS, layer_errors, operands_of, plant_outliers, product_errors
 from course_lib.fp8_operands import Cast, Casts
 from course_lib.fp8_recipes import by_blocks, per_tensor
 from course_lib.model import ModelConfig, Transformer, loss

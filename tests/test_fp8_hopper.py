@@ -11,14 +11,14 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpreterBuilder
 
+from course_kit.checks.guard_bands import GuardBands, guarded
+from course_kit.gpu.launches import record_launches
 from course_lib.fp8_hopper import (
     HOPPER_BLOCK_CONFIGURATIONS,
     hopper_block_matmul,
     hopper_block_matmul_kernel,
     hopper_block_matmul_op,
 )
-from course_lib.guard_bands import GuardBands, guarded
-from course_lib.launches import record_launches
 from course_lib.quantization import SQUARE, TENSOR, TILE, Quantized, dequantize, quantize
 
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts in Triton's interpreter")

@@ -12,7 +12,10 @@ import triton
 from triton.runtime.interpreter import InterpreterBuilder
 
 from compiled_once import compile_launches
-from course_lib.compiled import Compiled, compile_kernel
+from course_kit.checks.guard_bands import GuardBands, guarded
+from course_kit.checks.kernels import run_guarded
+from course_kit.gpu.compiled import Compiled, compile_kernel
+from course_kit.gpu.launches import Launch, record_launches
 from course_lib.fp8_kernels import (
     BLOCK_MATMUL_CONFIGURATIONS,
     block_matmul,
@@ -20,9 +23,6 @@ from course_lib.fp8_kernels import (
     block_matmul_op,
     has_pieces,
 )
-from course_lib.guard_bands import GuardBands, guarded
-from course_lib.kernel_checks import run_guarded
-from course_lib.launches import Launch, record_launches
 from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quantized, quantize
 from eight_bits import DEVICE, E4M3, E5M2, any_codes, stands_for
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from course_kit.gpu.launches import record_launches
 from course_lib import fp8_linear, fp8_operands
 from course_lib.fp8_casts import FUSED_BLOCKS, quantize_both
 from course_lib.fp8_linear import (
@@ -25,7 +26,6 @@ from course_lib.fp8_linear import (
 )
 from course_lib.fp8_operands import Cast, Casts
 from course_lib.fp8_recipes import by_blocks, per_tensor
-from course_lib.launches import record_launches
 from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
 from eight_bits import DEVICE, E4M3, E5M2, Products, scale_of_each, seeded, stands_for, uneven
 

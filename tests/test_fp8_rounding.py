@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from compiled_once import compile_launches
+from course_kit.gpu.launches import Launch
 from course_lib.fp8_rounding import cast_fp8, dot_fp8, widen_fp8
-from course_lib.launches import Launch
 
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="what the interpreter does")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,6 +11,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from calls import peak_bytes, said
+from course_kit.checks.guard_bands import GuardBands, guarded
+from course_kit.gpu.launches import record_launches
 from course_lib.fused_loss import (
     DeferredHead,
     chunk_size,
@@ -19,8 +21,6 @@ from course_lib.fused_loss import (
     defer_head,
     linear_cross_entropy,
 )
-from course_lib.guard_bands import GuardBands, guarded
-from course_lib.launches import record_launches
 from course_lib.model import ModelConfig, Transformer, loss
 
 torch.set_num_threads(1)

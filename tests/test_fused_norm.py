@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from course_kit.checks.guard_bands import GuardBands, guarded
+from course_kit.gpu.launches import record_launches
 from course_lib import fused_norm, rows
 from course_lib.fused_norm import FusedRMSNorm, forward_bytes, rms_norm
-from course_lib.guard_bands import GuardBands, guarded
-from course_lib.launches import record_launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5

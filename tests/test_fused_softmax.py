@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from course_kit.checks.guard_bands import GuardBands, guarded
+from course_kit.gpu.launches import record_launches
 from course_lib import rows
 from course_lib.fused_softmax import softmax, softmax_backward, softmax_forward
-from course_lib.guard_bands import GuardBands, guarded
-from course_lib.launches import record_launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of the largest element: one rounding

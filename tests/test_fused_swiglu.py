@@ -9,12 +9,12 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from course_kit.checks.guard_bands import GuardBands, guarded
+from course_kit.gpu.launches import record_launches
+from course_kit.gpu.operation_bytes import BytesMoved
 from course_lib.fused_swiglu import swiglu, swiglu_backward, swiglu_forward
-from course_lib.guard_bands import GuardBands, guarded
-from course_lib.launches import record_launches
 from course_lib.model import PRESETS, Transformer
 from course_lib.model import swiglu as eager
-from course_lib.operation_bytes import BytesMoved
 from kernel_traffic import count_accesses
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_lib.ablations import STEPS
+from course_kit.gpu.ablations import STEPS
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="here it runs on the GPU: make gpu")

@@ -1,12 +1,14 @@
-"""course_lib.guard_bands: stray loads, stray stores and a library call in a kernel's place are seen. Needs no GPU."""
+"""course_kit.checks.guard_bands: stray loads, stray stores and a library call in a kernel's place are seen. Needs no
+GPU.
+"""
 
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from course_lib.checks import CheckFailed
-from course_lib.guard_bands import BAND_BYTES, GuardBands, guarded
+from course_kit.checks import CheckFailed
+from course_kit.checks.guard_bands import BAND_BYTES, GuardBands, guarded
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]

@@ -1,5 +1,5 @@
-"""course_lib.instructions: what machine code executes in its loops. Any machine: Triton's compiler and NVIDIA's tools
-run on the CPU.
+"""course_kit.gpu.instructions: what machine code executes in its loops. Any machine: Triton's compiler and NVIDIA's
+tools run on the CPU.
 """
 
 import re
@@ -11,11 +11,11 @@ import torch
 import triton
 
 from compiled_once import compile_launches
-from course_lib import instructions
+from course_kit.gpu import instructions
+from course_kit.gpu.instructions import instruction_mix, instruction_table, loop_cycles, main_loop
+from course_kit.gpu.launches import Launch
 from course_lib.flash_forward import flash_forward_kernel, head_sizes, strides_of
 from course_lib.gpus import GPUS, WARP
-from course_lib.instructions import instruction_mix, instruction_table, loop_cycles, main_loop
-from course_lib.launches import Launch
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")
 TILES = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8}

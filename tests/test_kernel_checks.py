@@ -1,4 +1,4 @@
-"""course_lib.kernel_checks: a kernel that strays, is missing or leaves the work to PyTorch is found. Triton's
+"""course_kit.checks.kernels: a kernel that strays, is missing or leaves the work to PyTorch is found. Triton's
 interpreter, or a GPU where there is one.
 """
 
@@ -9,9 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
-from course_lib.checks import CheckFailed
-from course_lib.guard_bands import guarded
-from course_lib.kernel_checks import assert_near, run_guarded, stray_loads
+from course_kit.checks import CheckFailed
+from course_kit.checks.guard_bands import guarded
+from course_kit.checks.kernels import assert_near, run_guarded, stray_loads
 from course_lib.matmul import tunable
 from course_lib.rounding import cast, widen
 

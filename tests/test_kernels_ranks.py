@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from course_kit.gpu.launches import record_launches
 from course_lib.data_parallel import DataParallel
 from course_lib.fused_loss import defer_head, linear_cross_entropy
 from course_lib.fused_norm import FusedRMSNorm
 from course_lib.kernels import FusedBlock, use_kernels
-from course_lib.launches import record_launches
 from course_lib.recompute import IGNORED, apply_recompute
 from course_lib.sequence_parallel import SequenceParallelNorm, apply_sequence_parallel
 from course_lib.shards import clip_grad_norm_

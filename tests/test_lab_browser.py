@@ -64,7 +64,7 @@ def lab(folder: Path, port: int):
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         course.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, course)
-    for name in ("scripts", "notebooks", "course_lib"):
+    for name in ("scripts", "notebooks", "course_lib", "course_kit"):
         shutil.copytree(ROOT / name, course / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
     python = course / ".venv/bin/python"
     python.parent.mkdir(parents=True)

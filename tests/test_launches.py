@@ -1,4 +1,4 @@
-"""course_lib.launches: every launch of a kernel is seen, with its arguments, and none that did not happen. Triton's
+"""course_kit.gpu.launches: every launch of a kernel is seen, with its arguments, and none that did not happen. Triton's
 interpreter, or a GPU where there is one.
 """
 
@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from course_lib.launches import first_configuration, record_launches
+from course_kit.gpu.launches import first_configuration, record_launches
 from course_lib.matmul import CONFIGURATIONS, matmul, matmul_kernel, tunable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -5,8 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
-from course_lib.guard_bands import GuardBands, guarded
-from course_lib.launches import record_launches
+from course_kit.checks.guard_bands import GuardBands, guarded
+from course_kit.gpu.launches import record_launches
 from course_lib.matmul import matmul, place, strips_per_wave, tile_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,16 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from course_kit.pictures.memory import GPUS_GIB, memory_calculator, memory_figure
 from course_lib.memory import (
-    GPUS_GIB,
     POLICIES,
     _calculator_controls,
     activation_bytes,
     gpt_activation_bytes,
     gpt_param_count,
     layer_activations,
-    memory_calculator,
-    memory_figure,
     param_count,
     parameter_parts,
     state_bytes,

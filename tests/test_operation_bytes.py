@@ -1,8 +1,9 @@
-"""course_lib.operation_bytes: each operation's inputs and results are counted, once, and views are not. CPU or GPU."""
+"""course_kit.gpu.operation_bytes: each operation's inputs and results are counted, once, and views are not. CPU or GPU.
+"""
 
 import torch
 
-from course_lib.operation_bytes import BytesMoved, bytes_of
+from course_kit.gpu.operation_bytes import BytesMoved, bytes_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -8,14 +8,9 @@ import itertools
 import pytest
 from matplotlib.colors import to_hex
 
-from course_lib import planner as planner_module
-from course_lib.best_config import Ranking, search
-from course_lib.clusters import CLUSTERS
-from course_lib.layouts import Layout
-from course_lib.memory import memory_figure
-from course_lib.model import PRESETS
-from course_lib.planner import HEATMAP_NODES, HEATMAP_SETTINGS, family, planner
-from course_lib.ranking_figures import (
+from course_kit.pictures.memory import memory_figure
+from course_kit.pictures.planner import HEATMAP_NODES, HEATMAP_SETTINGS, family, planner
+from course_kit.pictures.ranking import (
     MEMORY_COLORS,
     distinct,
     heatmap_figure,
@@ -25,6 +20,11 @@ from course_lib.ranking_figures import (
     rejections_figure,
     two_lines,
 )
+from course_lib import planner as planner_module
+from course_lib.best_config import Ranking, search
+from course_lib.clusters import CLUSTERS
+from course_lib.layouts import Layout
+from course_lib.model import PRESETS
 
 GIB = 2**30
 H100 = CLUSTERS["H100"]

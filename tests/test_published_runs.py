@@ -1,5 +1,5 @@
-"""course_lib.published_runs: rows used or left out for a reason, step times that agree with what else was published,
-layouts that could run, and predictions of the right size. Needs no GPU.
+"""course_kit.planning.published_runs: rows used or left out for a reason, step times that agree with what else was
+published, layouts that could run, and predictions of the right size. Needs no GPU.
 """
 
 import collections
@@ -10,10 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.clusters import CLUSTERS
-from course_lib.layouts import Layout, check_layout
-from course_lib.memory import param_count
-from course_lib.published_runs import (
+from course_kit.planning.published_runs import (
     errors_by_source,
     left_out,
     load_published,
@@ -22,6 +19,9 @@ from course_lib.published_runs import (
     published_run,
     reason_left_out,
 )
+from course_lib.clusters import CLUSTERS
+from course_lib.layouts import Layout, check_layout
+from course_lib.memory import param_count
 
 FILE = Path(__file__).parent.parent / "data" / "published_throughput.csv"
 with open(FILE, newline="") as stream:

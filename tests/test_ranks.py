@@ -1,4 +1,5 @@
-"""course_lib.ranks: calls, reports of errors and hangs, interrupts, and that no process stays. Ranks on the CPU, gloo.
+"""course_kit.ranks.calls: calls, reports of errors and hangs, interrupts, and that no process stays. Ranks on the CPU,
+gloo.
 
 Notebooks are real Jupyter kernels. The last test wants CUDA.
 """
@@ -24,8 +25,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib import rank_processes
-from course_lib.ranks import Ranks, choose_backend
+from course_kit.ranks import Ranks, choose_backend
+from course_kit.ranks.processes import wait_until_connected
 
 psutil = pytest.importorskip("psutil")  # a GPU node may have neither
 pytest.importorskip("ipyparallel")
@@ -505,7 +506,7 @@ def exits() -> None:
 )
 def test_processes_that_are_lost_are_started_anew(function, expected, pair, monkeypatch):
     pair(total)
-    monkeypatch.setattr("course_lib.ranks.STOP_S", 0.5)
+    monkeypatch.setattr("course_kit.ranks.calls.STOP_S", 0.5)
     monkeypatch.setattr(pair, "timeout_s", 1)
     before = pair(os.getpid)
     with pytest.raises(RuntimeError) as caught:
@@ -669,7 +670,7 @@ def test_an_engine_is_asked_until_it_answers():
             return self.asked == 3
 
     engine = Engine()
-    rank_processes.wait_until_connected(engine)
+    wait_until_connected(engine)
     assert engine.asked == 3
 
 
@@ -690,7 +691,7 @@ def test_close_ends_all_and_a_later_call_starts_again(temporary):
 CLOSES = """
 import time
 import psutil
-from course_lib.ranks import Ranks
+from course_kit.ranks import Ranks
 
 def kept():
     me = psutil.Process()
@@ -716,7 +717,7 @@ def test_nothing_is_kept_of_a_closed_group_of_ranks():
 
 FORKS = """
 import os, sys
-from course_lib.ranks import Ranks
+from course_kit.ranks import Ranks
 ranks = Ranks(1, "gloo")
 if (child := os.fork()) == 0:
     sys.exit()
@@ -739,7 +740,7 @@ class Notebook:
         self.folder = folder
         self.manager, self.client = start_new_kernel(env=os.environ | {"TMPDIR": str(folder)})
         self.pid = self.manager.provisioner.process.pid
-        self.run("import time, torch, torch.distributed as dist; from course_lib.ranks import Ranks")
+        self.run("import time, torch, torch.distributed as dist; from course_kit.ranks import Ranks")
 
     def start(self, code: str) -> str:
         """Have a cell executed, without waiting for it."""
@@ -917,7 +918,7 @@ def busy() -> None:
 
 COMPILED = f"""
 import collections, itertools
-from course_lib.ranks import Ranks
+from course_kit.ranks import Ranks
 {inspect.getsource(busy)}
 ranks = Ranks(1, "gloo")
 print("ready", flush=True)

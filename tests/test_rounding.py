@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from compiled_once import compile_launches
-from course_lib.launches import Launch
+from course_kit.gpu.launches import Launch
 from course_lib.rounding import cast, dot, widen
 
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="what the interpreter does")

@@ -20,19 +20,20 @@ import psutil
 import pytest
 import torch
 
-from course_lib import sweep, sweep_rank
-from course_lib.enclosed import ROOT, run_enclosed
-from course_lib.heatmaps import heatmap
+from course_kit.pictures.heatmaps import heatmap
+from course_kit.sweep import program as sweep
+from course_kit.sweep import rank as sweep_rank
+from course_kit.sweep.enclosed import ROOT, run_enclosed
+from course_kit.sweep.rows import COUNTS, Rows
+from course_kit.sweep.runs import COLUMNS, PUBLISHED, Run, layouts_of, refusal, row_of, settings, torchrun_command
+from course_kit.sweep.slurm import collect, write_arrays
 from course_lib.layouts import Layout
-from course_lib.sweep_rows import COUNTS, Rows
-from course_lib.sweep_runs import COLUMNS, PUBLISHED, Run, layouts_of, refusal, row_of, settings, torchrun_command
-from course_lib.sweep_slurm import collect, write_arrays
 
 PATIENCE_S = 300  # a deadline for what hangs
 PLANTED = f"""\
 import os, signal, subprocess, sys, time
 sys.path.insert(0, {str(ROOT)!r})
-from course_lib import sweep_rank
+from course_kit.sweep import rank as sweep_rank
 
 GRANDCHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
@@ -138,7 +139,7 @@ def test_a_time_limit_ends_processes_that_ignore_sigterm(folder):
 
 def test_nothing_outlives_who_started_it(folder):
     """Ctrl-C, and SIGKILL, of a program that has a command running; it is the same command, in two folders."""
-    call = "from pathlib import Path; from course_lib.enclosed import run_enclosed; import sys; "
+    call = "from pathlib import Path; from course_kit.sweep.enclosed import run_enclosed; import sys; "
     call += "run_enclosed(sys.argv[2:], 600.0, Path(sys.argv[1]))"
     starters = {}
     for number in (signal.SIGINT, signal.SIGKILL):
@@ -216,8 +217,8 @@ def test_ctrl_c(folder):
     """One rank sleeps and ignores SIGTERM, the other waits for it in a barrier: its stack is in the log. Both end, with
     their children; the run has no row, so a sweep that starts again runs it.
     """
-    call = "import sys; from pathlib import Path; from course_lib.sweep import sweep; f = Path(sys.argv[1]); "
-    call += "from course_lib.sweep_runs import Run; from course_lib.layouts import Layout; "
+    call = "import sys; from pathlib import Path; from course_kit.sweep.program import sweep; f = Path(sys.argv[1]); "
+    call += "from course_kit.sweep.runs import Run; from course_lib.layouts import Layout; "
     call += "sweep([Run('debug', Layout.parse(w), 8, 32, 3) for w in ('dp16', 'dp2')], f, 600.0, program=sys.argv[2:])"
     file = folder / "sweep.csv"
     command = [sys.executable, "-c", call, str(file), *faulty(folder, "hang")]

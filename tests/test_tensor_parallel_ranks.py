@@ -11,12 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from calls import peak_bytes, said
+from course_kit.ranks import Ranks
 from course_lib import single_gpu
 from course_lib.data_parallel import DataParallel
 from course_lib.memory import activation_bytes, param_count
 from course_lib.model import Transformer, loss
 from course_lib.parallel_linear import ColumnParallelLinear, RowParallelLinear, replicas_of
-from course_lib.ranks import Ranks
 from course_lib.shards import clip_grad_norm_
 from course_lib.tensor_parallel import apply_tensor_parallel, main
 from course_lib.tensor_shards import TensorShard, whole_state_dict

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from course_kit.gpu.transactions import count_transactions
 from course_lib import thread_kernels
 from course_lib.sectors import WARP
 from course_lib.thread_blocks import BANKS, BlockTraffic, run_blocks
 from course_lib.thread_kernels import LADDER, ROWS, TILE, branch_by_lane, branch_by_warp, tiled
-from course_lib.transactions import count_transactions
 
 
 def random(*shape: int) -> torch.Tensor:

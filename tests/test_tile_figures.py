@@ -1,4 +1,4 @@
-"""course_lib.tile_figures: figures say what attention is, and the slider redraws. CPU; no picture is looked at."""
+"""course_kit.pictures.tiles: figures say what attention is, and the slider redraws. CPU; no picture is looked at."""
 
 import math
 import re
@@ -10,8 +10,9 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from course_lib.planner import png
-from course_lib.tile_figures import (
+from course_kit.pictures.planner import png
+from course_kit.pictures.tile_walk import record_walk, rows_that_rose, standard_numbers, walk_state
+from course_kit.pictures.tiles import (
     THIS_TILE,
     draw_online_row,
     draw_tiles,
@@ -20,7 +21,6 @@ from course_lib.tile_figures import (
     walk_slider,
     weight_colours,
 )
-from course_lib.tile_walk import record_walk, rows_that_rose, standard_numbers, walk_state
 
 
 def walk(s_q: int = 6, s_k: int = 6, block_q: int = 3, block_k: int = 2, causal: bool = True):

@@ -1,4 +1,5 @@
-"""course_lib.tile_walk: each step is exact for the keys seen so far, and counts what it holds and moves. CPU."""
+"""course_kit.pictures.tile_walk: each step is exact for the keys seen so far, and counts what it holds and moves. CPU.
+"""
 
 import math
 from typing import NamedTuple
@@ -6,9 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from course_lib.attention_tiles import tiles
-from course_lib.operation_bytes import BytesMoved
-from course_lib.tile_walk import (
+from course_kit.gpu.operation_bytes import BytesMoved
+from course_kit.pictures.tile_walk import (
     WalkShape,
     exact_head,
     record_walk,
@@ -17,6 +17,7 @@ from course_lib.tile_walk import (
     standard_numbers,
     walk_state,
 )
+from course_lib.attention_tiles import tiles
 
 
 class Case(NamedTuple):

@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from attention_inputs import DEVICE, NAMES, exact, inputs, plain, plain_scores, pytorchs, rms, run
+from course_kit.checks.guard_bands import GuardBands
 from course_lib.attention_blocks import attend, attend_backward, nothing_seen
 from course_lib.attention_tiles import flops_backward, flops_forward, tiles
-from course_lib.guard_bands import GuardBands
 from course_lib.tiled_attention import (
     TILED_BLOCK,
     check_attention,

@@ -1,5 +1,5 @@
-"""course_lib.transactions counts the sectors of Triton kernels as closed forms have it, and as a brute force over the
-compiled layouts. Triton's interpreter and its compiler, on the CPU.
+"""course_kit.gpu.transactions counts the sectors of Triton kernels as closed forms have it, and as a brute force over
+the compiled layouts. Triton's interpreter and its compiler, on the CPU.
 """
 
 import copy
@@ -24,13 +24,13 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets.config import Config
 
 from compiled_once import compile_launches
-from course_lib.accesses import Access
-from course_lib.compiled import Compiled
-from course_lib.kernel_sources import sources
-from course_lib.launches import Launch, first_configuration, record_launches
+from course_kit.gpu.accesses import Access
+from course_kit.gpu.compiled import Compiled
+from course_kit.gpu.launches import Launch, first_configuration, record_launches
+from course_kit.gpu.sources import sources
+from course_kit.gpu.transactions import count_interpreted, count_transactions, work
 from course_lib.matmul import matmul
 from course_lib.sectors import SECTOR_BYTES, Transactions
-from course_lib.transactions import count_interpreted, count_transactions, work
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts inside Triton's interpreter")
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -12,14 +12,14 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from calls import said
+from course_kit.checks.guard_bands import GuardBands
+from course_kit.gpu.launches import record_launches
 from course_lib.adamw_optimizer import FusedAdamW
 from course_lib.fused_loss import defer_head, linear_cross_entropy
 from course_lib.fused_norm import FusedRMSNorm
 from course_lib.fused_rope import rope
 from course_lib.fused_swiglu import swiglu
-from course_lib.guard_bands import GuardBands
 from course_lib.kernels import FusedBlock, main, options, use_kernels
-from course_lib.launches import record_launches
 from course_lib.mixture import apply_moe
 from course_lib.model import Block, ModelConfig, Transformer, causal_attention, loss
 from course_lib.recompute import apply_recompute, keep_products, kept_bytes

@@ -273,11 +273,11 @@ def test_an_id_used_twice_loses_neither_cell(course):
     cells.insert(1, {**cells[0], "source": "mine, second"})
     cells.insert(5, {**cells[4], "source": "def double(n): return 2 * n"})
     course.save(cells)
-    course.change("setup", "from course_lib.checks import check")
+    course.change("setup", "from course_kit.checks import check")
     course.update()
     assert len(course.cells()) == len(cells), "every id is used once"
     assert [cell["source"] for cell in course.cells().values()] == [
-        "from course_lib.checks import check" if cell["id"] == "setup" else cell["source"] for cell in cells
+        "from course_kit.checks import check" if cell["id"] == "setup" else cell["source"] for cell in cells
     ]
 
 

@@ -42,7 +42,7 @@ def cells() -> list[dict]:
     """The cells of the tiny notebook, new ones at each call."""
     return [
         text("title", "## 01 · Numbers\n\nTwice and half."),
-        code("setup", "#| default_exp tiny\nfrom course_lib.checks import check"),
+        code("setup", "#| default_exp tiny\nfrom course_kit.checks import check"),
         text("hint-1", "<details><summary>Hint</summary>\n\nAdd it to itself.\n\n</details>"),
         code("ex-01-1", DOUBLE),
         code(

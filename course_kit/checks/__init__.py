@@ -1,0 +1,5 @@
+"""What checks of exercises use: advice in place of a stack, memory with guard bands, kernels that must be kernels."""
+
+from course_kit.checks.advice import CheckFailed, check
+
+__all__ = ["CheckFailed", "check"]

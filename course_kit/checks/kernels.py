@@ -1,0 +1,80 @@
+"""What a kernel has to pass besides its numbers: it ran, it stayed within its tensors, and it did the work itself."""
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch.utils._pytree import tree_map_only
+from triton.errors import TritonError
+from triton.runtime.interpreter import InterpreterBuilder
+
+from course_kit.checks.guard_bands import GuardBands
+from course_kit.gpu.launches import first_configuration, record_launches
+
+
+@contextlib.contextmanager
+def stray_loads() -> Iterator[list[int]]:
+    """How many lanes of each load in the `with` block read a band, or memory that was never written.
+
+    Counted in the interpreter; elsewhere a stray load shows only where it reaches a result. The bits of the bands' NaNs
+    are those of the integers -100 to -1. In a type of one byte any number may have them: those loads are not counted.
+    """
+    load, strays = InterpreterBuilder.create_masked_load, []
+
+    def watching(self, pointers, mask, *rest, **options):
+        loaded = load(self, pointers, mask, *rest, **options)
+        if pointers.get_element_ty().is_floating() and loaded.data.itemsize > 1:
+            bits = loaded.data.view(f"i{loaded.data.itemsize}")
+            strays.append(int(((bits < 0) & (bits >= -100) & mask.data).sum()))
+        return loaded
+
+    with mock.patch.object(InterpreterBuilder, "create_masked_load", watching):
+        yield strays
+
+
+def run_guarded(kernel, run, *inputs):
+    """run(*inputs) with bands round all tensors; its results, on the CPU. Raises AssertionError or CheckFailed unless
+    `kernel` does the work, within its tensors, and PyTorch nothing.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    kernel, _ = first_configuration(kernel, {})
+    with record_launches() as launches, stray_loads() as strays, GuardBands() as guards:
+        try:
+            result = run(*[guards.guarded(x.to(device)) if torch.is_tensor(x) else x for x in inputs])
+        except TritonError as error:  # it wraps what a kernel raises: a blank one should say that it is blank
+            if "NotImplementedError()" in str(error):
+                raise NotImplementedError from None
+            assert "get_bf16" not in str(error), "no arithmetic in bfloat16 here: `widen` after each load"
+            raise
+    guards.check()
+    assert not any(strays), (
+        f"{sum(strays)} lanes loaded what lies outside of the tensors. Give each tl.load a mask, and rows their stride"
+    )
+    assert any(launch.kernel is kernel for launch in launches), (
+        "no kernel of yours was launched: the function under @triton.jit has to do the work"
+    )
+    assert not guards.operations, f"PyTorch did some of the work: {', '.join(guards.operations)}; the kernel has to"
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
+
+
+def assert_near(found: torch.Tensor, wanted: torch.Tensor, what: str, factor: float = 4, least: float = 1e-3) -> None:
+    """Raises AssertionError unless `found` is `wanted` (float64), worked out in float32 and rounded once to its dtype.
+
+    Allowed: `factor` roundings of a float32 of its size, or of `least`, and half of the last bit of a shorter dtype.
+    """
+    short = found.dtype != torch.float32
+    hint = ". Is it only here? Then `widen` after each load, `cast` before each store" if short else ""
+    nan = int(found.isnan().sum())
+    assert not nan, (
+        f"{what}: {nan} of {found.numel()} elements are NaN. Never written? inf - inf or inf / inf on the way?{hint}"
+    )
+    last_bit = torch.finfo(found.dtype).eps / 2 if short else 0
+    bound = last_bit * wanted.abs() + factor * torch.finfo(torch.float32).eps * wanted.abs().clamp(min=least)
+    wrong = ((found.double() - wanted).abs() > bound).nonzero()
+    if len(wrong):
+        first = tuple(wrong[0].tolist())
+        raise AssertionError(
+            f"{what}: {len(wrong)} of {found.numel()} elements are wrong, the first at {list(first)}: "
+            f"{found[first].item():.6g} instead of {wanted[first].item():.6g}{hint}"
+        )

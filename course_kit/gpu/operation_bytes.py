@@ -1,0 +1,34 @@
+"""Bytes that PyTorch's operations move: what eager code asks of memory, operation by operation.
+
+Every operation that is no view is taken for a kernel that reads its inputs once and writes its results once: the
+least that it can do. Watches below autograd (a `TorchDispatchMode`), so backward is seen as well.
+"""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def bytes_of(tree) -> int:
+    """Bytes of the tensors in `tree`, each once; of an expanded one, those that are there."""
+    tensors = {id(x): x for x in tree_leaves(tree) if torch.is_tensor(x)}
+    return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors.values())
+
+
+class BytesMoved(TorchDispatchMode):
+    """Bytes that PyTorch's operations read and write: `rows` of (name, read, written), in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows: list[tuple[str, int, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result, name = func(*args, **(kwargs or {})), func.name()
+        if not (func.is_view or name == "aten::_unsafe_view"):  # a view moves nothing
+            read = 0 if name.endswith("_like") else bytes_of(args)  # zeros_like asks for the shape alone
+            self.rows.append((name, read, bytes_of(result)))
+        return result
+
+    @property
+    def total(self) -> int:
+        return sum(read + written for _, read, written in self.rows)

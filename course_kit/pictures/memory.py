@@ -1,0 +1,129 @@
+"""A memory budget as a picture, and as a calculator with sliders (notebook 01)."""
+
+import io
+from collections.abc import Callable
+
+from matplotlib.figure import Figure
+
+from course_lib import memory
+from course_lib.memory import POLICIES, param_count
+from course_lib.model import PRESETS, ModelConfig
+
+GPUS_GIB = {
+    "24 GB (RTX 4090)": 24,
+    "40 GB (A100)": 40,
+    "80 GB (A100, H100)": 80,
+    "96 GB (GH200)": 96,
+    "141 GB (H200)": 141,
+    "180 GB (B200)": 180,
+    "192 GB (MI300X)": 192,
+}
+OWN = "own sizes"
+
+
+def memory_figure(cases: dict[str, dict[str, float]], gpu_gib: float):
+    """One horizontal stacked bar a case (name: bytes by category), in GiB, against a line at `gpu_gib`; returns a
+    matplotlib Figure.
+    """
+    colors = {"parameters": "#4C72B0", "gradients": "#DD8452", "optimizer states": "#55A868", "activations": "#C44E52"}
+    figure = Figure(figsize=(8, 1.5 + 0.35 * len(cases)), dpi=100, layout="constrained")
+    ax = figure.add_subplot()
+    widest = max(sum(parts.values()) for parts in cases.values()) / 2**30
+    for row, (name, parts) in enumerate(cases.items()):
+        left = 0.0
+        for category, size in parts.items():
+            ax.barh(row, size / 2**30, left=left, color=colors[category], label=category if row == 0 else None)
+            left += size / 2**30
+        ax.text(left, row, f"  {left:,.1f}", va="center")
+    ax.axvline(gpu_gib, color="red", linestyle="--")
+    ax.text(gpu_gib, -0.5, f" {gpu_gib:g}", color="red", va="bottom")
+    ax.set(yticks=range(len(cases)), yticklabels=list(cases), xlim=(0, 1.12 * max(widest, gpu_gib)), xlabel="GiB")
+    ax.invert_yaxis()
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside upper left", ncols=4, frameon=False)
+    return figure
+
+
+def _calculator_controls():
+    """The widgets of the calculator by name; a preset moves the size sliders, and a size slider leaves the preset."""
+    import ipywidgets as w
+
+    style, lengths = (
+        {"style": {"description_width": "110px"}, "layout": w.Layout(width="370px")},
+        [2**n for n in range(9, 18)],
+    )
+    controls = {
+        "preset": w.Dropdown(options=[*PRESETS, OWN], value="llama3-8B", description="model", **style),
+        "layers": w.IntSlider(min=1, max=160, description="layers L", **style),
+        "hidden": w.IntSlider(min=64, max=20480, step=64, description="hidden h", **style),
+        "ffn_hidden": w.IntSlider(min=88, max=65536, step=8, description="feed-forward f", **style),
+        "vocab": w.IntSlider(min=256, max=262144, step=256, description="vocabulary v", **style),
+        "batch": w.IntSlider(value=1, min=1, max=64, description="batch b", **style),
+        "seq": w.SelectionSlider(
+            value=4096, options=[(f"{n:,}", n) for n in lengths], description="sequence s", **style
+        ),
+        "policy": w.Dropdown(options=list(POLICIES), value="bf16", description="precision", **style),
+        "recompute": w.Dropdown(options=["none", "selective", "products", "full"], description="recompute", **style),
+        "gpu": w.Dropdown(options=GPUS_GIB, value=80, description="GPU memory", **style),
+    }
+    sizes = ("layers", "hidden", "ffn_hidden", "vocab")
+
+    def from_preset(_=None):
+        if controls["preset"].value != OWN:
+            for name in sizes:
+                controls[name].value = getattr(PRESETS[controls["preset"].value], name)
+
+    def to_own(change):
+        preset = controls["preset"]
+        if preset.value != OWN and change["new"] != getattr(PRESETS[preset.value], change["owner"].key):
+            preset.value = OWN
+
+    from_preset()
+    controls["preset"].observe(from_preset, "value")
+    for name in sizes:
+        controls[name].key = name
+        controls[name].observe(to_own, "value")
+    return controls
+
+
+def memory_calculator(training_bytes: Callable[..., dict[str, float]] = memory.training_bytes):
+    """A widget: one GPU's memory for a model, batch, sequence, precision and recomputation of your choice, redrawn
+    while a slider moves. `training_bytes`: the formulas to use, as in notebook 01.
+    """
+    import ipywidgets as w
+
+    controls = _calculator_controls()
+    picture, words = w.Image(format="png"), w.HTML()
+
+    def draw(_=None):
+        at = {name: control.value for name, control in controls.items()}
+        if at["preset"] == OWN:  # head size 64 or 128, one K/V head for four query heads
+            heads = at["hidden"] // (128 if at["hidden"] % 128 == 0 else 64)
+            config = ModelConfig(
+                at["layers"],
+                at["hidden"],
+                heads,
+                heads // 4 if heads % 4 == 0 else heads,
+                at["ffn_hidden"],
+                at["vocab"],
+            )
+        else:
+            config = PRESETS[at["preset"]]
+        parts = training_bytes(config, at["batch"], at["seq"], at["policy"], at["recompute"])
+        spare = at["gpu"] - sum(parts.values()) / 2**30
+        buffer = io.BytesIO()
+        memory_figure({"one GPU": parts}, at["gpu"]).savefig(buffer, format="png")
+        picture.value = buffer.getvalue()
+        listed = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in parts.items())
+        verdict = (
+            f"fits by the formulas, {spare:,.1f} GiB to spare"
+            if spare > 0
+            else f"does not fit, {-spare:,.1f} GiB too much"
+        )
+        words.value = f"<b>{param_count(config) / 1e9:,.2f} billion parameters: {verdict}</b><br>GiB: {listed}"
+
+    for control in controls.values():
+        control.observe(draw, "value")
+    draw()
+    columns = list(controls.values())
+    return w.VBox([w.HBox([w.VBox(columns[:5]), w.VBox(columns[5:])]), picture, words])

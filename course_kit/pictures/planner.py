@@ -1,0 +1,119 @@
+"""The planner as a widget: the best layouts for a model, a cluster and a batch of your choice.
+
+    planner()
+
+Every change is a search over all layouts (hundreds of thousands, within a second): the figure of the best (`ranking`),
+a table of why the others fell out, and below it the best MFU of the model's whole family, from 1 to 2,048 nodes. That
+heatmap is twenty searches more, so it tries fewer settings, and is kept until the batch, the length, the cluster or the
+family changes.
+"""
+
+import functools
+import io
+import re
+
+from course_kit.pictures.ranking import mfu_heatmap, ranking_figure, reasons
+from course_lib.best_config import Ranking, search
+from course_lib.clusters import CLUSTERS
+from course_lib.model import PRESETS
+
+NODES = tuple(2**n for n in range(12))
+HEATMAP_NODES = (1, 8, 64, 512, 2048)
+# Of the widget's heatmap: twenty searches in a second. The other settings are next to never the best.
+HEATMAP_SETTINGS = {
+    "micro_batch": (1, 2, 4, 8, 16),
+    "schedule": ("1f1b", "zb-h1", "zb-v"),
+    "recompute": ("none", "full"),
+}
+
+
+def png(figure) -> bytes:
+    """A figure as a picture."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def family(model: str) -> tuple[str, ...]:
+    """The presets whose names begin with the same letters: llama3-8B is with llama3.2-1B, llama3-70B, llama3-405B."""
+    first = re.match("[A-Za-z]+", model)[0]
+    return tuple(name for name in PRESETS if re.match("[A-Za-z]+", name)[0] == first)
+
+
+@functools.lru_cache(maxsize=16)
+def family_heatmap(models: tuple[str, ...], cluster: str, batch: int, seq: int) -> bytes:
+    """The widget's heatmap, as a picture. It is drawn anew only where one of these has changed."""
+    configs = {name: PRESETS[name] for name in models}
+    return png(mfu_heatmap(configs, HEATMAP_NODES, CLUSTERS[cluster], batch, seq, HEATMAP_SETTINGS))
+
+
+def rejections_in_html(ranking: Ranking) -> str:
+    """A small table: how many layouts fit, and how many each rule took out."""
+    found = {"fit": len(ranking.order)} | reasons(ranking)
+    lines = "".join(
+        f"<tr><td style='text-align:right'>{count:,}</td><td style='padding-left:1em'>{reason}</td></tr>"
+        for reason, count in found.items()
+    )
+    return f"<table style='line-height:1.3'>{lines}</table>"
+
+
+def _planner_controls() -> dict:
+    """The widgets of the planner by name. Sliders tell when they are let go, for a search takes up to a second."""
+    import ipywidgets as w
+
+    style = {"style": {"description_width": "140px"}, "layout": w.Layout(width="420px")}
+    lengths, still = [2**n for n in range(9, 18)], {"continuous_update": False}
+    return {
+        "model": w.Dropdown(options=list(PRESETS), value="llama3-70B", description="model", **style),
+        "cluster": w.Dropdown(options=list(CLUSTERS), value="H100", description="cluster", **style),
+        "nodes": w.SelectionSlider(
+            value=64, options=[(f"{n:,}", n) for n in NODES], description="nodes", **still, **style
+        ),
+        "batch": w.IntText(value=1024, description="batch, sequences", **style),
+        "seq": w.SelectionSlider(
+            value=4096, options=[(f"{n:,}", n) for n in lengths], description="sequence, tokens", **still, **style
+        ),
+    }
+
+
+def planner():
+    """A widget: the best layouts for a model, cluster, number of nodes, batch and length of your choice; why others
+    fell out; and the best MFU of the model's family from 1 to 2,048 nodes.
+    """
+    import ipywidgets as w
+
+    controls = _planner_controls()
+    words, best, why = w.HTML(), w.Image(format="png"), w.HTML()
+    across, below = w.Image(format="png"), w.HTML()
+    tried = f"The heatmap tries schedules {', '.join(HEATMAP_SETTINGS['schedule'])} and micro-batches up to 16."
+
+    def show(picture, draw) -> str:
+        """Draw into a picture; returns what was wrong, and then the picture is hidden."""
+        try:
+            picture.value, picture.layout.display = draw(), None
+        except ValueError as error:
+            picture.layout.display = "none"
+            return str(error)
+        return ""
+
+    def update(_=None):
+        model, cluster, nodes, batch, seq = (control.value for control in controls.values())
+        gpus = nodes * CLUSTERS[cluster].gpus_per_node
+        title = f"{model} on {gpus:,} GPUs: {batch:,} sequences of {seq:,} tokens"
+        why.value = ""
+
+        def draw_best() -> bytes:
+            ranking = search(PRESETS[model], CLUSTERS[cluster], gpus, batch, seq)
+            picture = png(ranking_figure(ranking, title=title))
+            why.value = rejections_in_html(ranking)
+            return picture
+
+        words.value = f"<b>{show(best, draw_best)}</b>"
+        wrong = show(across, lambda: family_heatmap(family(model), cluster, batch, seq))
+        below.value = "" if wrong else tried
+
+    for control in controls.values():
+        control.observe(update, "value")
+    update()
+    columns = list(controls.values())
+    return w.VBox([w.HBox([w.VBox(columns[:3]), w.VBox(columns[3:])]), words, best, why, across, below])

@@ -1,0 +1,247 @@
+"""Runs that others have published, with their layouts: the test of a planner that was fitted to none of them.
+
+    runs = load_published("data/published_throughput.csv")
+    predicted_step(runs[0]).step_s              beside runs[0].step_s, which was measured
+    errors_by_source(runs)                      {source: (runs, median of predicted / measured, median absolute error)}
+
+Other programs, other models, an older GPU, up to 16,384 of them. Nothing is fitted here: peaks and links are those of
+the data sheets, the efficiencies those of nanotron on H100s (`clusters`). What a source does not say has to be assumed,
+and each run lists what was. A step's time is what was published, or follows from the tokens/s or the FLOP/s that were:
+
+    F = 96 B s l h^2 (1 + s / (6 h) + V / (16 l h))    recomputation included: Narayanan et al. 2021, equation 3
+    F = B s (6 N + 6 l h s)                            for Llama 3: causal, of the model alone
+
+GPT's MLP has two matrices of h x f, the course's three. One of 2/3 the width has the same parameters and FLOPs.
+"""
+
+import csv
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from course_lib.best_config import Estimate, estimate
+from course_lib.clusters import CLUSTERS
+from course_lib.layouts import Layout
+from course_lib.memory import param_count
+from course_lib.model import ModelConfig
+
+PUBLISHED_COLUMNS = {
+    "source", "gpu", "n_gpus", "model", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len",
+    "global_batch_seqs", "micro_batch", "tp", "sp", "cp", "pp", "pp_interleave", "dp", "zero_stage_or_fsdp",
+    "recompute", "dtype", "iter_time_s", "tflops_per_gpu", "tokens_per_s_per_gpu", "status", "tier",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A run, as published."""
+
+    source: str
+    gpu: str  # a name in CLUSTERS
+    gpus: int
+    model: str
+    config: ModelConfig
+    layout: Layout
+    batch: int  # sequences of a step
+    seq: int
+    step_s: float
+    assumed: tuple[str, ...]  # what its source does not say, and where the course's model or layout is the nearest
+
+
+def load_published(file: Path | str) -> list[PublishedRun]:
+    """The runs in 16 bit whose layout is known, or nearly (Llama 3). Raises ValueError for a file of other columns."""
+    return [published_run(row) for row in _rows(file) if reason_left_out(row) is None]
+
+
+def left_out(file: Path | str) -> dict[str, int]:
+    """Why the other rows are not among them: reason, and of how many rows."""
+    reasons = [reason_left_out(row) for row in _rows(file)]
+    return {reason: reasons.count(reason) for reason in dict.fromkeys(reasons) if reason is not None}
+
+
+def _rows(file: Path | str) -> list[dict[str, str]]:
+    with open(file, newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    if not rows or not PUBLISHED_COLUMNS <= set(rows[0]):
+        raise ValueError(f"{file} has not the columns of the published runs")
+    return rows
+
+
+def reason_left_out(row: dict[str, str]) -> str | None:
+    """Why a row is not used; None where it is. Tier A: every field of the layout was published; B: nearly all."""
+    if row["status"] != "ok":
+        return "the run did not end"
+    if row["dtype"] == "fp8":
+        return "FP8, and the planner's products are in BF16"
+    if row["tier"] not in ("A", "B"):
+        return "micro-batch, recomputation or ZeRO stage not published"
+    return None
+
+
+def published_run(row: dict[str, str]) -> PublishedRun:
+    """A row of the file, and what had to be assumed to read it."""
+    config, of_model = _config(row)
+    layout, of_layout = _layout(row)
+    assumed = [*of_model, *of_layout]
+    if "HBM2e" in row["gpu"]:
+        assumed.append("an H100 SXM, for one with slower memory and less power")
+    if row["source"].startswith("torchtitan") and "A100" in row["gpu"]:
+        assumed.append("200 Gb/s a GPU")
+    if row["source"].startswith("Llama 3"):
+        assumed.append("FLOP/s counted as 6N + 6lhs a token")
+    return PublishedRun(
+        source=_source(row),
+        gpu="A100" if "A100" in row["gpu"] else "H100",
+        gpus=_number(row, "n_gpus"),
+        model=row["model"],
+        config=config,
+        layout=layout,
+        batch=_number(row, "global_batch_seqs"),
+        seq=_number(row, "seq_len"),
+        step_s=_measured_step_s(row, config),
+        assumed=tuple(assumed),
+    )
+
+
+def _source(row: dict[str, str]) -> str:
+    """Its short name; Narayanan et al. ran DeepSpeed too, which is another program."""
+    name = row["source"].split(" (")[0].split(" docs/")[0]
+    if name == "Megatron-LM SC21":
+        program = "DeepSpeed" if "DeepSpeed" in row["zero_stage_or_fsdp"] else "Megatron-LM"
+        name = f"Narayanan et al. 2021, {program}"
+    return name
+
+
+def _number(row: dict[str, str], name: str, otherwise: int = 0) -> int:
+    return int(float(row[name])) if row[name] else otherwise
+
+
+def _config(row: dict[str, str]) -> tuple[ModelConfig, list[str]]:
+    """The model, and what was assumed of it. GPT's embedding and head are one matrix, Nemotron's are two."""
+    width, assumed = _number(row, "ffn_hidden"), []
+    if row["model"].startswith(("GPT", "Nemotron")):
+        width = 8 * round(width / 12)  # 2/3, and a multiple of any tp in a node
+        assumed.append("an MLP of two matrices as one of three, 2/3 as wide")
+    if not row["vocab"]:
+        assumed.append("vocabulary 128,256, published as 128K")
+    sizes = [_number(row, name) for name in ("layers", "hidden", "heads", "kv_heads")]
+    tied = row["model"].startswith("GPT")
+    return ModelConfig(*sizes, width, _number(row, "vocab", 128256), tied=tied), assumed
+
+
+def _layout(row: dict[str, str]) -> tuple[Layout, list[str]]:
+    """The layout, and what was assumed of it.
+
+    Llama 3's paper reports interleaved stages, of which the first and the last have the embedding and the head alone:
+    one layer each, so 128 / 16 = 8 a rank; and no recomputation, with 8K tokens.
+    """
+    tp, pp = _number(row, "tp"), _number(row, "pp")
+    virtual, assumed = _number(row, "pp_interleave", 1), []
+    if pp > 1 and not row["pp_interleave"]:
+        virtual = 8 if row["tier"] == "B" else 1
+        assumed.append("8 stages a rank, interleaved" if virtual > 1 else "not interleaved")
+    if not row["micro_batch"]:
+        assumed.append("micro-batch 1")
+    if tp > 1 and not row["sp"]:
+        assumed.append("sequence parallel")
+    zero, nearest = _zero_stage(row["zero_stage_or_fsdp"])
+    recompute, nearest_recompute = _recompute(row)
+    layout = Layout(
+        dp=_number(row, "dp"),
+        pp=pp,
+        cp=_number(row, "cp"),
+        tp=tp,
+        zero_stage=zero,
+        sequence_parallel=tp > 1 and row["sp"] != "False",
+        micro_batch=_number(row, "micro_batch", 1),
+        schedule="interleaved" if virtual > 1 and pp > 1 else "1f1b",
+        virtual=virtual if virtual > 1 and pp > 1 else Layout().virtual,
+        recompute=recompute,
+    )
+    return layout, [*assumed, *nearest, *nearest_recompute]
+
+
+def _zero_stage(words: str) -> tuple[int, list[str]]:
+    """The stage in words such as "1 (distributed_fused_adam)", "fsdp2 (ZeRO-3)"; and what is only near. Raises
+    ValueError for others.
+    """
+    if words[:1].isdigit():
+        return int(words[0]), []
+    if "ZeRO-3" in words:
+        return 3, []
+    if words.startswith("fsdp (optimizer+gradient sharded"):
+        return 1, ["ZeRO stage 1, for a stage 2 that sends gradients once a step"]
+    raise ValueError(f"zero_stage_or_fsdp {words!r}: none of the words for a ZeRO stage")
+
+
+def _recompute(row: dict[str, str]) -> tuple[str, list[str]]:
+    """What is recomputed, in Layout's words; and what is only near. "selective": Megatron-LM's, the scores."""
+    words = row["recompute"]
+    if not words:
+        return "none", ["no recomputation"]
+    if row["source"].startswith("torchtitan") and words.startswith("selective"):
+        what = "every other layer" if "layer" in words else "every other matrix product"
+        return "selective", [f"recomputation of the scores, for that of {what}"]
+    return words, []
+
+
+def _measured_step_s(row: dict[str, str], config: ModelConfig) -> float:
+    """Seconds of a step: published, or from tokens/s, or from FLOP/s by the source's own count of FLOPs."""
+    if row["iter_time_s"]:
+        return float(row["iter_time_s"])
+    gpus, seq = _number(row, "n_gpus"), _number(row, "seq_len")
+    tokens = _number(row, "global_batch_seqs") * seq
+    if row["tokens_per_s_per_gpu"]:
+        return tokens / (float(row["tokens_per_s_per_gpu"]) * gpus)
+    layers, h = config.layers, config.hidden
+    flops = 96 * layers * h * h * (1 + seq / (6 * h) + config.vocab / (16 * layers * h))  # of a token
+    if row["source"].startswith("Llama 3"):
+        flops = 6 * param_count(config) + 6 * layers * h * seq
+    return tokens * flops / (gpus * float(row["tflops_per_gpu"]) * 1e12)
+
+
+def predicted_step(run: PublishedRun) -> Estimate:
+    """What the planner says of it, on a cluster of its GPU's data sheet. Stages have the same number of layers."""
+    cluster = CLUSTERS[run.gpu].with_software(split="layers")
+    return estimate(run.config, cluster, run.layout, run.batch, run.seq)
+
+
+def errors_by_source(runs: list[PublishedRun]) -> dict[str, tuple[int, float, float]]:
+    """For each source: runs, the median of predicted over measured step time, and the median of its distance from 1."""
+    ratios = {}
+    for run in runs:
+        ratios.setdefault(run.source, []).append(float(predicted_step(run).step_s) / run.step_s)
+    return {
+        source: (len(those), statistics.median(those), statistics.median(abs(ratio - 1) for ratio in those))
+        for source, those in ratios.items()
+    }
+
+
+def published_figure(runs: list[PublishedRun]):
+    """Predicted against measured seconds of a step, by source, with the lines of half and twice; returns a matplotlib
+    Figure.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.5, 4.6), dpi=100, layout="constrained")
+    ax = figure.add_subplot()
+    errors = errors_by_source(runs)
+    for marker, (source, (n, ratio, error)) in zip("osD^vX*P<>", errors.items(), strict=False):
+        those = [run for run in runs if run.source == source]
+        measured, predicted = zip(*((run.step_s, float(predicted_step(run).step_s)) for run in those), strict=True)
+        look = {"s": 40, "marker": marker, "alpha": 0.75, "edgecolors": "none"}
+        label = f"{source}\n{n} runs, off by {error:.0%} (median),\npredicted / measured {ratio:.2f}"
+        ax.scatter(measured, predicted, label=label, **look)
+    ends = [0.8 * min(run.step_s for run in runs), 1.25 * max(run.step_s for run in runs)]
+    ax.plot(ends, ends, color="black", linewidth=1)
+    for factor, name in ((2, "twice"), (0.5, "half")):
+        ax.plot(ends, [factor * end for end in ends], color="grey", linewidth=0.8, linestyle=":")
+        ax.text(ends[1], factor * ends[1], f" {name}", color="grey", va="center", fontsize=9)
+    ax.set(xscale="log", yscale="log", xlabel="measured step (s)", ylabel="predicted step (s)")
+    ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if 0.5 * ends[0] < tick < 2 * ends[1]]
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_ticks([], minor=True)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside right center", frameon=False, fontsize=9, labelspacing=1.2)
+    return figure

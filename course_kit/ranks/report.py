@@ -1,0 +1,155 @@
+"""What `Ranks` raises and says: errors by rank, and places by cell and line."""
+
+import contextlib
+import importlib
+import inspect
+import io
+import linecache
+import os
+import re
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+MOST_CALLERS = 6  # that a report shows
+
+
+class Report:
+    """Mix-in for errors: a notebook shows the message alone, without the stack of these modules."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def _render_traceback_(self) -> list[str]:
+        traceback.clear_frames(self.__traceback__)  # the kernel keeps the last error, and frames keep what they hold
+        return [f"{type(self).__name__}: {self}"]
+
+
+class RankError(Report, RuntimeError):
+    """A call on ranks that went wrong."""
+
+
+class Interrupted(Report, KeyboardInterrupt):
+    """The interrupt button, during a call on ranks."""
+
+
+class RanksHung(RankError, TimeoutError):
+    """The ranks did not end in time."""
+
+
+class BadCall(RankError, ValueError):
+    """Something that `Ranks` can't do; nothing was run."""
+
+
+def failed(kind: type, message: str) -> RankError:
+    """A RankError that `except` finds by the type of the rank's own error as well."""
+    plain = {"__init__": lambda self, *args: Exception.__init__(self, *args), "__str__": Report.__str__}
+    try:
+        both = type(f"RankFailed({kind.__name__})", (RankError, kind), plain)(message)
+    except Exception:  # a type that can't be a base
+        return RankError(message)
+    return both if issubclass(kind, Exception) else RankError(message)  # a rank's SystemExit must not end the kernel
+
+
+def is_course_code(file: str) -> bool:
+    """Whether a frame is of a notebook, of the course or of a learner's file, and not of a library."""
+    library = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<frozen", "<string>", "<__array")
+    return bool(file) and not any(part in file for part in library)
+
+
+def place(file: str, line: int) -> str:
+    """A line as the reader knows it: by its cell, or by its file, and the text that stands there."""
+    name = os.path.relpath(file) if file.startswith(os.getcwd()) else file
+    if "IPython" in sys.modules:
+        shell = sys.modules["IPython"].get_ipython()
+        label = shell.compile.format_code_name(file) if shell else None
+        name = " ".join(label) if label else name
+    if Path(file).parent.name == "course_lib":
+        name = f"course_lib/{Path(file).name}{exported_from(file, line)}"
+    code = linecache.getline(file, line).strip()
+    return f"{name}, line {line}" + (f": {code}" if code else "")
+
+
+def exported_from(file: str, line: int) -> str:
+    """The notebook and the cell's id that a line of `course_lib` comes from, as its module says above the line."""
+    for above in range(line, 0, -1):
+        if mark := re.match(r"# %% \S*/(\S+\.ipynb) #(\S+)", linecache.getline(file, above)):
+            return " ({}, cell {})".format(*mark.groups())
+    return ""
+
+
+def where(stack: list) -> str:
+    """Where a rank is: the innermost line of our own, what it waits in, and the lines that led there."""
+    ours = [i for i, (file, _, _) in enumerate(stack) if is_course_code(file)]
+    if not ours:
+        return stack[-1][2] if stack else "outside any line"
+    inner = ours[-1]
+    called = [function for _, _, function in stack[inner + 1 :] if function not in ("wrapper", "inner")]
+    text = (f"in {called[0]}, " if called else "") + place(*stack[inner][:2])
+    callers = [f"\n      called from {place(*stack[i][:2])}" for i in reversed(ours[:-1])]
+    if len(callers) > MOST_CALLERS:  # a recursion
+        callers[MOST_CALLERS // 2 : -MOST_CALLERS // 2] = [f"\n      ... {len(callers) - MOST_CALLERS} more ..."]
+    return "".join([text, *callers])
+
+
+def pickled(value) -> bytes:
+    """As cloudpickle.dumps; modules of a type of their own (torch.distributed.config is one) go by name too."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, each):
+            if isinstance(each, types.ModuleType) and type(each) is not types.ModuleType:
+                return importlib.import_module, (each.__name__,)
+            return super().reducer_override(each)
+
+    with io.BytesIO() as file:
+        Pickler(file).dump(value)
+        return file.getvalue()
+
+
+def pickled_call(function: Callable, args: tuple, kwargs: dict) -> bytes:
+    """The call as bytes. Raises BadCall, which names the object that can't be pickled."""
+    if not callable(function):
+        raise BadCall(f"ranks(function, ...) runs a function, and {function!r} is none")
+    try:
+        return pickled((function, args, kwargs))
+    except Exception as error:
+        named = {f"argument {i}": arg for i, arg in enumerate(args, 1)} | kwargs
+        found = next((path for name, value in named.items() if (path := culprit(name, value))), None)
+        found = found or culprit(getattr(function, "__name__", "the function"), function)
+        raise BadCall(f"{found} can't be sent to another process: {error}") from None
+
+
+def culprit(name: str, value, seen: tuple = ()) -> str | None:
+    """Which object keeps `value` from being pickled, and how it is reached; None where nothing does."""
+    try:
+        pickled(value)
+        return None
+    except Exception:
+        used = {}
+        if isinstance(value, types.FunctionType) and value not in seen:
+            used = used_by(value)
+        elif isinstance(value, dict):
+            used = {f"{name}[{key!r}]": item for key, item in value.items()}
+        elif isinstance(value, (list, tuple)):
+            used = {f"{name}[{i}]": item for i, item in enumerate(value)}
+        inner = next((path for word, item in used.items() if (path := culprit(word, item, (*seen, value)))), None)
+        reached = f" in {name}" if isinstance(value, types.FunctionType) else ""
+        return f"{inner}{reached}" if inner else f"{name} (of type {type(value).__name__})"
+
+
+def used_by(function: types.FunctionType) -> dict:
+    """What a function uses of the world around it, by name: defaults, variables of outer functions, globals."""
+    codes, names = [function.__code__], set()
+    for code in codes:  # grows: comprehensions and inner functions are constants of the code round them
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        names |= set(code.co_names)
+    parameters = inspect.signature(function).parameters.items()
+    used = {name: parameter.default for name, parameter in parameters if parameter.default is not parameter.empty}
+    used |= {name: function.__globals__[name] for name in sorted(names) if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # not set yet
+            used[name] = cell.cell_contents
+    return used

@@ -1,0 +1,326 @@
+"""What runs in each process of `Ranks`: the rank's side of a call, and a thread that watches over it.
+
+The kernel asks for things by leaving files in a folder: `where-7` (say which line call 7 is at), `cut-7` (cut this
+rank's connections), `interrupt-7`. A polled file needs no connection, so a rank that hangs has nothing to block.
+"""
+
+import contextlib
+import gc
+import json
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import socket
+import stat
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+POLL_S = 0.1
+MAX_RESULT_MIB = 128
+LOST_PEER = re.compile(
+    "closed by peer|reset by peer|Broken pipe|remote process|communicator was aborted|is not connected"
+)
+
+
+def main() -> None:
+    """Run copies of one of ipyparallel's programs, until the kernel ends: `KERNEL_PID FOLDER BACKEND COPIES MODULE …`.
+
+    Copies are forked, so all engines share one import of PyTorch: it is most of the time that a start takes.
+    """
+    kernel, folder, backend, copies, module = sys.argv[1:6]
+    sys.argv = sys.argv[5:]
+    (Path(folder) / f"{os.getpid()}.process").touch()
+    with ended_with(int(kernel), Path(folder)):
+        if module == "ipyparallel.engine":
+            get_ready(backend)
+    parent = os.getpid()
+    if any(os.fork() == 0 for _ in range(int(copies))):
+        with ended_with(parent, Path(folder)):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        with ended_with(int(kernel), Path(folder)), contextlib.suppress(ChildProcessError):
+            while True:
+                os.wait()
+
+
+def get_ready(backend: str) -> None:
+    """What engines have in common, before they are forked."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if backend != "gloo":
+        return  # a GPU's driver does not outlive a fork
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # the peers are on this machine
+    if sys.platform != "darwin":  # nor do Apple's frameworks
+        # A thread that wakes up waits for its turn. Gloo's would take the core from one that holds its lock, and spin.
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        gc.disable()
+        import ipyparallel.engine.app  # noqa: F401
+        import torch._dynamo  # noqa: F401  every optimizer's first step wants it
+        import torch.distributed  # noqa: F401
+
+        gc.freeze()  # no collection, of the engines either, looks at what is imported
+        gc.enable()
+
+
+@contextlib.contextmanager
+def ended_with(parent: int, folder: Path):
+    """Meanwhile a thread ends all processes of the folder, and what they have started, once the parent or the folder is
+    gone. Each process does it for all, since one that is stuck in compiled code can't even do it for itself.
+
+    No such thread may run at a fork, which would copy its locks without the thread that frees them.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=end_with_parent, args=(parent, folder, over), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def end_with_parent(parent: int, folder: Path, over: threading.Event) -> None:
+    own, others = os.getpgrp(), set()
+    while os.getppid() == parent and folder.is_dir():
+        others |= {int(mark.stem) for mark in folder.glob("*.process")} - {own}
+        if over.wait(0.5):
+            return
+    for process in others:
+        with contextlib.suppress(OSError):
+            os.killpg(process, signal.SIGKILL)  # ipyparallel makes each process that it starts the head of a session
+    for _ in range(10):  # meanwhile this process's main thread may be writing there, if it has just started
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.1)
+    os.killpg(own, signal.SIGKILL)
+
+
+class Worker:
+    """One rank: its process group, the call it is in, and the thread that answers for it while it is in a call."""
+
+    def __init__(self, rank: int, world_size: int, backend: str, folder: str):
+        self.rank, self.world_size, self.backend, self.folder = rank, world_size, backend, Path(folder)
+        self.call, self.interruptible = None, False  # the number of the call that runs; whether SIGINT ends it
+        self.group = None  # the default one, as this module made it
+        # Open for good: loggers keep the stream that they find in a call.
+        self.out = open(self.folder / f"rank-{rank}.out", "a", encoding="utf-8", errors="replace", buffering=1)
+        self.lock = threading.Lock()  # held while that number changes, and while a call is broken off
+        self.own_sockets = set(sockets().values())  # of ipyparallel
+        self.main_thread = threading.main_thread().ident
+        threading.Thread(target=self.watch, daemon=True).start()
+
+    def join(self, attempt: int) -> None:
+        """Join a new default process group on this rank's device; a group that is there is left."""
+        import torch
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self.backend != "gloo":
+            torch.accelerator.set_device_index(self.rank)
+        store = dist.FileStore(str(self.folder / f"store-{attempt}"), self.world_size)
+        os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.world_size)}
+        dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
+        self.group = dist.group.WORLD
+
+    def run(self, call: int, payload: bytes, seed: int) -> dict:
+        """Call the pickled function. Returns {"result": its pickled result} or, whatever happens, a report.
+
+        In both "sequence": how often this rank has used the default group; None if it is no longer the same group. And
+        "groups": how many it is in.
+        """
+        import torch.distributed as dist
+
+        signal.signal(signal.SIGINT, self.interrupt)
+        with contextlib.redirect_stdout(self.out), contextlib.redirect_stderr(self.out):
+            try:
+                outcome = self.attempt(call, payload, seed)
+            except KeyboardInterrupt as error:  # it came while another error was being described
+                outcome = describe(error)
+            finally:
+                self.interruptible = False
+                with self.lock:
+                    self.call = None
+                self.out.flush()
+        same_group = dist.is_initialized() and dist.group.WORLD is self.group
+        return outcome | {
+            "sequence": self.group._get_sequence_number_for_group() if same_group else None,
+            "groups": len(dist.distributed_c10d._world.pg_map),
+        }
+
+    def attempt(self, call: int, payload: bytes, seed: int) -> dict:
+        """What `run` returns, unless an interrupt comes at a bad moment."""
+        import cloudpickle
+        import torch
+
+        try:
+            self.call, self.interruptible = call, True
+            torch.set_num_threads(1)
+            if self.backend != "gloo":
+                torch.accelerator.set_device_index(self.rank)
+            set_seeds(seed)
+            function, args, kwargs = cloudpickle.loads(payload)
+            return {"result": pickled_result(function(*args, **kwargs))}
+        except BaseException as error:
+            return describe(error)
+
+    def interrupt(self, *_) -> None:
+        """Handle SIGINT: raise in the function that runs, once."""
+        if self.interruptible:
+            self.interruptible = False
+            raise KeyboardInterrupt
+
+    def watch(self) -> None:
+        """Answer for the rank while it is in a call: say where it is, or break the call off."""
+        answered = set()
+
+        def asked(what: str) -> bool:
+            """Whether the kernel asks this of the call that runs, for the first time."""
+            name = f"{what}-{self.call}"
+            there = os.path.exists(self.folder / name)  # False, not an error, while the rank may not look there
+            new = self.call is not None and name not in answered and there
+            answered.update([name] if new else [])
+            return new
+
+        while True:
+            time.sleep(POLL_S)
+            with self.lock:  # the call can't end, and the next one begin, in the middle of this
+                if asked("where"):
+                    self.answer(f"where-{self.call}", stack(frames_of(self.main_thread)))
+                if asked("cut"):
+                    self.cut()
+                if asked("interrupt"):
+                    signal.pthread_kill(self.main_thread, signal.SIGINT)
+
+    def answer(self, name: str, content: list) -> None:
+        """Leave an answer for the kernel, whole or not at all."""
+        part = self.folder / f"{name}-rank-{self.rank}.part"
+        part.write_text(json.dumps(content))
+        part.replace(part.with_suffix(""))
+
+    def cut(self) -> None:
+        """Wake up a main thread that waits for other ranks."""
+        import torch.distributed as dist
+
+        with contextlib.suppress(Exception):
+            if self.backend != "gloo":
+                dist.distributed_c10d._get_default_group().abort()
+        cut_connections(self.own_sockets)
+
+
+def sockets() -> dict[int, int]:
+    """The open sockets of this process: file descriptor and inode."""
+    found = {}
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            status = os.fstat(int(name))
+            if stat.S_ISSOCK(status.st_mode):
+                found[int(name)] = status.st_ino
+    return found
+
+
+def cut_connections(spared: set[int]) -> None:
+    """Shut every TCP connection of this process down, save for the inodes of `spared`: whoever waits on it wakes up."""
+    for descriptor, inode in sockets().items():
+        with contextlib.suppress(OSError):  # closed meanwhile, or a listening socket, which has no peer
+            connection = socket.socket(fileno=os.dup(descriptor))
+            with connection:
+                if inode not in spared and connection.family in (socket.AF_INET, socket.AF_INET6):
+                    connection.getpeername()
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def set_seeds(seed: int) -> None:
+    """Seed Python, NumPy and PyTorch, the same on every rank."""
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def leave_other_groups() -> None:
+    """Destroy the groups that a call has made, so that the next one starts with the default group alone.
+
+    Each has threads that wake up a hundred times a second. A DeviceMesh is a reference cycle, so they are collected.
+    """
+    import torch.distributed as dist
+
+    others = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    while others:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(others.pop())
+    gc.collect()
+
+
+def pickled_result(result) -> bytes:
+    """The result as bytes. Raises ValueError where it can't be pickled or is larger than MAX_RESULT_MIB."""
+    import cloudpickle
+
+    try:
+        pickled = cloudpickle.dumps(result)
+    except Exception as error:
+        raise ValueError(f"the result (of type {type(result).__name__}) can't be sent back: {error}") from None
+    if len(pickled) > MAX_RESULT_MIB * 2**20:
+        size = f"{len(pickled) / 2**20:.0f} MiB"
+        raise ValueError(f"the result is too large: {size}, at most {MAX_RESULT_MIB} go back; return a part or a sum")
+    return pickled
+
+
+def frames_of(thread: int) -> list[traceback.FrameSummary]:
+    """The frames of a thread that runs, the outermost first. Reads no file: each read would give it the lock back."""
+    walk = list(traceback.walk_stack(sys._current_frames()[thread]))
+    return [traceback.FrameSummary(f.f_code.co_filename, n, f.f_code.co_name, lookup_line=False) for f, n in walk[::-1]]
+
+
+def stack(frames: list[traceback.FrameSummary]) -> list:
+    """File, line and function of each frame that is not of this module, the outermost first, from the call on."""
+    own = [i for i, frame in enumerate(frames) if frame.filename == __file__]
+    called = frames[own[0] :] if own else frames
+    return [[frame.filename, frame.lineno, frame.name] for frame in called if frame.filename != __file__]
+
+
+def describe(error: BaseException) -> dict:
+    """What a rank reports of its error."""
+    import cloudpickle
+
+    try:
+        text = str(error).split("\nException raised from ")[0].strip()  # what follows is torch's C++ stack
+    except Exception:
+        text = "(its text can't be read)"
+    try:
+        kind = cloudpickle.dumps(type(error))
+    except Exception:
+        kind = cloudpickle.dumps(RuntimeError)
+    return {
+        "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        "kind": kind,
+        "stack": stack(traceback.extract_tb(error.__traceback__)),
+        "time_ns": time.time_ns(),
+        "lost_peer": isinstance(error, RuntimeError) and bool(LOST_PEER.search(text)),
+    }
+
+
+_here = []  # the worker of this process; ipyparallel's calls come one at a time and find it here
+
+
+def start(*args) -> int:
+    """Make the worker of this process. Returns the process's number."""
+    _here[:] = [Worker(*args)]
+    gc.freeze()  # a collection then looks at what calls have made, not at PyTorch's million objects
+    return os.getpid()
+
+
+def join(attempt: int) -> None:
+    _here[0].join(attempt)
+
+
+def run(call: int, payload: bytes, seed: int) -> dict:
+    return _here[0].run(call, payload, seed)

@@ -1,0 +1,3 @@
+from course_kit.sweep.program import main
+
+main()

@@ -1,0 +1,223 @@
+"""One run of a sweep: a model, a layout and a batch, the command that runs them, and the row that comes out.
+
+A run has a folder. Its ranks leave steps.jsonl, device.txt and error-N.json there (`rank`), each node its log and
+how the command ended (`enclosed`). `row_of` reads a row off that folder, so it is the same on this machine and after a
+job under Slurm. A row has the columns of the playbook's published runs first and its own behind, so one code
+plots both. tokens_per_s_per_gpu is one rank's, from the median step; peak_mem_gb is the fullest rank's, in units of
+2**30 bytes: of CUDA's allocator, or on a CPU of the whole process.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import re
+import statistics
+import sys
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from course_kit.sweep.enclosed import Outcome, run_enclosed
+from course_lib import five_d
+from course_lib.layouts import Layout, check_layout
+from course_lib.model import PRESETS
+
+WARM_UP_STEPS = 2  # not counted: allocators, autotuning, the first use of each group
+PROGRAM = ("-m", "course_kit.sweep.rank")  # what torchrun starts on each rank
+PUBLISHED = "model nodes dp tp pp zero_stage micro_batch grad_accum global_batch_seqs".split()
+PUBLISHED += "ok mfu_pct tokens_per_s_per_gpu peak_mem_gb".split()
+OWN = "cp ep layout seq steps options step_s loss why seconds date machine".split()
+COLUMNS = PUBLISHED + OWN
+# Of five_d's options, those that a run sets itself, and those with which its steps would not be all alike.
+SET_BY_RUN = {"--preset", "--layout", "--batch", "--seq", "--steps", "--out"}
+NOT_IN_SWEEP = {"--config", "--from-hf", "--checkpoints", "--elastic", "--start-batch", "--ramp"}
+ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)  # torchrun's last words
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is run: a preset of the model in a layout, `batch` sequences a step, of all ranks together."""
+
+    preset: str
+    layout: Layout
+    batch: int
+    seq: int
+    steps: int
+    nodes: int = 1
+    options: tuple[str, ...] = ()  # more of five_d's, such as --dtype bf16
+
+    def __post_init__(self):
+        if self.steps <= WARM_UP_STEPS:
+            raise ValueError(f"{self.steps} steps: the first {WARM_UP_STEPS} are not counted, so make it more")
+        for word in self.options:
+            if (name := word.partition("=")[0]) in SET_BY_RUN | NOT_IN_SWEEP:
+                raise ValueError(f"{name} is set for each run" if name in SET_BY_RUN else f"{name} is not for a sweep")
+
+    @property
+    def key(self) -> tuple:
+        """What tells its row from others."""
+        words = " ".join(self.options)
+        return self.preset, self.nodes, str(self.layout), self.batch, self.seq, self.steps, words
+
+    @property
+    def name(self) -> str:
+        """A name for its folder."""
+        number = zlib.crc32(repr(self.key).encode())  # two runs may differ in their batch alone
+        return f"{self.preset}-{self.nodes}n-{str(self.layout).replace(',', '-')}-{number:08x}"
+
+    def arguments(self) -> list[str]:
+        """five_d's options."""
+        sizes = {"--batch": self.batch, "--seq": self.seq, "--steps": self.steps}
+        words = [word for name, value in sizes.items() for word in (name, str(value))]
+        return ["--preset", self.preset, "--layout", str(self.layout), *words, *self.options]
+
+
+def refusal(run: Run) -> str:
+    """Why a run can't be, in five_d's own words, found without starting anything; "" where it can."""
+    if run.layout.ranks % run.nodes:
+        return f"{run.layout.ranks} ranks do not share out over {run.nodes} nodes"
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            five_d.options(run.arguments())
+    except SystemExit:
+        return said.getvalue().strip().rpartition("five_d: error: ")[2]
+    return ""
+
+
+def layouts_of(
+    ranks: int,
+    preset: str,
+    batch: int,
+    seq: int,
+    zero_stages: Iterable[int] = (0, 1),
+    micro_batches: Iterable[int] = (1,),
+) -> list[Layout]:
+    """All layouts of so many ranks that fit the model, the batch and the length; tp always with sp, zero only where
+    there are replicas, zero 3 under a pipeline with the weights kept gathered.
+    """
+    degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    found = []
+    for dp, pp, cp, tp in itertools.product(degrees, repeat=4):
+        for zero, micro_batch in itertools.product(zero_stages, micro_batches):
+            if dp * pp * cp * tp != ranks or (zero and dp * cp == 1):
+                continue
+            layout = Layout(
+                dp, pp, cp, tp,
+                zero_stage=zero, sequence_parallel=tp > 1, micro_batch=micro_batch, keep_gathered=zero == 3 and pp > 1,
+            )  # fmt: skip
+            with contextlib.suppress(ValueError):
+                check_layout(PRESETS[preset], layout, ranks, batch, seq)
+                found.append(layout)
+    return found
+
+
+def torchrun_command(run: Run, folder: Path, program=PROGRAM, rendezvous: list[str] | None = None) -> list[str]:
+    """The command of one node. rendezvous: torchrun's options for it; by default one of its own, on a free port."""
+    if rendezvous is None:
+        rendezvous = ["--standalone", "--local-addr", "127.0.0.1"]
+    # A log folder of torchrun's own would stay in the folder of temporary files when torchrun is killed.
+    each = ["--nproc-per-node", str(run.layout.ranks // run.nodes), "--log-dir", str(folder.resolve() / "torchrun")]
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *each]
+    return [*command, *program, str(folder.resolve()), *run.arguments()]
+
+
+def measure(run: Run, folder: Path, time_limit_s: float, program=PROGRAM, node: int = 0, rendezvous=None) -> Outcome:
+    """Run one node's part; its log and its outcome go to the folder. No process is left, whatever happens."""
+    command = torchrun_command(run, folder, program, rendezvous)
+    outcome = run_enclosed(command, time_limit_s, folder / f"node-{node}.log")
+    part = folder / f"node-{node}.part"
+    part.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    part.replace(part.with_suffix(".json"))  # whole or not at all
+    return outcome
+
+
+def read_json(folder: Path, pattern: str) -> list[dict]:
+    """The JSON files of a folder, in the order of their names."""
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(pattern))]
+
+
+def why_failed(run: Run, folder: Path, time_limit_s: float) -> str:
+    """What ended a run before its last step, in one line; "" where nothing did.
+
+    In this order: a rank's own error; processes that would not go; the time limit; a rank that a signal killed; a lost
+    connection, which is a consequence of what this machine has not seen; the exit status.
+    """
+    outcomes = [Outcome(**each) for each in read_json(folder, "node-*.json")]
+    errors = sorted(read_json(folder, "error-*.json"), key=lambda error: error["time_ns"])
+    for error in errors:
+        if not error["lost_peer"]:
+            kind = "out of memory: " if error["no_memory"] else ""
+            return f"{kind}rank {error['rank']}: {error['headline']}"[:300]
+    if left := [process for outcome in outcomes for process in outcome.left]:
+        return f"processes {left} do not end, even by SIGKILL"
+    hows = [outcome.how for outcome in outcomes]
+    if "time limit" in hows:
+        return f"time limit {time_limit_s:g} s"
+    for log in sorted(folder.glob("node-*.log")):
+        cause = ROOT_CAUSE.search(log.read_text(encoding="utf-8", errors="replace"))
+        if cause and int(cause[2]) < 0 and int(cause[2]) != -15:
+            memory = "; a machine that runs out of memory does this" if cause[2] == "-9" else ""
+            return f"rank {cause[1]} was killed by signal {-int(cause[2])}{memory}"
+    if errors:
+        return f"rank {errors[0]['rank']} lost another rank: {errors[0]['headline']}"[:300]
+    if len(outcomes) < run.nodes:
+        return f"{len(outcomes)} of {run.nodes} nodes have said how they ended"
+    if "lost" in hows:
+        return "the process that keeps the command was killed"
+    bad = [outcome for outcome in outcomes if outcome.status != 0]
+    if bad:
+        return bad[0].how if bad[0].status is None else f"exit status {bad[0].status}"
+    return ""
+
+
+def read_steps(folder: Path) -> list[dict]:
+    """What five_d has logged, without half a line that a kill has left."""
+    file = folder / "steps.jsonl"
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def settings(run: Run) -> dict:
+    """The columns of a row that are known before the run; the others blank."""
+    layout = run.layout
+    degrees = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "zero_stage", "micro_batch", "cp", "ep")}
+    sizes = {"seq": run.seq, "steps": run.steps, "options": " ".join(run.options), "layout": str(layout)}
+    accumulated = run.batch / (layout.dp * layout.micro_batch)
+    batch = {"global_batch_seqs": run.batch, "grad_accum": int(accumulated) if accumulated.is_integer() else ""}
+    found = {"model": run.preset, "nodes": run.nodes} | degrees | sizes | batch
+    return {name: found.get(name, "") for name in COLUMNS}
+
+
+def refused(run: Run, why: str, date: str) -> dict:
+    """The row of a run that was not started."""
+    return settings(run) | {"ok": 0, "why": why, "seconds": 0.0, "date": date}
+
+
+def row_of(run: Run, folder: Path, time_limit_s: float) -> dict:
+    """The row of a run that has ended, from what is in its folder."""
+    steps, outcomes, why = read_steps(folder), read_json(folder, "node-*.json"), why_failed(run, folder, time_limit_s)
+    if not why and len(steps) != run.steps:
+        why = f"{len(steps)} of {run.steps} steps are logged"
+    device = folder / "device.txt"
+    row = settings(run) | {
+        "ok": int(not why),
+        "why": why,
+        "seconds": max((outcome["seconds"] for outcome in outcomes), default=""),
+        "date": max((outcome["ended"] for outcome in outcomes), default=""),
+        "machine": device.read_text(encoding="utf-8") if device.exists() else "",
+    }
+    if why:
+        return row
+    counted = steps[WARM_UP_STEPS:]
+    step_s = statistics.median(record["step_s"] for record in counted)
+    shares = [record["mfu"] for record in counted if record["mfu"] is not None]
+    return row | {
+        "step_s": round(step_s, 6),
+        "tokens_per_s_per_gpu": round(run.batch * run.seq / step_s / run.layout.ranks, 1),
+        "mfu_pct": round(100 * statistics.median(shares), 2) if shares else "",
+        "peak_mem_gb": round(max(record["peak_memory"] for record in steps) / 2**30, 3),
+        "loss": round(steps[-1]["loss"], 4),
+    }

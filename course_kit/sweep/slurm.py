@@ -1,0 +1,145 @@
+"""A sweep as Slurm array jobs: one task a run, as many nodes as it needs, results gathered afterwards.
+
+    write_arrays(runs, folder, time_limit_s)    runs.json, and a script for each number of nodes, to submit by sbatch
+    collect(folder, csv)                        the rows of the tasks that have ended; any time, as often as wanted
+
+All tasks of an array have the same number of nodes, so there is an array for each. Tasks go on side by side, and no two
+write one file: a task has a folder of its own, NUMBER-JOB, with each node's log and outcome, and the CSV is written by
+`collect` alone. Each node ends its part at the time limit; Slurm's own limit, a little later, ends what is stuck.
+The folder has to be on a file system that all nodes see. (Not yet run on a cluster.)
+"""
+
+import json
+import math
+import os
+import shlex
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from course_kit.sweep.enclosed import ROOT, now
+from course_kit.sweep.rows import Rows
+from course_kit.sweep.runs import PROGRAM, Run, measure, refusal, refused, row_of
+from course_lib.layouts import Layout
+
+MARGIN_S = 180  # from a run's time limit to Slurm's
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name=sweep-{nodes}n
+#SBATCH --array={tasks}%{at_once}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={gpus}
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --no-requeue
+#SBATCH --time={minutes}
+#SBATCH --output={folder}/%x-%A_%a.log
+
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 10000))
+folder={quoted}/$SLURM_ARRAY_TASK_ID-$SLURM_JOB_ID
+mkdir "$folder" || exit 1
+cd {root} || exit 1
+
+srun --cpus-per-task="${{SLURM_CPUS_ON_NODE:-1}}" --kill-on-bad-exit=1 \\
+    {python} -m course_kit.sweep.slurm "$folder" "$first_node:$port"
+echo $? > "$folder/ended"
+"""
+
+
+def script(nodes: int, gpus: int, tasks: Sequence[int], folder: Path, time_limit_s: float, at_once: int) -> str:
+    """The sbatch script of an array: `tasks`, numbers in runs.json, on `nodes` nodes of `gpus` ranks each."""
+    return SCRIPT.format(
+        nodes=nodes,
+        gpus=gpus,
+        tasks=",".join(str(task) for task in tasks),
+        at_once=at_once,
+        minutes=math.ceil((time_limit_s + MARGIN_S) / 60),
+        folder=folder,
+        quoted=shlex.quote(str(folder)),
+        root=shlex.quote(str(ROOT)),
+        python=shlex.quote(sys.executable),
+    )
+
+
+def write_arrays(
+    runs: Sequence[Run], folder: Path, time_limit_s: float, at_once: int = 4, program: Sequence[str] = PROGRAM
+) -> list[Path]:
+    """Write runs.json and the scripts to a new folder; the scripts. Runs that can't be get a row from `collect`.
+
+    An array has one number of nodes and of ranks a node. Raises ValueError where the folder is there already, or its
+    name has a % or a line break, which sbatch would read in its own way.
+    """
+    folder = folder.absolute()
+    if "%" in str(folder) or any(letter.isspace() for letter in str(folder)):
+        raise ValueError(f"{folder}: sbatch reads a name with % or blanks in its own way: choose another")
+    arrays = defaultdict(list)
+    for number, run in enumerate(runs):
+        if not refusal(run):
+            arrays[run.nodes, run.layout.ranks // run.nodes].append(number)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"{folder}: {error.strerror}") from None
+    about = [asdict(run) | {"layout": str(run.layout)} for run in runs]
+    plan = {"time_limit_s": time_limit_s, "program": list(program), "runs": about}
+    (folder / "runs.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
+    written = []
+    for (nodes, gpus), tasks in sorted(arrays.items()):
+        written.append(folder / f"array-{nodes}x{gpus}.sbatch")
+        written[-1].write_text(script(nodes, gpus, tasks, folder, time_limit_s, at_once), encoding="utf-8")
+    return written
+
+
+def read_plan(folder: Path) -> tuple[list[Run], float, list[str]]:
+    """The runs, their time limit and program. Raises ValueError where there are none."""
+    try:
+        plan = json.loads((folder / "runs.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder} is no folder of a sweep's array jobs: {error}") from None
+    runs = []
+    for each in plan["runs"]:
+        runs.append(Run(**each | {"layout": Layout.parse(each["layout"]), "options": tuple(each["options"])}))
+    return runs, plan["time_limit_s"], plan["program"]
+
+
+def collect(folder: Path, csv: Path) -> list[dict]:
+    """Bring the rows of the tasks that have ended to the CSV; these rows. Of a run that was submitted twice the last
+    attempt counts; one that Slurm itself has ended has no row.
+    """
+    runs, time_limit_s, _ = read_plan(folder)
+    with Rows(csv) as rows:
+        found = []
+        for number, run in enumerate(runs):
+            ended = sorted(folder.glob(f"{number}-*/ended"), key=lambda file: file.stat().st_mtime)
+            before = rows.of(run)
+            if why := refusal(run):
+                row = refused(run, why, before["date"] if before else now())
+            elif ended:
+                row = row_of(run, ended[-1].parent, time_limit_s)
+            else:
+                continue
+            there = before and (before["date"], before["why"]) == (row["date"], row["why"])
+            found.append(before if there else rows.add(row))
+    print(f"{len(found)} of {len(runs)} runs have ended; the others wait, run, or were ended by Slurm")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """One node's part of a task: FOLDER/NUMBER-JOB HOST:PORT. Exit status 1, where it failed, ends the other nodes."""
+    folder, endpoint = Path(argv[0]), argv[1]
+    runs, time_limit_s, program = read_plan(folder.parent)
+    number, job = folder.name.split("-")
+    run, rendezvous = runs[int(number)], None
+    if run.nodes > 1:
+        meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", job]
+        rendezvous = ["--nnodes", str(run.nodes), *meeting]
+    node = int(os.environ["SLURM_NODEID"])
+    return int(measure(run, folder, time_limit_s, program, node, rendezvous).status != 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
