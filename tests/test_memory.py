@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from course_kit.pictures.memory import GPUS_GIB, memory_calculator, memory_figure
+from course_kit.pictures.memory import GPUS_GIB, _calculator_controls, memory_calculator, memory_figure
 from course_lib.memory import (
     POLICIES,
-    _calculator_controls,
     activation_bytes,
     gpt_activation_bytes,
     gpt_param_count,

@@ -8,6 +8,7 @@ import itertools
 import pytest
 from matplotlib.colors import to_hex
 
+from course_kit.pictures import planner as planner_module
 from course_kit.pictures.memory import memory_figure
 from course_kit.pictures.planner import HEATMAP_NODES, HEATMAP_SETTINGS, family, planner
 from course_kit.pictures.ranking import (
@@ -20,7 +21,6 @@ from course_kit.pictures.ranking import (
     rejections_figure,
     two_lines,
 )
-from course_lib import planner as planner_module
 from course_lib.best_config import Ranking, search
 from course_lib.clusters import CLUSTERS
 from course_lib.layouts import Layout
