@@ -43,7 +43,7 @@ def exercises_of(name: str) -> str | None:
 
 def notebook_of(file: Path) -> str | None:
     """The number of the notebook that a file of tests concerns: that of the module it is named after, or the last one
-    that it imports from; None for the tests of scripts.
+    that it imports from; None for the tests of scripts, and of instruments that know no notebook.
     """
     named = re.sub(r"^test_|_ranks$", "", file.stem)
     imported = [

@@ -32,8 +32,8 @@ def test_each_notebook_has_tests_and_scripts_have_those_that_are_left():
     concerned = {file.stem: suite.notebook_of(file) for file in TESTS.glob("test_*.py")}
     assert set(concerned.values()) == {None, *suite.NOTEBOOKS}
     for name, number in {
-        "test_zero_ranks": "05", "test_shards": "05", "test_ranks": "03", "test_expert_exchange_ranks": "08",
-        "test_fp8_ranks": "14", "test_survival": "10", "test_export": None, "test_exercises": None,
+        "test_zero_ranks": "05", "test_shards": "05", "test_expert_exchange_ranks": "08", "test_fp8_ranks": "14",
+        "test_survival": "10", "test_sweep": "11", "test_ranks": None, "test_export": None, "test_exercises": None,
     }.items():  # fmt: skip
         assert concerned[name] == number, name
 
