@@ -33,7 +33,7 @@ def test_each_notebook_has_tests_and_scripts_have_those_that_are_left():
     assert set(concerned.values()) == {None, *suite.NOTEBOOKS}
     for name, number in {
         "test_zero_ranks": "05", "test_shards": "05", "test_expert_exchange_ranks": "08", "test_fp8_ranks": "14",
-        "test_survival": "10", "test_sweep": "11", "test_ranks": None, "test_export": None, "test_exercises": None,
+        "test_survival": "10", "test_planner": "11", "test_ranks": None, "test_export": None, "test_exercises": None,
     }.items():  # fmt: skip
         assert concerned[name] == number, name
 
