@@ -96,7 +96,7 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(config, items):
     """What takes long comes first, so that no worker waits for it at the end: the tests of processes, which wait half
-    of their time, beside the exercises and notebooks with most ranks; then the other notebooks.
+    of their time, beside the exercises and notebooks with most ranks; then the other notebooks, and the tests on ranks.
     """
     if config.chosen:  # of the exercises' file, which is collected whole
         concerns = {item: exercises_of(unit(item.nodeid)) in (None, config.chosen) for item in items}
@@ -110,7 +110,7 @@ def pytest_collection_modifyitems(config, items):
         number = exercises_of(name) or Path(name).suffix == ".ipynb" and Path(name).stem[:2]
         if number in LONGEST_FIRST:
             return LONGEST_FIRST.index(number), name
-        return -1 if name == "tests of processes" else len(LONGEST_FIRST), name
+        return -1 if name == "tests of processes" else len(LONGEST_FIRST) + ("_ranks." not in name), name
 
     items.sort(key=place)
 

@@ -159,9 +159,13 @@ def test_two_walks_and_one_give_the_same_gradients(dtype):
         settings = cu_seqlens if cu_seqlens is None else cu_seqlens.to(DEVICE), 130, case.causal, 0.3
         out, lse = launch_forward(q, k, v, *settings)
         one, two = (launch(gradient, q, k, v, out, lse, *settings) for launch in (launch_one_walk, launch_backward))
+        delta_terms = (gradient.float() * out.float()).abs().sum(-1).max()  # with one key, dp - delta is its rounding
         for name, mine, other in zip(("dq", "dk", "dv"), one, two, strict=True):
             eps = torch.finfo(dtype).eps * (dtype != torch.float32) + 16 * torch.finfo(torch.float32).eps
-            assert mine.dtype == dtype and (mine - other).abs().max() <= eps * other.abs().max(), name
+            bound = eps * other.abs().max() + torch.finfo(torch.float32).eps * 0.3 * delta_terms * max(
+                q.abs().max(), k.abs().max()
+            )
+            assert mine.dtype == dtype and (mine - other).abs().max() <= bound, name
 
 
 @pytest.mark.parametrize("s_q, s_k, causal", [(70, 65, False), (65, 3, False), (130, 65, True)])

@@ -190,6 +190,8 @@ class Worker:
 
         while True:
             time.sleep(POLL_S)
+            if self.call is None:  # idle ranks cost nothing
+                continue
             with self.lock:  # the call can't end, and the next one begin, in the middle of this
                 if asked("where"):
                     self.answer(f"where-{self.call}", stack(frames_of(self.main_thread)))
