@@ -69,7 +69,9 @@ SIZES = [(1, 1, 1), (1, 5, 7), (5, 16, 64), (7, 24, 131), (13, 3, 1000)]
 @every_dtype
 @pytest.mark.parametrize("chunk_rows", [None, 1, 3, 100])
 def test_loss_and_gradients_are_as_exact_as_eager(dtype, chunk_rows):
-    """Against float64, by norm: no more than twice eager's error and two roundings."""
+    """Against float64, by norm: no more than twice eager's error and two roundings; in float32 four, for NumPy's exp is
+    off by up to three on some processors.
+    """
     for tokens, hidden, vocab in SIZES:
         x, weight, targets = case(tokens, hidden, vocab, dtype, ignored=2 if tokens > 2 else 0)
         exact = exactly(x, weight, targets)
@@ -80,7 +82,8 @@ def test_loss_and_gradients_are_as_exact_as_eager(dtype, chunk_rows):
             continue
         theirs = errors(with_gradients(eager(x, weight, targets), x, weight), exact)
         for ours, theirs in zip(errors(found, exact), theirs, strict=True):
-            assert ours <= 2 * theirs + 2 * EPS[dtype], (tokens, hidden, vocab, ours, theirs)
+            roundings = 4 if dtype == torch.float32 else 2
+            assert ours <= 2 * theirs + roundings * EPS[dtype], (tokens, hidden, vocab, ours, theirs)
 
 
 def test_a_row_of_several_blocks():
