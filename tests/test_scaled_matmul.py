@@ -32,8 +32,8 @@ scaled_here = pytest.mark.skipif(not has_scaled_mm(torch.device(DEVICE)), reason
 def assert_product(found: torch.Tensor, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> None:
     """Of float64's, within float32's rounding of a sum of k terms (by their magnitudes), and one to out_dtype.
 
-    A processor's library chooses the order of the sum, whose error grows with the root of k (Higham and Mary 2019, A New
-    Approach to Probabilistic Rounding Error Analysis).
+    A processor's library chooses the order of the sum, whose error grows with the root of k (Higham and Mary 2019, A
+    New Approach to Probabilistic Rounding Error Analysis).
     """
     left, right = stands_for(a), stands_for(b).t()
     exact, terms = left @ right, left.abs() @ right.abs()

@@ -67,9 +67,9 @@ def test_random_shapes_in_float64_are_exact():
 def most(case: Case, name: str, usual: float, size: float, dtype) -> float:
     """The RMS error allowed on one shape, where SDPA's is `usual` and the result's RMS is `size`.
 
-    1.1 of SDPA's for out, 1.5 for gradients (2 in float32, where the processor's order of sums decides), and eps/8 of the
-    result, half of what one rounding makes. Shapes of a few numbers have other luck in each order of summation; with one
-    key dp and delta cancel, but for float32's rounding.
+    1.1 of SDPA's for out, 1.5 for gradients (2 in float32, where the processor's order of sums decides), and eps/8 of
+    the result, half of what one rounding makes. Shapes of a few numbers have other luck in each order of summation;
+    with one key dp and delta cancel, but for float32's rounding.
     """
     if min(case.s_q, case.s_k) < 16:
         return 3 * usual + 8 * torch.finfo(torch.float32).eps
