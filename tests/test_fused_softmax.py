@@ -44,13 +44,14 @@ def eager(x):
 
 
 def assert_as_precise_as_eager(x, upstream=None):
-    """y and dx within one rounding of float64's, or twice as far from them as PyTorch's own."""
+    """y and dx within a rounding of float64's (of its terms where they add up to 0), or twice as far as PyTorch's own."""
     upstream = random(*x.shape, dtype=x.dtype) if upstream is None else upstream
     exact, ours, theirs = run(eager, x.double(), upstream), run(softmax, x, upstream), run(eager, x, upstream)
+    rounding = torch.finfo(torch.float32).eps * (exact[0] * upstream).abs().max()
     for true, our, their in zip(exact, ours, theirs):
         assert our.dtype == their.dtype and our.shape == their.shape
         error, usual = ((result.double() - true).abs().max() for result in (our, their))
-        assert error <= max(TOLERANCE[x.dtype] * true.abs().max(), 2 * usual)
+        assert error <= max(TOLERANCE[x.dtype] * true.abs().max(), 2 * usual, rounding)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
