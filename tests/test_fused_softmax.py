@@ -44,7 +44,7 @@ def eager(x):
 
 
 def assert_as_precise_as_eager(x, upstream=None):
-    """y and dx within a rounding of float64's (of its terms where they add up to 0), or twice as far as PyTorch's own."""
+    """y and dx within a rounding of float64's (of its terms where they add up to 0), or twice PyTorch's own error."""
     upstream = random(*x.shape, dtype=x.dtype) if upstream is None else upstream
     exact, ours, theirs = run(eager, x.double(), upstream), run(softmax, x, upstream), run(eager, x, upstream)
     rounding = torch.finfo(torch.float32).eps * (exact[0] * upstream).abs().max()
