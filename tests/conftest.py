@@ -30,27 +30,7 @@ def port():
         yield held.getsockname()[1]
 
 
-class Pool:
-    """Ranks on the CPU that start when they are first called, and again after they were put away."""
-
-    def __init__(self, size: int):
-        self.size, self.started = size, None
-
-    def put_away(self) -> None:
-        if self.started:
-            self.started.close()
-            self.started = None
-
-    def __getattr__(self, name: str):
-        if not self.started:
-            self.started = Ranks(self.size, "gloo", timeout_s=60)
-        return getattr(self.started, name)
-
-    def __call__(self, *args, **kwargs):
-        return self.__getattr__("__call__")(*args, **kwargs)
-
-
-POOLS = {size: Pool(size) for size in (4, 2)}
+POOLS: list[Ranks] = []  # those of the tests that only call them
 
 
 def pytest_runtest_setup(item):
@@ -64,22 +44,23 @@ def pytest_runtest_setup(item):
         put_away()
 
 
-def pytest_unconfigure():
-    put_away()
-
-
 def put_away() -> None:
-    for pool in POOLS.values():
-        pool.put_away()
+    """End the pools' processes; a later call starts them again."""
+    for pool in POOLS:
+        pool.close()
 
 
 @pytest.fixture(scope="session")
 def ranks():
     """Four ranks on the CPU, for all tests that only call them; one that breaks them starts its own."""
-    return POOLS[4]
+    with Ranks(4, "gloo", timeout_s=60) as four:
+        POOLS.append(four)
+        yield four
 
 
 @pytest.fixture(scope="session")
 def two():
     """Two ranks on the CPU: half the processes, where two tell as much."""
-    return POOLS[2]
+    with Ranks(2, "gloo", timeout_s=60) as pair:
+        POOLS.append(pair)
+        yield pair
