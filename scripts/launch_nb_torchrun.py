@@ -21,7 +21,7 @@ sys.dont_write_bytecode = True  # before our own imports: a launch that does not
 from export import ExportError, write_modules  # noqa: E402
 from launcher import slurm  # noqa: E402
 from launcher.first_error import shown  # noqa: E402
-from launcher.program import LaunchError, Program, exercise, parse, read_program, try_options  # noqa: E402
+from launcher.program import LaunchError, Program, parse, read_program, try_options  # noqa: E402
 from launcher.run import run, say, stopped  # noqa: E402
 from launcher.torchrun import ENVIRONMENT, complete_options, given, split_notebook  # noqa: E402
 
@@ -42,7 +42,7 @@ def own_options() -> argparse.ArgumentParser:
         help="processes on each machine; auto, the default: the notebook's own number, else one a GPU, else 2")
     add("--no-export", action="store_true", help="run what is exported, whatever the notebook says now")
     add("--reference", action="append", default=[], metavar="NN",
-        help="take chapter NN from the reference, not from workbook/course_lib; may be repeated")
+        help="take chapter NN from the reference, not from workbook/; may be repeated")
     add("--dry-run", action="store_true", help="print the torchrun command, or the sbatch script, and do nothing")
     add("--slurm", metavar="nodes=4,gpus=8[,time=1:00:00]",
         help="write an sbatch script to runs/slurm/, and submit it where there is sbatch")
@@ -84,10 +84,9 @@ def export(program: Program) -> None:
     except OSError as error:
         raise LaunchError(f"cannot export to {shown(program.library)}: {error.strerror}") from None
     if program.taken:
-        say(f"still blank, taken from the reference: {', '.join(exercise(cell) for cell in program.taken)}")
+        say(f"still blank, taken from the reference: {', '.join(program.taken)}")
     if program.overlay:
-        own = sorted(file.stem for file in program.overlay.glob("*.py"))
-        say(f"your own modules: {', '.join(name for name in own if name not in program.reference_modules) or 'none'}")
+        say(f"your own work is that of {' and '.join(program.own) or 'no notebook yet'}; all else is the reference's")
 
 
 def torchrun_command(torchrun: list[str], program: Program, options: list[str]) -> list[str]:

@@ -297,6 +297,22 @@ def test_a_blank_cell_without_a_reference_is_named(launch, course):
     assert status == 2 and "cell 4 (ex-07-1) is still blank" in err
 
 
+def test_an_earlier_notebook_that_cannot_be_exported_is_named(launch, course):
+    """And may be left out; later ones do not matter."""
+    (course / "workbook" / "08_later.ipynb").write_text("{")
+    for text, expected in (("{", "06_base.ipynb is not a notebook"), (None, "cell 2 (a), line 3: syntax error")):
+        wrong = text or (course / "notebooks" / "06_base.ipynb").read_text().replace("return 1", "return return")
+        (course / "workbook" / "06_base.ipynb").write_text(wrong)
+        before = snapshot(course)
+        status, _, err = launch(LEARNERS, "--dry-run")
+        assert status == 2 and err.count("\n") == 1 and expected in err
+        assert err.endswith("(--reference 06 leaves this chapter out)\n")
+        assert launch(LEARNERS, "--reference", "06", "--dry-run")[0] == 0
+        assert snapshot(course) == before
+    for name in ("06_base", "08_later"):
+        (course / "workbook" / f"{name}.ipynb").unlink()
+
+
 def test_the_programs_help(launch, course):
     before = snapshot(course)
     status, out, err = launch(TOY, "--", "--help")
@@ -574,20 +590,27 @@ def test_a_restart_meets_no_address_of_before(running):
 
 
 def test_a_learners_notebook(running):
-    """The learner's modules are exported beside the notebook; the blank cell is the reference's, and is named."""
-    before = snapshot(running / "course_lib")
+    """The learner's modules are exported beside the notebook, with those of the notebooks before it, which nobody has
+    launched; the blank cell is the reference's, and is named.
+    """
+    before, earlier = snapshot(running / "course_lib"), running / "workbook" / "06_base.ipynb"
+    earlier.write_text((running / "notebooks" / "06_base.ipynb").read_text().replace("return 1", "return 100"))
     status, out, err = Launch(running, LEARNERS, "--nproc-per-node", "1").end()
-    assert status == 0 and "rank 0 of 1: 1 steps, total 2," in out
-    assert err == ("launch: still blank, taken from the reference: 07.1 (ex-07-1)\nlaunch: your own modules: toy\n")
+    assert status == 0 and "rank 0 of 1: 1 steps, total 200," in out
+    blank = "launch: still blank, taken from the reference: 07.1 (ex-07-1)\n"
+    assert err == blank + "launch: your own work is that of 06; all else is the reference's\n"
     text = (running / "workbook" / "course_lib" / "toy.py").read_text()
     assert "# %% ../07_toy.ipynb #main\n" in text and "# %% ../../notebooks/07_toy.ipynb #ex-07-1\n" in text
     assert {path: found for path, found in snapshot(running / "course_lib").items() if path.suffix == ".py"} == {
         path: found for path, found in before.items() if path.suffix == ".py"
     }
-    assert [file.name for file in (running / "workbook" / "course_lib").glob("*.py")] == ["toy.py"]
+    own = running / "workbook" / "course_lib"
+    assert sorted(file.name for file in own.glob("*.py")) == ["base.py", "toy.py"]
 
     (running / LEARNERS).write_text(toy("#| export\ndef double(x):\n    return x / 0\n"))
-    status, out, err = Launch(running, LEARNERS, "--nproc-per-node", "1").end()
+    earlier.write_text(earlier.read_text().replace("return 100", "return return"))
+    status, out, err = Launch(running, LEARNERS, "--nproc-per-node", "1", "--reference", "06").end()
+    assert "launch: your own work is that of 07; all else is the reference's\n" in err
     assert status == 1 and "blank" not in err
     error = "rank 0: ZeroDivisionError: division by zero"
     assert f"{error}\n  in {LEARNERS}, cell 4 (ex-07-1), line 3: return x / 0\n" in err

@@ -2,7 +2,8 @@
 
 A notebook of notebooks/ exports to course_lib/. A learner's notebook of workbook/ exports to workbook/course_lib, which
 is laid over course_lib; a cell that is still blank is taken, by its id, from the notebook of the same name in
-notebooks/. Nothing here writes.
+notebooks/. With it go the learner's notebooks before it: a job runs all that a learner has built so far. Nothing here
+writes.
 """
 
 import ast
@@ -18,7 +19,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from export import LIBRARY, NOTEBOOKS, ROOT, default_module, directive, exported_cells, module_texts, read_notebook
+from export import (
+    LIBRARY,
+    NOTEBOOKS,
+    ROOT,
+    ExportError,
+    default_module,
+    directive,
+    exported_cells,
+    kept_lines,
+    module_texts,
+    read_notebook,
+)
 from launcher.first_error import shown, told
 from launcher.reports import describe
 from rank_entry import open_library
@@ -41,7 +53,8 @@ class Program:
     module: str  # the one whose main is started
     library: Path  # the folder that its modules go to
     texts: dict[str, str]  # what they shall hold; without export, what they do hold
-    taken: list[str]  # the cells that are still blank, by id
+    own: list[str]  # the learner's notebooks that differ from the reference, by chapter
+    taken: list[str]  # what is still blank there, for the reader: exercises, or whole chapters
     reference_modules: list[str]  # not to be taken from the learner
 
     @property
@@ -67,17 +80,52 @@ def read_program(argument: str, chapters: list[str], export: bool) -> Program:
         raise LaunchError("--reference is for a notebook of workbook/: one of notebooks/ has nothing but the reference")
     path = Path(os.path.relpath(folder / name))
     library = LIBRARY if folder == NOTEBOOKS else WORKBOOK / LIBRARY.name
-    module, taken = default_module(notebook), []
+    module, own, taken = default_module(notebook), [], []
     if not export:
         texts = standing_texts(notebook, path, library)
+    elif folder == NOTEBOOKS:
+        texts = module_texts(notebook, path, library)
     else:
-        taken = fill_blanks(notebook, path) if folder == WORKBOOK else []
-        texts = name_origin(module_texts(notebook, path, library), taken, path, library)
+        texts, own, taken = learners_texts(notebook, path, chapters)
     if folder == WORKBOOK:
         texts.pop("__init__", None)  # the package is the reference's; the learner's modules lie over its own
     if not defines_main(texts.get(module, "")):
         raise LaunchError(f"{path}: its module '{module}' has no function main: nothing to start")
-    return Program(path, notebook, module, library, texts, taken, modules_of(chapters))
+    return Program(path, notebook, module, library, texts, own, taken, modules_of(chapters))
+
+
+def learners_texts(notebook: dict, path: Path, chapters: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
+    """What the modules of a learner's notebook, and of those before it, shall hold; the chapters that are the learner's
+    own work, and what is blank in them. Before it: notebooks of lower names that the reference has too, without the
+    named chapters.
+    """
+    library, texts, own, taken = WORKBOOK / LIBRARY.name, {}, [], []
+    earlier = [found for found in sorted(WORKBOOK.glob("*.ipynb")) if found.name < path.name]
+    earlier = [found for found in earlier if (NOTEBOOKS / found.name).exists() and found.name[:2] not in chapters]
+    for each in [*(Path(os.path.relpath(found)) for found in earlier), path]:
+        try:
+            content = notebook if each == path else read_notebook(each)
+            exercises = [cell["id"] for _, cell in exported_cells(content) if EXERCISE.fullmatch(cell.get("id", ""))]
+            blank = fill_blanks(content, each)
+            made = module_texts(content, each, library)
+        except (ExportError, LaunchError) as error:
+            hint = "" if each == path else f" (--reference {each.name[:2]} leaves this chapter out)"
+            raise LaunchError(f"{error}{hint}") from None
+        texts |= name_origin(made, blank, each, library)
+        differs = differs_from_reference(content, each)
+        own += [each.name[:2]] if differs else []
+        if differs or each == path:
+            taken += [f"all of {each.name[:2]}"] if len(blank) == len(exercises) > 1 else map(exercise, blank)
+    return texts, own, taken
+
+
+def differs_from_reference(notebook: dict, path: Path) -> bool:
+    """Whether what a learner's notebook exports, blanks filled, is not what the reference exports."""
+    cells = [
+        [(cell.get("id"), [text for _, text in kept_lines(cell["source"])]) for _, cell in exported_cells(each)]
+        for each in (notebook, read_notebook(NOTEBOOKS / path.name))
+    ]
+    return cells[0] != cells[1]
 
 
 def module_names(notebook: dict) -> list[str]:
