@@ -27,12 +27,12 @@ from attention_exact import exact
 from kernel_runs import Case, Comparison, random
 
 from course_kit.gpu.ablations import STEPS, undone
-from course_lib import flash_forward
-from course_lib.flash_attention import flash_attention
-from course_lib.flash_first import first_attention
-from course_lib.flash_forward import FORWARD_CONFIGURATIONS, flash_forward_kernel, launch_forward
-from course_lib.flash_hopper import hopper_attention
-from course_lib.matmul import tunable
+from course_lib.flash_attention import forward as flash_forward
+from course_lib.flash_attention.first import first_attention
+from course_lib.flash_attention.forward import FORWARD_CONFIGURATIONS, flash_forward_kernel, launch_forward
+from course_lib.flash_attention.hopper import hopper_attention
+from course_lib.flash_attention.operator import flash_attention
+from course_lib.kernels.matmul import tunable
 
 AIMS = {"forward": {"flash": 1.0, "cuDNN": 0.85}, "backward": {"flash": 0.9}}  # our speed by theirs
 AIM_HEAD, AIM_SEQUENCES = 128, range(2048, 16384 + 1)

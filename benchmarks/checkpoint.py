@@ -5,8 +5,8 @@
 FOLDER is on the disk that is measured; the current folder by default. Each layout has the weights and AdamW's states
 of a few steps, in float32. In turn, each after a barrier and until all ranks are done:
 
-    save                  course_lib.checkpoint.save: copy, write, fsync of every file, checksums, commit
-    load                  course_lib.checkpoint.load into the same layout, with checksums
+    save                  course_lib.checkpoint.checkpoints.save: copy, write, fsync of every file, checksums, commit
+    load                  course_lib.checkpoint.checkpoints.load into the same layout, with checksums
     load elsewhere        the same into another layout, that of ELSEWHERE
     torch.save            all boxes sent to rank 0, on the host, and one file written there, without an fsync
     torch.save, fsync     the same, and an fsync of the file
@@ -43,12 +43,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from course_kit.ranks import Ranks
-from course_lib.checkpoint import Checkpoints, at_rest, load, save
-from course_lib.layouts import Layout
-from course_lib.meshes import build_mesh
-from course_lib.model import PRESETS
-from course_lib.parallel_model import ParallelModel, parallelize
-from course_lib.shard_boxes import Box, own_share, state_boxes, weight_boxes
+from course_lib.checkpoint.boxes import Box, own_share, state_boxes, weight_boxes
+from course_lib.checkpoint.checkpoints import Checkpoints, at_rest, load, save
+from course_lib.five_d.layouts import Layout
+from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import ParallelModel, parallelize
+from course_lib.single_gpu.model import PRESETS
 
 REPETITIONS = 9
 STEPS = 4

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from measure import paired, write
 
 from course_kit.ranks import Ranks
-from course_lib.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
-from course_lib.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+from course_lib.collectives.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
 
 SIZES = (4 * 2**10, 2**20, 64 * 2**20)
 

@@ -37,12 +37,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from course_kit.ranks import Ranks
-from course_lib.context_parallel import METHODS
-from course_lib.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.sequence_parallel import apply_sequence_parallel, gather_sequence
-from course_lib.sequence_shards import ORDERS, chunks_of, from_order, shard_sequence, unshard_sequence
-from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.vocab_parallel import vocab_parallel_cross_entropy
+from course_lib.context_parallel.model import METHODS
+from course_lib.sequence_parallel.model import apply_sequence_parallel, gather_sequence
+from course_lib.sequence_parallel.shards import ORDERS, chunks_of, from_order, shard_sequence, unshard_sequence
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 
 PAIRS = 7
 PEAKS = 3

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from course_kit.ranks import Ranks
-from course_lib.data_parallel import DataParallel
-from course_lib.model import PRESETS, Transformer, loss
+from course_lib.data_parallel.replicas import DataParallel
+from course_lib.single_gpu.model import PRESETS, Transformer, loss
 
 BUCKET_MB = (1, 5, 25)
 TRIES = 9  # steps for each bucket size

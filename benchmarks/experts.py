@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch import nn
 
 from course_kit.ranks import Ranks
-from course_lib.expert_exchange import exchanged
-from course_lib.experts import Experts, batched_experts, grouped_experts, loop_experts
-from course_lib.router import Router
-from course_lib.sequence_parallel import gather_sequence, reduce_scatter_sequence
-from course_lib.traffic import count_traffic
+from course_lib.collectives.traffic import count_traffic
+from course_lib.expert_parallel.exchange import exchanged
+from course_lib.expert_parallel.experts import Experts, batched_experts, grouped_experts, loop_experts
+from course_lib.expert_parallel.router import Router
+from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_sequence
 
 PAIRS = 15
 PEAKS = 3
@@ -92,7 +92,7 @@ def step_of(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor):
 
 
 class Mixture(nn.Module):
-    """A router and experts, as course_lib.mixture.MoE; slots: see batched_experts."""
+    """A router and experts, as course_lib.expert_parallel.mixture.MoE; slots: see batched_experts."""
 
     def __init__(self, theirs: nn.Module, way: str, top_k: int, slots: int):
         super().__init__()

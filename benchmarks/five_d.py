@@ -41,10 +41,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from course_kit.ranks import Ranks
-from course_lib.five_d import build_mesh, parallelize, whole_weights
-from course_lib.layouts import Layout
-from course_lib.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.pipeline import split_stages
+from course_lib.checkpoint.program import build_mesh, parallelize, whole_weights
+from course_lib.five_d.layouts import Layout
+from course_lib.pipeline.runner import split_stages
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 
 PAIRS, PEAKS = 15, 2
 CHECKED = 2  # steps

@@ -24,13 +24,12 @@ import torch
 import torch.nn.functional as F
 from kernel_runs import DTYPES, WIDER, Case, random
 
-from course_lib.fp8_casts import quantize_both, quantize_delayed, quantize_fused, turn_tiles
-from course_lib.fp8_hopper import hopper_block_matmul
-from course_lib.fp8_kernels import block_matmul
-from course_lib.fp8_linear import Fp8Products, LayerCasters
-from course_lib.fp8_operands import Casts
-from course_lib.fp8_recipes import by_blocks, per_tensor
-from course_lib.quantization import (
+from course_lib.fp8.casts import quantize_both, quantize_delayed, quantize_fused, turn_tiles
+from course_lib.fp8.hopper import hopper_block_matmul
+from course_lib.fp8.kernels import block_matmul
+from course_lib.fp8.linear import Fp8Products, LayerCasters
+from course_lib.fp8.operands import Casts
+from course_lib.fp8.quantization import (
     ROW,
     SQUARE,
     TENSOR,
@@ -41,7 +40,8 @@ from course_lib.quantization import (
     dequantize,
     quantize,
 )
-from course_lib.scaled_matmul import fp8_matmul
+from course_lib.fp8.recipes import by_blocks, per_tensor
+from course_lib.fp8.scaled_matmul import fp8_matmul
 
 torchao = importlib.util.find_spec("torchao")
 BLOCKS = {"tensor": TENSOR, "row": ROW, "1 x 128": TILE, "128 x 128": SQUARE}

@@ -21,14 +21,14 @@ import statistics
 import torch
 from measure import save
 
-from course_lib.data import ByteTokenizer, TokenBatches, corpus
-from course_lib.fp8 import apply_fp8
-from course_lib.fp8_linear import update_scales
-from course_lib.fp8_operands import Cast
-from course_lib.fp8_recipes import RECIPES, Recipe, by_blocks, per_tensor
-from course_lib.model import PRESETS, ModelConfig, Transformer, loss, swiglu
-from course_lib.recipe_optimizer import RecipeOptimizer
-from course_lib.single_gpu import adamw, train_step
+from course_lib.fp8.linear import update_scales
+from course_lib.fp8.operands import Cast
+from course_lib.fp8.program import apply_fp8
+from course_lib.fp8.recipe_optimizer import RecipeOptimizer
+from course_lib.fp8.recipes import RECIPES, Recipe, by_blocks, per_tensor
+from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss, swiglu
+from course_lib.single_gpu.training import adamw, train_step
 
 NAMES = ["BF16, FP32 accumulation", "Transformer Engine", "FP8-LM", "DeepSeek-V3", "nanotron"]
 ALL_FP32 = Recipe(None, torch.float32, torch.float32, None, None, torch.float32, torch.float32, "the control")

@@ -41,17 +41,17 @@ from measure import gpu_word, save
 from rank_steps import on_ranks
 from triton.runtime.autotuner import Autotuner
 
-from course_lib.data import ByteTokenizer, TokenBatches, corpus
-from course_lib.flash_attention import flash_attention
-from course_lib.fp8 import apply_fp8
-from course_lib.fp8_linear import update_scales
-from course_lib.fp8_recipes import RECIPES, by_blocks, per_tensor
-from course_lib.fused_loss import defer_head
-from course_lib.kernels import kernel_step, use_kernels
-from course_lib.memory_profile import MemoryProfile
-from course_lib.model import PRESETS, Transformer
-from course_lib.roofline import measure_roofline
-from course_lib.single_gpu import adamw, train, train_step
+from course_lib.flash_attention.operator import flash_attention
+from course_lib.fp8.linear import update_scales
+from course_lib.fp8.program import apply_fp8
+from course_lib.fp8.recipes import RECIPES, by_blocks, per_tensor
+from course_lib.kernels.fused_loss import defer_head
+from course_lib.kernels.program import kernel_step, use_kernels
+from course_lib.kernels.roofline import measure_roofline
+from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
+from course_lib.single_gpu.model import PRESETS, Transformer
+from course_lib.single_gpu.profile import MemoryProfile
+from course_lib.single_gpu.training import adamw, train, train_step
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPARISONS: dict[str, dict[str, Comparison]] = {  # by file and the key of its rows

@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from kernel_runs import DTYPES, Case, random
 
-from course_lib.adamw_optimizer import update_many
-from course_lib.fused_adamw import adamw_step
-from course_lib.fused_loss import linear_cross_entropy
-from course_lib.fused_norm import rms_norm
-from course_lib.fused_rope import rope
-from course_lib.fused_swiglu import swiglu as fused_swiglu
-from course_lib.kernels import softmax
-from course_lib.matmul import matmul
-from course_lib.model import PRESETS, Transformer, apply_rope, loss, swiglu
+from course_lib.kernels.adamw_optimizer import update_many
+from course_lib.kernels.fused_adamw import adamw_step
+from course_lib.kernels.fused_loss import linear_cross_entropy
+from course_lib.kernels.fused_norm import rms_norm
+from course_lib.kernels.fused_rope import rope
+from course_lib.kernels.fused_swiglu import swiglu as fused_swiglu
+from course_lib.kernels.matmul import matmul
+from course_lib.kernels.program import softmax
+from course_lib.single_gpu.model import PRESETS, Transformer, apply_rope, loss, swiglu
 
 liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel")  # it can't be interpreted
 if liger:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from measure import peak_mib
 
-from course_lib.roofline import Roofline
-from course_lib.timing import flusher, time_once
+from course_lib.kernels.roofline import Roofline
+from course_lib.kernels.timing import flusher, time_once
 
 ROUNDS = {"cuda": 11, "cpu": 1}
 UNCOUNTED = {"cuda": 3, "cpu": 0}

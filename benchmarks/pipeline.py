@@ -29,10 +29,19 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _ComputationType
 
 from course_kit.ranks import Ranks
-from course_lib.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.pipeline import PipelineRunner, split_stages
-from course_lib.schedules import Action, Schedule, afab, interleaved, one_f_one_b, simulate, validate, zero_bubble_v
-from course_lib.traffic import count_traffic
+from course_lib.collectives.traffic import count_traffic
+from course_lib.pipeline.runner import PipelineRunner, split_stages
+from course_lib.pipeline.schedules import (
+    Action,
+    Schedule,
+    afab,
+    interleaved,
+    one_f_one_b,
+    simulate,
+    validate,
+    zero_bubble_v,
+)
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 
 PAIRS = 15
 PEAKS = 3

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from course_kit.planning.published_runs import errors_by_source, left_out, load_published
-from course_lib.best_config import search
-from course_lib.calibration import MEMORY, MEMORY_PAIRS, TIME, cross_validate, fit
-from course_lib.clusters import CLUSTERS, Cluster
-from course_lib.layout_runs import MeasuredRun, Predicted, accuracy, cells, load_runs, loss_of_picks, predict
-from course_lib.model import PRESETS
+from course_lib.best_config.calibration import MEMORY, MEMORY_PAIRS, TIME, cross_validate, fit
+from course_lib.best_config.clusters import CLUSTERS, Cluster
+from course_lib.best_config.planner import search
+from course_lib.best_config.runs import MeasuredRun, Predicted, accuracy, cells, load_runs, loss_of_picks, predict
+from course_lib.single_gpu.model import PRESETS
 
 DATA = Path(__file__).parent.parent / "data"
 RESULT = Path(__file__).parent / "results" / "planner.json"

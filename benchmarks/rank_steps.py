@@ -8,11 +8,11 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from course_lib.data import TokenBatches
-from course_lib.five_d import parallelize, whole_weights
-from course_lib.layouts import Layout
-from course_lib.meshes import build_mesh
-from course_lib.model import ModelConfig
+from course_lib.checkpoint.program import parallelize, whole_weights
+from course_lib.five_d.layouts import Layout
+from course_lib.five_d.meshes import build_mesh
+from course_lib.single_gpu.data import TokenBatches
+from course_lib.single_gpu.model import ModelConfig
 
 OF = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=96, vocab=97)
 

@@ -31,10 +31,10 @@ from torch.distributed.tensor.parallel import (
 )
 
 from course_kit.ranks import Ranks
-from course_lib.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.regions import copy_to_group
-from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.vocab_parallel import vocab_parallel_cross_entropy
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.regions import copy_to_group
+from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 
 PAIRS = 15
 PEAKS = 7

@@ -9,7 +9,7 @@ spread of that ratio is the noise. Times are medians of 9 pairs.
 import torch
 from measure import paired, peak_mib, write
 
-from course_lib.model import PRESETS, Transformer, loss, to_hf
+from course_lib.single_gpu.model import PRESETS, Transformer, loss, to_hf
 
 
 def step(module: torch.nn.Module, forward) -> None:

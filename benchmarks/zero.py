@@ -26,10 +26,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from course_kit.ranks import Ranks
-from course_lib.fully_shard import fully_shard
-from course_lib.memory import param_count, state_bytes
-from course_lib.model import PRESETS, Transformer, loss
-from course_lib.zero import ZeroOptimizer
+from course_lib.single_gpu.memory import param_count, state_bytes
+from course_lib.single_gpu.model import PRESETS, Transformer, loss
+from course_lib.zero.full_sharding import fully_shard
+from course_lib.zero.optimizer import ZeroOptimizer
 
 BUCKET_MB = (1, 5, 25)
 STEPS = 2

@@ -5,7 +5,8 @@
 
 nbdev's `nb_export` does the work: it collects the cells, turns `from course_lib.model import x` into `from .model
 import x`, and heads each block with the notebook and the cell id it came from. This script adds four things. Solution
-markers do not reach the library. One notebook may fill several modules. A string that opens the first cell of a module
+markers do not reach the library. One notebook may fill several modules, of one package or more: `#| export zero.shards`
+goes to `course_lib/zero/shards.py`. A string that opens the first cell of a module
 becomes the module's docstring. And a raw cell marked `#| export` reaches the library too; it does not run in the
 notebook. Imports from modules of the same notebook are written so: there the name stands in the kernel already, perhaps
 in the learner's own version.
@@ -60,6 +61,16 @@ def directive(source: str, name: str) -> str | None:
         if (found := DIRECTIVE.match(line)) and found[1] == name:
             return found[2]
     return None
+
+
+def module_file(library: Path, name: str) -> Path:
+    """Where a module stands in a library: `zero.shards` in zero/shards.py."""
+    return library.joinpath(*name.split(".")).with_suffix(".py")
+
+
+def imported_as(name: str) -> str:
+    """How a module of the library is imported: `zero.__init__` as course_lib.zero."""
+    return ".".join([LIBRARY.name, *name.split(".")]).removesuffix(".__init__")
 
 
 def exported_cells(notebook: dict) -> list[tuple[int, dict]]:
@@ -117,7 +128,7 @@ def module_texts(notebook: dict, path: Path, library: Path = LIBRARY) -> dict[st
 
         def __init__(self, dest, name, nb_path, is_new=True, **kwargs):
             super().__init__(dest, name, nb_path, is_new=True)
-            self.dest2nb = Path(os.path.relpath(path, library)).as_posix()
+            self.dest2nb = Path(os.path.relpath(path, module_file(library, name).parent)).as_posix()
             self.hdr = f"# %% {self.dest2nb}"
 
         def make(self, cells, all_cells=None, lib_path=None):
@@ -137,7 +148,12 @@ def module_texts(notebook: dict, path: Path, library: Path = LIBRARY) -> dict[st
         plain, made = Path(folder) / Path(path).name, Path(folder) / library.name
         plain.write_text(json.dumps(notebook), encoding="utf-8")
         nb_export(str(plain), lib_path=made, procs=[drop_markers], mod_maker=Maker)
-        return {file.stem: file.read_text(encoding="utf-8") for file in sorted(made.glob("*.py"))}
+        return {module_name(file, made): file.read_text(encoding="utf-8") for file in sorted(made.rglob("*.py"))}
+
+
+def module_name(file: Path, library: Path) -> str:
+    """The name of the module in a file of a library, as in `#| export zero.shards`."""
+    return ".".join(file.relative_to(library).with_suffix("").parts)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -157,9 +173,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 def write_modules(texts: dict[str, str], library: Path) -> None:
     """Write each module that differs from what stands in `library`, atomically."""
-    library.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        file = library / f"{name}.py"
+        file = module_file(library, name)
+        file.parent.mkdir(parents=True, exist_ok=True)
         if not file.exists() or file.read_text(encoding="utf-8") != text:
             write_atomically(file, text)
 
@@ -190,22 +206,23 @@ def blocks(text: str) -> dict[str, str]:
 def differences(texts: dict[str, str], library: Path = LIBRARY) -> list[str]:
     """One line for each cell whose text is not what `library` holds, and for each module that no notebook exports."""
     found = []
-    for file in sorted(library.glob("*.py")):
-        if file.stem not in texts:
-            found.append(f"{file.name} is exported by no notebook")
+    for file in sorted(library.rglob("*.py")):
+        if module_name(file, library) not in texts:
+            found.append(f"{file.relative_to(library)} is exported by no notebook")
     for name, text in texts.items():
-        file = library / f"{name}.py"
+        file = module_file(library, name)
+        shown = file.relative_to(library)
         if not file.exists():
-            found.append(f"{name}.py is missing: run 'make export'")
+            found.append(f"{shown} is missing: run 'make export'")
             continue
         old, new = blocks(file.read_text(encoding="utf-8")), blocks(text)
         for heading in {**new, **old}:
             if old.get(heading) != new.get(heading):
                 where = BLOCK.match(heading)
                 place = f"{Path(where[1]).name}, cell {where[2]}" if where else "docstring and imports at the top"
-                found.append(f"{name}.py and {place} differ")
+                found.append(f"{shown} and {place} differ")
         if not found and old != new or list(old) != list(new):
-            found.append(f"{name}.py holds the cells in another order")
+            found.append(f"{shown} holds the cells in another order")
     return found
 
 
@@ -247,8 +264,8 @@ def main(argv: list[str] | None = None) -> int:
         print("\n".join(found) if found else f"course_lib is in step with the notebooks ({len(texts)} modules)")
         return 1 if found else 0
     write_modules(texts, LIBRARY)
-    for file in LIBRARY.glob("*.py"):
-        if file.stem not in texts:
+    for file in LIBRARY.rglob("*.py"):
+        if module_name(file, LIBRARY) not in texts:
             file.unlink()
     print(f"course_lib: {len(texts)} modules")
     return 0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.dont_write_bytecode = True  # before our own imports: a launch that does not start leaves nothing behind
 
-from export import ExportError, write_modules  # noqa: E402
+from export import ExportError, module_file, write_modules  # noqa: E402
 from launcher import slurm  # noqa: E402
 from launcher.first_error import shown  # noqa: E402
 from launcher.program import LaunchError, Program, parse, read_program, try_options  # noqa: E402
@@ -61,7 +61,7 @@ def nbdev_found() -> bool:
 
 def differing(program: Program) -> dict[str, str]:
     """The modules whose text is not what stands in the library."""
-    files = {name: program.library / f"{name}.py" for name in program.texts}
+    files = {name: module_file(program.library, name) for name in program.texts}
     standing = {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
     return {name: text for name, text in program.texts.items() if standing.get(name) != text}
 

@@ -18,7 +18,7 @@ import contextlib
 import faulthandler
 import gc
 import importlib
-import importlib.machinery
+import importlib.util
 import json
 import os
 import shutil
@@ -38,26 +38,36 @@ BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 GRACE_S = 5.0  # how long a rank that only lost its peer waits for the peer to say why
 
 
-class ReferenceModules:
-    """Import finder: the chapters left out of the overlay come from the reference library."""
+class LearnersModules:
+    """Import finder: modules that lie in the overlay, save for those of `reference_modules`; all others are the
+    reference's. What has its name from a package of the reference has to be one: an overlay of a time before packages
+    has other modules.
+    """
 
-    def __init__(self, names: list[str], reference: Path):
-        self.names = {f"{reference.name}.{name}" for name in names}
-        self.reference = reference
+    def __init__(self, overlay: Path, reference: Path, reference_modules: list[str]):
+        self.overlay, self.reference, self.not_taken = overlay, reference, set(reference_modules)
 
     def find_spec(self, name, path=None, target=None):
-        if name in self.names:
-            return importlib.machinery.PathFinder.find_spec(name, [str(self.reference)])
-        return None
+        first, *parts = name.split(".")
+        names = {".".join(parts), ".".join([*parts, "__init__"])}
+        if first != self.reference.name or not parts or names & self.not_taken:
+            return None
+        own, theirs = (folder.joinpath(*parts) for folder in (self.overlay, self.reference))
+        if theirs.is_dir():
+            file, places = own / "__init__.py", [str(own), str(theirs)]
+        else:
+            file, places = own.with_suffix(".py"), None
+        if not file.is_file():
+            return None
+        return importlib.util.spec_from_file_location(name, file, submodule_search_locations=places)
 
 
 def open_library(overlay: Path | None, reference_modules: list[str]) -> None:
     """Make this tree's `course_lib` importable, the modules of `overlay` first, save for `reference_modules`."""
     sys.path.insert(0, str(ROOT))
-    package = importlib.import_module("course_lib")
+    importlib.import_module("course_lib")
     if overlay:
-        package.__path__ = [str(overlay), *package.__path__]
-        sys.meta_path.insert(0, ReferenceModules(reference_modules, ROOT / "course_lib"))
+        sys.meta_path.insert(0, LearnersModules(overlay, ROOT / "course_lib", reference_modules))
 
 
 def join_group() -> None:

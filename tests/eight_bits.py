@@ -5,7 +5,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quantized
+from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = [E4M3, E5M2]

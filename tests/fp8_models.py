@@ -7,16 +7,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_lib.data_parallel import DataParallel
-from course_lib.fp8 import apply_fp8, update_scales
-from course_lib.fp8_gather import Fp8Gather
-from course_lib.fp8_recipes import RECIPES, Recipe, by_blocks, per_tensor
-from course_lib.fully_shard import full_state_dict, fully_shard
-from course_lib.model import ModelConfig, Transformer
-from course_lib.shards import nested_norm, outer_groups
-from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.tensor_shards import whole_state_dict
-from course_lib.zero import ZeroOptimizer
+from course_lib.data_parallel.replicas import DataParallel
+from course_lib.fp8.gather import Fp8Gather
+from course_lib.fp8.program import apply_fp8, update_scales
+from course_lib.fp8.recipes import RECIPES, Recipe, by_blocks, per_tensor
+from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.shards import whole_state_dict
+from course_lib.zero.full_sharding import full_state_dict, fully_shard
+from course_lib.zero.optimizer import ZeroOptimizer
+from course_lib.zero.shards import nested_norm, outer_groups
 from split_models import RECOMPUTE, init, whole_gradients
 
 STEPS, BATCH, SEQ = 3, 4, 64  # 256 tokens: 128 for each of two ranks

@@ -2,9 +2,9 @@
 
     python tests/killed_saves.py FOLDER        # prints what came of each trial, as JSON
 
-A job is two forked ranks, in a process group of their own, that run course_lib.five_d and save after every step. An
-audit hook of one rank sends the whole job SIGKILL when the operation is about to begin, or some milliseconds later.
-Before each trial there are remains of killed jobs to be removed.
+A job is two forked ranks, in a process group of their own, that run course_lib.checkpoint.program and save after every
+step. An audit hook of one rank sends the whole job SIGKILL when the operation is about to begin, or some milliseconds
+later. Before each trial there are remains of killed jobs to be removed.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ import torch
 import torch._dynamo  # noqa: F401  a model on the meta device asks for it: once here, not in each rank
 import torch.distributed as dist
 
-from course_lib import single_gpu
-from course_lib.checkpoint import latest
-from course_lib.checkpoint_files import damaged, describe
-from course_lib.five_d import main, options
+from course_lib.checkpoint.checkpoints import latest
+from course_lib.checkpoint.files import damaged, describe
+from course_lib.checkpoint.program import main, options
+from course_lib.single_gpu import training as single_gpu
 
 STEPS = 50  # more than all trials together can do
 PROGRAM = f"--preset debug --layout dp2,zero1 --batch 2 --seq 16 --steps {STEPS} --warmup 9 --drop-tokens 0.1".split()

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from course_lib.layout_search import degree_rules, degrees, first_reason, setting_rules, with_settings
-from course_lib.layout_tables import LayoutTable
-from course_lib.model import ModelConfig
+from course_lib.best_config.layouts import degree_rules, degrees, first_reason, setting_rules, with_settings
+from course_lib.best_config.tables import LayoutTable
+from course_lib.single_gpu.model import ModelConfig
 
 EXPERTS = {"experts": 8, "top_k": 2}
 

@@ -8,20 +8,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.data_parallel import DataParallel, out_of_step
-from course_lib.fully_shard import full_state_dict, fully_shard
-from course_lib.mixture import apply_moe
-from course_lib.model import ModelConfig, Transformer, init_parameter, loss
-from course_lib.parallel_linear import replicas_of
-from course_lib.partitioned_checkpoints import apply_partitioned_recompute
-from course_lib.recompute import IGNORED, apply_recompute, keep_products
-from course_lib.router import routers_of, take_counts, update_bias
-from course_lib.sequence_parallel import apply_sequence_parallel
-from course_lib.shards import clip_grad_norm_
-from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.tensor_shards import materialize, shard_init, whole_state_dict
-from course_lib.vocab_parallel import vocab_parallel_cross_entropy
-from course_lib.zero import ZeroOptimizer
+from course_lib.data_parallel.replicas import DataParallel, out_of_step
+from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.expert_parallel.router import routers_of, take_counts, update_bias
+from course_lib.recompute.modes import IGNORED, apply_recompute, keep_products
+from course_lib.sequence_parallel.model import apply_sequence_parallel
+from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.tensor_parallel.linear import replicas_of
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
+from course_lib.tensor_parallel.shards import materialize, shard_init, whole_state_dict
+from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
+from course_lib.zero.full_sharding import full_state_dict, fully_shard
+from course_lib.zero.optimizer import ZeroOptimizer
+from course_lib.zero.shards import clip_grad_norm_
 
 STEPS, BATCH, SEQ, MAX_NORM, BIAS_RATE = 3, 4, 7, 0.5, 0.01
 OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step

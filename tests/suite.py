@@ -42,21 +42,21 @@ def exercises_of(name: str) -> str | None:
 
 
 def notebook_of(file: Path) -> str | None:
-    """The number of the notebook that a file of tests concerns: that of the module it is named after, or the last one
-    that it imports from; None for the tests of scripts, and of instruments that know no notebook.
+    """The number of the notebook that a file of tests concerns: that of the module or package it is named after, or the
+    last one that it imports from; None for the tests of scripts, and of instruments that know no notebook.
     """
     named = re.sub(r"^test_|_ranks$", "", file.stem)
-    imported = [
-        name
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "course_lib"
-        for name in [node.module.partition(".")[2] or node.names[0].name]
-    ]
-    for names in ([named], imported):
-        modules = [ROOT / "course_lib" / f"{name}.py" for name in names]
-        found = [re.search(r"\.\./notebooks/(\d\d)_", path.read_text()) for path in modules if path.exists()]
-        if found:
-            return max(match[1] for match in found)
+    library = ROOT / "course_lib"
+    own = [*library.glob(f"*/{named}.py"), library / named / "__init__.py"]
+    imported = []
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "course_lib":
+            place = ROOT.joinpath(*node.module.split("."))
+            imported += [place.with_suffix(".py"), *(place / f"{name.name}.py" for name in node.names)]
+    for modules in (own, imported):
+        found = {re.search(r"/notebooks/(\d\d)_", path.read_text())[1] for path in modules if path.exists()}
+        if len(found) == 1 or modules is imported and found:
+            return max(found)
     return None
 
 

@@ -10,9 +10,9 @@ import triton.language as tl
 from course_kit.gpu.ablations import STEPS, difference, undone
 from course_kit.gpu.compiled import compile_kernel
 from course_kit.gpu.transactions import count_transactions
-from course_lib.attention_blocks import plain_forward
-from course_lib.flash_forward import flash_forward_kernel, head_sizes, strides_of
-from course_lib.rounding import cast, widen
+from course_lib.context_parallel.blocks import plain_forward
+from course_lib.flash_attention.forward import flash_forward_kernel, head_sizes, strides_of
+from course_lib.kernels.rounding import cast, widen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = {"BLOCK_Q": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1}

@@ -1,4 +1,6 @@
-"""course_lib.attention_blocks against float64 in one process: pieces, merges, gradients, what is visible. CPU, CUDA."""
+"""course_lib.context_parallel.blocks against float64 in one process: pieces, merges, gradients, what is visible. CPU,
+CUDA.
+"""
 
 import itertools
 import math
@@ -7,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course_lib.attention_blocks import (
+from course_lib.context_parallel.blocks import (
     FUSED_BLOCK,
     PLAIN_BLOCK,
     AttentionBlock,
@@ -22,7 +24,7 @@ from course_lib.attention_blocks import (
     plain_forward,
     visible,
 )
-from course_lib.sequence_shards import ORDERS, chunks_of, from_order, in_order, shard_sequence
+from course_lib.sequence_parallel.shards import ORDERS, chunks_of, from_order, in_order, shard_sequence
 
 BLOCKS = {"plain": PLAIN_BLOCK, "fused": FUSED_BLOCK}
 WITHIN = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}  # norm of the error over the norm

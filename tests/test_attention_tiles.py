@@ -1,10 +1,12 @@
-"""course_lib.attention_tiles: each visible pair is in one tile, masks only where needed, FLOPs counted. Pure Python."""
+"""course_lib.flash_attention.tiles: each visible pair is in one tile, masks only where needed, FLOPs counted. Pure
+Python.
+"""
 
 import itertools
 
 import pytest
 
-from course_lib.attention_tiles import (
+from course_lib.flash_attention.tiles import (
     computed_share,
     flops_backward,
     flops_forward,

@@ -17,9 +17,9 @@ from course_kit.gpu.attention_traffic import (
 )
 from course_kit.gpu.operation_bytes import BytesMoved
 from course_kit.gpu.transactions import count_transactions
-from course_lib import flash_forward
-from course_lib.flash_attention import flash_attention
-from course_lib.tiled_attention import flash_attention_reference
+from course_lib.flash_attention import forward as flash_forward
+from course_lib.flash_attention.operator import flash_attention
+from course_lib.flash_attention.reference import flash_attention_reference
 
 SECTOR = 32
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from course_kit.gpu.launches import record_launches
-from course_lib import flash_forward
-from course_lib.attention_tiles import flops_backward, flops_forward
-from course_lib.flash_attention import flash_attention
+from course_lib.flash_attention import forward as flash_forward
+from course_lib.flash_attention.operator import flash_attention
+from course_lib.flash_attention.tiles import flops_backward, flops_forward
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from course_kit.gpu.launches import record_launches
-from course_lib.quantization import ROW, TENSOR, TILE
+from course_lib.fp8.quantization import ROW, TENSOR, TILE
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 CPU = torch.device("cpu")

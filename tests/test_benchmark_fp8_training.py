@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from course_lib.model import swiglu
+from course_lib.single_gpu.model import swiglu
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 pytestmark = pytest.mark.skipif(

@@ -1,4 +1,6 @@
-"""course_lib.best_config: the search leaves out nothing, counts everything, and its best is the best. Plain numpy."""
+"""course_lib.best_config.planner: the search leaves out nothing, counts everything, and its best is the best. Plain
+numpy.
+"""
 
 import dataclasses
 import json
@@ -6,13 +8,13 @@ import json
 import numpy as np
 import pytest
 
-from course_lib.best_config import SETTINGS, divisors, estimate, main, options, search, why_not
-from course_lib.clusters import CLUSTERS
-from course_lib.layout_search import degree_rules, degrees, first_reason, setting_rules, with_settings
-from course_lib.layouts import Layout, check_layout
-from course_lib.model import PRESETS
-from course_lib.single_gpu import flops_per_token
-from course_lib.stage_loads import bubble_share
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.layouts import degree_rules, degrees, first_reason, setting_rules, with_settings
+from course_lib.best_config.planner import SETTINGS, divisors, estimate, main, options, search, why_not
+from course_lib.best_config.stage_loads import bubble_share
+from course_lib.five_d.layouts import Layout, check_layout
+from course_lib.single_gpu.model import PRESETS
+from course_lib.single_gpu.training import flops_per_token
 
 H100 = CLUSTERS["H100"]
 LLAMA = PRESETS["llama3-8B"]

@@ -1,11 +1,13 @@
-"""course_lib.block_formats: MXFP8 against torch's dtypes, the FP4 formats against their rules by hand. CPU."""
+"""course_lib.mixed_precision.block_formats: MXFP8 against torch's dtypes, the FP4 formats against their rules by hand.
+CPU.
+"""
 
 import math
 
 import pytest
 import torch
 
-from course_lib.block_formats import (
+from course_lib.mixed_precision.block_formats import (
     BLOCK_FORMATS,
     MXFP4,
     MXFP8,
@@ -20,7 +22,7 @@ from course_lib.block_formats import (
     relative_error,
     round_to_blocks,
 )
-from course_lib.float_formats import E4M3, decode, round_to, ulp
+from course_lib.mixed_precision.formats import E4M3, decode, round_to, ulp
 
 ALL = pytest.mark.parametrize("fmt", BLOCK_FORMATS.values(), ids=list(BLOCK_FORMATS))
 E2M1_NUMBERS = [0, 0.5, 1, 1.5, 2, 3, 4, 6]

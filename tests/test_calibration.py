@@ -1,5 +1,5 @@
-"""course_lib.calibration: constants are recovered from runs made with them, outliers or not; the committed ones are
-those of the data. Needs SciPy; a CPU.
+"""course_lib.best_config.calibration: constants are recovered from runs made with them, outliers or not; the committed
+ones are those of the data. Needs SciPy; a CPU.
 """
 
 import dataclasses
@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from course_lib import calibration
-from course_lib.calibration import MEMORY, MEMORY_PAIRS, TIME, cross_validate, fit
-from course_lib.clusters import CLUSTERS, NANOTRON, Cluster, Software
-from course_lib.layout_runs import MeasuredRun, accuracy, cells, load_runs, predict
+from course_lib.best_config import calibration
+from course_lib.best_config.calibration import MEMORY, MEMORY_PAIRS, TIME, cross_validate, fit
+from course_lib.best_config.clusters import CLUSTERS, NANOTRON, Cluster, Software
+from course_lib.best_config.runs import MeasuredRun, accuracy, cells, load_runs, predict
 
 RUNS = load_runs(Path(__file__).parent.parent / "data" / "layout_runs_h100.csv")
 EFA = CLUSTERS["H100, EFA"]

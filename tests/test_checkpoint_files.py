@@ -1,4 +1,4 @@
-"""course_lib.checkpoint_files: killed at each operation on files, strangers' files, damage. No ranks, any machine."""
+"""course_lib.checkpoint.files: killed at each operation on files, strangers' files, damage. No ranks, any machine."""
 
 import json
 import os
@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from calls import said
-from course_lib.box_planners import BoxLoadPlanner, BoxSavePlanner
-from course_lib.checkpoint_files import (
+from course_lib.checkpoint.boxes import Box
+from course_lib.checkpoint.files import (
     ABOUT,
     DELETING,
     FORMAT,
@@ -37,7 +37,7 @@ from course_lib.checkpoint_files import (
     digest,
     latest,
 )
-from course_lib.shard_boxes import Box
+from course_lib.checkpoint.planners import BoxLoadPlanner, BoxSavePlanner
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -145,7 +145,7 @@ def test_the_disk_has_everything_before_the_name_is_complete(tmp_path):
 KILLED = """
     import json, os, signal, sys
     from pathlib import Path
-    from course_lib.checkpoint_files import begin, commit
+    from course_lib.checkpoint.files import begin, commit
 
     def saved(root, step, keep, time):
         saving = begin(root, step)

@@ -1,4 +1,6 @@
-"""course_lib.checkpoint on 2, 4 and 8 ranks: any layout to any other, bit by bit; damage, and what fails. CPU."""
+"""course_lib.checkpoint.checkpoints on 2, 4 and 8 ranks: any layout to any other, bit by bit; damage, and what fails.
+CPU.
+"""
 
 import json
 import os
@@ -13,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from course_kit.ranks import Ranks
-from course_lib.checkpoint import Checkpoints, at_rest, load, save
-from course_lib.checkpoint_files import ABOUT, BoxReader, digest, sealed
-from course_lib.layouts import Layout
-from course_lib.meshes import build_mesh
-from course_lib.model import ModelConfig
-from course_lib.parallel_model import parallelize
-from course_lib.router import take_counts, update_bias
-from course_lib.shard_boxes import Box, fill, state_boxes, weight_boxes
+from course_lib.checkpoint.boxes import Box, fill, state_boxes, weight_boxes
+from course_lib.checkpoint.checkpoints import Checkpoints, at_rest, load, save
+from course_lib.checkpoint.files import ABOUT, BoxReader, digest, sealed
+from course_lib.expert_parallel.router import take_counts, update_bias
+from course_lib.five_d.layouts import Layout
+from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import parallelize
+from course_lib.single_gpu.model import ModelConfig
 
 # 97 tokens go on no 2 ranks, 2 K/V heads are copied on 4; 2 layers, embedding and head fill 4 stages.
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 44, "vocab": 97}

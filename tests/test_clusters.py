@@ -1,4 +1,6 @@
-"""course_lib.clusters: links and shared network cards worked by hand; the data sheets' numbers. Plain numpy."""
+"""course_lib.best_config.clusters: links and shared network cards worked by hand; the data sheets' numbers. Plain
+numpy.
+"""
 
 import csv
 import dataclasses
@@ -8,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from course_lib.clusters import CLUSTERS, NANOTRON, Cluster, Software, ring, stride_of
-from course_lib.layout_tables import LayoutTable
-from course_lib.layouts import Layout, groups_along
+from course_lib.best_config.clusters import CLUSTERS, NANOTRON, Cluster, Software, ring, stride_of
+from course_lib.best_config.tables import LayoutTable
+from course_lib.five_d.layouts import Layout, groups_along
 
 HARDWARE = list(csv.DictReader((Path(__file__).parent.parent / "data" / "hardware.csv").open()))
 PERFECT = Software(nvlink_efficiency=1.0, network_efficiency=1.0)

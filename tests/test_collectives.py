@@ -1,4 +1,6 @@
-"""course_lib.collectives and bandwidth without other ranks: options, bandwidths, the fit, the table. Needs no GPU."""
+"""course_lib.collectives.rings and bandwidth without other ranks: options, bandwidths, the fit, the table. Needs no
+GPU.
+"""
 
 import json
 import math
@@ -9,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.bandwidth import bandwidths, fit_alpha_beta, run_collective, sweep
-from course_lib.collectives import (
+from course_lib.collectives.bandwidth import bandwidths, fit_alpha_beta, run_collective, sweep
+from course_lib.collectives.rings import (
     describe,
     main,
     options,
@@ -19,7 +21,7 @@ from course_lib.collectives import (
     ring_reduce_scatter,
     tree_broadcast,
 )
-from course_lib.traffic import count_traffic
+from course_lib.collectives.traffic import count_traffic
 
 SIZES = [4096 * 4**power for power in range(8)]
 

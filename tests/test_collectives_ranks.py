@@ -1,4 +1,6 @@
-"""course_lib.collectives on two to four ranks: values against torch.distributed, bytes, memory, the launcher. CPU."""
+"""course_lib.collectives.rings on two to four ranks: values against torch.distributed, bytes, memory, the launcher.
+CPU.
+"""
 
 import json
 import math
@@ -12,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from calls import new_group, peak_bytes
-from course_lib.bandwidth import sweep, time_collective
-from course_lib.collectives import CHUNK, ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
-from course_lib.traffic import count_traffic
+from course_lib.collectives.bandwidth import sweep, time_collective
+from course_lib.collectives.rings import CHUNK, ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
+from course_lib.collectives.traffic import count_traffic
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3), (3, 1, 0), (2,)]

@@ -22,9 +22,9 @@ from course_kit.gpu.accesses import Access
 from course_kit.gpu.compiled import Compiled, compile_kernel, compile_launches, request
 from course_kit.gpu.launches import Launch, record_launches
 from course_kit.gpu.sources import rebuild, sources
-from course_lib.elu_kernels import elu
-from course_lib.gpus import GPUS
-from course_lib.matmul import matmul
+from course_lib.kernels.elu import elu
+from course_lib.kernels.gpus import GPUS
+from course_lib.kernels.matmul import matmul
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCALE = tl.constexpr(3.0)

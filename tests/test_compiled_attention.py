@@ -16,7 +16,7 @@ from compiled_once import compile_launches
 from course_kit.gpu.ablations import undone
 from course_kit.gpu.compiled import Compiled
 from course_kit.gpu.launches import Launch
-from course_lib.flash_backward import (
+from course_lib.flash_attention.backward import (
     DELTA_ROWS,
     KEY_CONFIGURATIONS,
     QUERY_CONFIGURATIONS,
@@ -24,9 +24,15 @@ from course_lib.flash_backward import (
     key_gradient_kernel,
     query_gradient_kernel,
 )
-from course_lib.flash_forward import FORWARD_CONFIGURATIONS, flash_forward_kernel, head_sizes, strides_of, wide_enough
-from course_lib.flash_one_walk import ONE_WALK_CONFIGURATIONS, gradient_kernel
-from course_lib.gpus import GPUS, occupancy
+from course_lib.flash_attention.forward import (
+    FORWARD_CONFIGURATIONS,
+    flash_forward_kernel,
+    head_sizes,
+    strides_of,
+    wide_enough,
+)
+from course_lib.flash_attention.one_walk import ONE_WALK_CONFIGURATIONS, gradient_kernel
+from course_lib.kernels.gpus import GPUS, occupancy
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")
 GPUS_BY_CAPABILITY = {80: GPUS["A100"], 90: GPUS["H100"]}

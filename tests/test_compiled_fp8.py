@@ -14,10 +14,10 @@ from compiled_once import compile_launches
 from course_kit.gpu.compiled import Compiled
 from course_kit.gpu.instructions import Instruction, find_jumps, kind_of, machine_code, parse
 from course_kit.gpu.launches import Launch, record_launches
-from course_lib.fp8_casts import FUSED_BLOCKS, quantize_both
-from course_lib.fp8_hopper import HOPPER_BLOCK_CONFIGURATIONS, hopper_block_matmul_kernel
-from course_lib.gpus import GPUS, occupancy
-from course_lib.quantization import ROW, SQUARE, TENSOR, TILE
+from course_lib.fp8.casts import FUSED_BLOCKS, quantize_both
+from course_lib.fp8.hopper import HOPPER_BLOCK_CONFIGURATIONS, hopper_block_matmul_kernel
+from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE
+from course_lib.kernels.gpus import GPUS, occupancy
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")
 E4M3, SIDE, PIECE = torch.float8_e4m3fn, 1024, 128

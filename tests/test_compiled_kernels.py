@@ -19,16 +19,16 @@ from compiled_once import compile_launches
 from course_kit.gpu.compiled import Compiled, request
 from course_kit.gpu.instructions import main_loop
 from course_kit.gpu.launches import Launch, record_launches
-from course_lib import fused_norm
-from course_lib.elu_kernels import elu
-from course_lib.fused_adamw import adamw_step
-from course_lib.fused_loss import linear_cross_entropy
-from course_lib.fused_norm import rms_norm
-from course_lib.fused_rope import rope
-from course_lib.fused_softmax import softmax
-from course_lib.fused_swiglu import swiglu
-from course_lib.gpus import GPU, GPUS, Occupancy, occupancy
-from course_lib.matmul import CONFIGURATIONS, matmul_kernel
+from course_lib.kernels import fused_norm
+from course_lib.kernels.elu import elu
+from course_lib.kernels.fused_adamw import adamw_step
+from course_lib.kernels.fused_loss import linear_cross_entropy
+from course_lib.kernels.fused_norm import rms_norm
+from course_lib.kernels.fused_rope import rope
+from course_lib.kernels.fused_softmax import softmax
+from course_lib.kernels.fused_swiglu import swiglu
+from course_lib.kernels.gpus import GPU, GPUS, Occupancy, occupancy
+from course_lib.kernels.matmul import CONFIGURATIONS, matmul_kernel
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")
 GPUS_BY_CAPABILITY = {80: GPUS["A100"], 90: GPUS["H100"]}

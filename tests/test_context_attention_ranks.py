@@ -1,5 +1,5 @@
-"""course_lib.context_attention on one to four ranks against float64 in one process: results, traffic, memory, order.
-CPU, gloo.
+"""course_lib.context_parallel.attention on one to four ranks against float64 in one process: results, traffic, memory,
+order. CPU, gloo.
 """
 
 import itertools
@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from calls import said
-from course_lib.attention_blocks import FUSED_BLOCK, PLAIN_BLOCK, AttentionBlock
-from course_lib.context_parallel import METHODS
-from course_lib.memory_profile import MemoryProfile
-from course_lib.sequence_shards import ORDERS, shard_sequence, unshard_sequence
-from course_lib.traffic import count_traffic
+from course_lib.collectives.traffic import count_traffic
+from course_lib.context_parallel.blocks import FUSED_BLOCK, PLAIN_BLOCK, AttentionBlock
+from course_lib.context_parallel.model import METHODS
+from course_lib.sequence_parallel.shards import ORDERS, shard_sequence, unshard_sequence
+from course_lib.single_gpu.profile import MemoryProfile
 from split_models import Exchanges, group_of, kept_storages
 
 WITHIN = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1.5e-2}  # norm of the error over the norm

@@ -1,4 +1,5 @@
-"""course_lib.context_parallel on one to eight ranks against one process, with other parallelism too. CPU, gloo."""
+"""course_lib.context_parallel.model on one to eight ranks against one process, with other parallelism too. CPU, gloo.
+"""
 
 import itertools
 
@@ -10,14 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from calls import said
 from course_kit.ranks import Ranks
-from course_lib import single_gpu
-from course_lib.attention_blocks import PLAIN_BLOCK, AttentionBlock
-from course_lib.context_parallel import METHODS, apply_context_parallel, exchange_ratio, main, options
-from course_lib.memory import activation_bytes
-from course_lib.model import loss
-from course_lib.sequence_parallel import apply_sequence_parallel
-from course_lib.sequence_shards import ORDERS, own_positions, shard_sequence
-from course_lib.tensor_parallel import apply_tensor_parallel
+from course_lib.context_parallel.blocks import PLAIN_BLOCK, AttentionBlock
+from course_lib.context_parallel.model import METHODS, apply_context_parallel, exchange_ratio, main, options
+from course_lib.sequence_parallel.model import apply_sequence_parallel
+from course_lib.sequence_parallel.shards import ORDERS, own_positions, shard_sequence
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.memory import activation_bytes
+from course_lib.single_gpu.model import loss
+from course_lib.tensor_parallel.model import apply_tensor_parallel
 from split_models import (
     RECOMPUTE,
     batches,

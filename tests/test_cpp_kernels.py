@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils import cpp_extension
 
 from course_kit.checks.guard_bands import GuardBands, guarded
-from course_lib.cpp_kernels import (
+from course_lib.kernels.cpp import (
     CPP_SOURCE,
     CUDA_KERNELS,
     CUDA_SOURCE,

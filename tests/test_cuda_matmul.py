@@ -10,9 +10,9 @@ import torch
 
 from course_kit.checks import CheckFailed
 from course_kit.checks.guard_bands import GuardBands, guarded
-from course_lib import cuda_matmul
-from course_lib.cpp_kernels import CannotBuild, nvcc_report, require_cuda
-from course_lib.cuda_matmul import CUDA_LADDER, CudaKernel, build_matmul, check_matrices
+from course_lib.kernels import cuda_matmul
+from course_lib.kernels.cpp import CannotBuild, nvcc_report, require_cuda
+from course_lib.kernels.cuda_matmul import CUDA_LADDER, CudaKernel, build_matmul, check_matrices
 from cuda_on_cpu import check_with_nvcc, compiled, needs_gcc, needs_nvcc, pointer
 
 PARAMETERS = "const float* a, const float* b, float* c, int m, int n, int k"

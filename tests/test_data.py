@@ -1,11 +1,13 @@
-"""course_lib.data: batches are disjoint shards of one endless order, whatever the number of ranks. Needs no GPU."""
+"""course_lib.single_gpu.data: batches are disjoint shards of one endless order, whatever the number of ranks. Needs no
+GPU.
+"""
 
 import json
 
 import pytest
 import torch
 
-from course_lib.data import ByteTokenizer, TokenBatches, corpus, hf_tokens
+from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus, hf_tokens
 
 # windows, seq, batch of one rank, ranks; windows that batch * ranks divides, and odd ones
 CASES = [(24, 5, 2, 3), (100, 10, 2, 3), (17, 3, 4, 1), (7, 1, 2, 5), (3, 8, 2, 4), (1, 4, 3, 2)]

@@ -1,12 +1,12 @@
-"""course_lib.data_parallel in one process: which parameters share a bucket, and in which order. CPU."""
+"""course_lib.data_parallel.replicas in one process: which parameters share a bucket, and in which order. CPU."""
 
 import pytest
 import torch
 from torch import nn
 
-from course_lib.buckets import MODES, make_buckets
-from course_lib.data_parallel import options, overlap_ratio
-from course_lib.model import PRESETS, Transformer
+from course_lib.data_parallel.buckets import MODES, make_buckets
+from course_lib.data_parallel.replicas import options, overlap_ratio
+from course_lib.single_gpu.model import PRESETS, Transformer
 
 
 def parameters(*numels: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:

@@ -1,4 +1,4 @@
-"""course_lib.data_parallel on two to four ranks against one process and DistributedDataParallel. CPU, gloo."""
+"""course_lib.data_parallel.replicas on two to four ranks against one process and DistributedDataParallel. CPU, gloo."""
 
 import contextlib
 import copy
@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from calls import peak_bytes, said
-from course_lib import single_gpu
-from course_lib.buckets import MODES
-from course_lib.data_parallel import DataParallel, check_same_model, main, out_of_step, parallel_accumulate
-from course_lib.model import ModelConfig, Transformer, loss
-from course_lib.recompute import IGNORED
-from course_lib.traffic import count_traffic
+from course_lib.collectives.traffic import count_traffic
+from course_lib.data_parallel.buckets import MODES
+from course_lib.data_parallel.replicas import DataParallel, check_same_model, main, out_of_step, parallel_accumulate
+from course_lib.recompute.modes import IGNORED
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
 ODD = ModelConfig(layers=2, hidden=30, heads=3, kv_heads=1, ffn_hidden=37, vocab=53, tied=True)
 STEPS, SEQUENCES, SEQ = 3, 12, 7  # 12 sequences: as many for each of 2, 3 or 4 ranks

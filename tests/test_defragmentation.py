@@ -1,4 +1,4 @@
-"""course_lib.defragmentation: an arena against a slow model of it, replays, checkpoints in place. Needs no GPU."""
+"""course_lib.zero.defragmentation: an arena against a slow model of it, replays, checkpoints in place. Needs no GPU."""
 
 import gc
 import random
@@ -7,12 +7,12 @@ import weakref
 import pytest
 import torch
 
-from course_lib.buckets import Bucket
-from course_lib.defragmentation import ALIGNMENT, Arena, ContiguousCheckpoints, fits, replay, smallest_arena
-from course_lib.memory import MemoryProfile
-from course_lib.memory_profile import Allocation
-from course_lib.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.recompute import apply_recompute, kept_bytes
+from course_lib.data_parallel.buckets import Bucket
+from course_lib.recompute.modes import apply_recompute, kept_bytes
+from course_lib.single_gpu.memory import MemoryProfile
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.single_gpu.profile import Allocation
+from course_lib.zero.defragmentation import ALIGNMENT, Arena, ContiguousCheckpoints, fits, replay, smallest_arena
 
 torch.set_num_threads(1)
 TINY = ModelConfig(3, 48, 4, 2, 100, 97, tied=True)

@@ -1,4 +1,4 @@
-"""course_lib.dry_run and fake_ranks in one process: sizes, errors, and nothing is left behind. CPU."""
+"""course_lib.best_config.dry_runs and fake_ranks in one process: sizes, errors, and nothing is left behind. CPU."""
 
 import dataclasses
 import gc
@@ -12,14 +12,14 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from calls import peak_bytes
-from course_lib.dry_run import DryRun, axes_between, by_axes, dry_run, measured_step, settle_shapes
-from course_lib.fake_ranks import fake_ranks, moved, said_by
-from course_lib.five_d import parallelize
-from course_lib.layouts import Layout, groups_along
-from course_lib.memory import param_count
-from course_lib.meshes import build_mesh
-from course_lib.model import PRESETS, ModelConfig
-from course_lib.traffic import Record, Traffic
+from course_lib.best_config.dry_runs import DryRun, axes_between, by_axes, dry_run, measured_step, settle_shapes
+from course_lib.best_config.fake_ranks import fake_ranks, moved, said_by
+from course_lib.checkpoint.program import parallelize
+from course_lib.collectives.traffic import Record, Traffic
+from course_lib.five_d.layouts import Layout, groups_along
+from course_lib.five_d.meshes import build_mesh
+from course_lib.single_gpu.memory import param_count
+from course_lib.single_gpu.model import PRESETS, ModelConfig
 
 SIZES = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=176, vocab=256)
 SEQ = 64

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from compiled_once import compile_launches
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
-from course_lib.elu_kernels import BLOCK, DTYPES, elu, elu_backward, elu_forward
+from course_lib.kernels.elu import BLOCK, DTYPES, elu, elu_backward, elu_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SPECIAL = [0.0, -0.0, 1e-30, -1e-30, 90.0, -90.0, 1e30, -1e30, float("inf"), -float("inf"), float("nan")]

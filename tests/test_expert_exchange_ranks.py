@@ -1,15 +1,15 @@
-"""course_lib.expert_exchange on two to four ranks against one process: results, bytes, order. CPU, gloo."""
+"""course_lib.expert_parallel.exchange on two to four ranks against one process: results, bytes, order. CPU, gloo."""
 
 import itertools
 
 import torch
 import torch.distributed as dist
 
-from course_lib.expert_exchange import Exchange, exchanged, read_sizes
-from course_lib.experts import Experts, grouped_experts, loop_experts
-from course_lib.mixture import MoE
-from course_lib.model import ModelConfig
-from course_lib.traffic import count_traffic
+from course_lib.collectives.traffic import count_traffic
+from course_lib.expert_parallel.exchange import Exchange, exchanged, read_sizes
+from course_lib.expert_parallel.experts import Experts, grouped_experts, loop_experts
+from course_lib.expert_parallel.mixture import MoE
+from course_lib.single_gpu.model import ModelConfig
 from split_models import differing, group_of
 
 HIDDEN, WIDTH, EXPERTS = 16, 8, 12  # 12 experts go on 2, 3 and 4 ranks

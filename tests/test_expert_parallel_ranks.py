@@ -1,5 +1,5 @@
-"""course_lib.expert_parallel and nested_shards on four ranks against one process, with other parallelism too. CPU,
-gloo.
+"""course_lib.expert_parallel.model and nested_shards on four ranks against one process, with other parallelism too.
+CPU, gloo.
 """
 
 import contextlib
@@ -16,11 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from calls import peak_bytes, said
-from course_lib import single_gpu
-from course_lib.context_parallel import apply_context_parallel
-from course_lib.data import corpus
-from course_lib.data_parallel import DataParallel, out_of_step, parallel_accumulate
-from course_lib.expert_parallel import (
+from course_lib.collectives.traffic import count_traffic
+from course_lib.context_parallel.model import apply_context_parallel
+from course_lib.data_parallel.replicas import DataParallel, out_of_step, parallel_accumulate
+from course_lib.expert_parallel.model import (
     ExpertGroups,
     MoE,
     Router,
@@ -30,16 +29,17 @@ from course_lib.expert_parallel import (
     main,
     options,
 )
-from course_lib.model import Transformer, loss
-from course_lib.nested_shards import NestedShard, shard_nested
-from course_lib.recompute import IGNORED
-from course_lib.router import routers_of, take_counts
-from course_lib.sequence_parallel import apply_sequence_parallel
-from course_lib.sequence_shards import shard_sequence
-from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.tensor_shards import materialize, whole_state_dict
-from course_lib.traffic import count_traffic
-from course_lib.vocab_parallel import vocab_parallel_cross_entropy
+from course_lib.expert_parallel.nested_shards import NestedShard, shard_nested
+from course_lib.expert_parallel.router import routers_of, take_counts
+from course_lib.recompute.modes import IGNORED
+from course_lib.sequence_parallel.model import apply_sequence_parallel
+from course_lib.sequence_parallel.shards import shard_sequence
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.data import corpus
+from course_lib.single_gpu.model import Transformer, loss
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.shards import materialize, whole_state_dict
+from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from split_models import (
     RECOMPUTE,
     batches,

@@ -1,12 +1,19 @@
-"""course_lib.experts: three ways to send tokens through experts, against one token at a time. CPU; a GPU where there is
-one.
+"""course_lib.expert_parallel.experts: three ways to send tokens through experts, against one token at a time. CPU; a
+GPU where there is one.
 """
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.experts import Experts, batched_experts, grouped_experts, grouped_products, loop_experts, sorted_choices
+from course_lib.expert_parallel.experts import (
+    Experts,
+    batched_experts,
+    grouped_experts,
+    grouped_products,
+    loop_experts,
+    sorted_choices,
+)
 from split_models import kept_storages
 
 WAYS = {"loop": loop_experts, "batched": batched_experts, "grouped": grouped_experts}

@@ -1,4 +1,6 @@
-"""course_lib.five_d on 2, 4, 8 and 16 ranks against one process: each pair of dimensions, and all five. CPU, gloo."""
+"""course_lib.checkpoint.program on 2, 4, 8 and 16 ranks against one process: each pair of dimensions, and all five.
+CPU, gloo.
+"""
 
 import dataclasses
 import functools
@@ -13,19 +15,19 @@ from torch import nn
 
 from calls import peak_bytes, said
 from course_kit.ranks import Ranks
-from course_lib import five_d
-from course_lib.data import TokenBatches
-from course_lib.five_d import main, options, parallelize, whole_weights
-from course_lib.fully_shard import FullyShard
-from course_lib.kept_gathers import KeptGathers
-from course_lib.layouts import Layout, coordinates, groups_along
-from course_lib.meshes import build_mesh
-from course_lib.mixture import apply_moe
-from course_lib.model import ModelConfig, Transformer
-from course_lib.recompute import IGNORED, summed_loss
-from course_lib.router import routers_of
-from course_lib.tensor_shards import TensorShard
-from course_lib.traffic import count_traffic
+from course_lib.checkpoint import program as five_d
+from course_lib.checkpoint.program import main, options, parallelize, whole_weights
+from course_lib.collectives.traffic import count_traffic
+from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.expert_parallel.router import routers_of
+from course_lib.five_d.kept_gathers import KeptGathers
+from course_lib.five_d.layouts import Layout, coordinates, groups_along
+from course_lib.five_d.meshes import build_mesh
+from course_lib.recompute.modes import IGNORED, summed_loss
+from course_lib.single_gpu.data import TokenBatches
+from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.tensor_parallel.shards import TensorShard
+from course_lib.zero.full_sharding import FullyShard
 from split_models import differing, stored
 
 # 97 tokens go on no 2 ranks, 2 K/V heads are copied on 4; 2 layers, embedding and head fill 4 stages.

@@ -1,5 +1,5 @@
-"""course_lib.flash_attention: float64's attention, as precise as PyTorch's own, from the tiles that somebody sees,
-within its tensors. Interpreted, or GPU.
+"""course_lib.flash_attention.operator: float64's attention, as precise as PyTorch's own, from the tiles that somebody
+sees, within its tensors. Interpreted, or GPU.
 """
 
 import functools
@@ -16,15 +16,7 @@ from course_kit.checks.guard_bands import GuardBands
 from course_kit.checks.kernels import run_guarded
 from course_kit.gpu.launches import record_launches
 from course_kit.gpu.transactions import observed
-from course_lib.attention_tiles import tiles
-from course_lib.flash_attention import (
-    FLASH_BLOCK,
-    flash_attention,
-    flash_attention_reference,
-    flash_backward_operator,
-    flash_operator,
-)
-from course_lib.flash_backward import (
+from course_lib.flash_attention.backward import (
     DELTA_ROWS,
     KEY_CONFIGURATIONS,
     QUERY_CONFIGURATIONS,
@@ -32,7 +24,7 @@ from course_lib.flash_backward import (
     launch_backward,
     query_gradient_kernel,
 )
-from course_lib.flash_forward import (
+from course_lib.flash_attention.forward import (
     FORWARD_CONFIGURATIONS,
     flash_forward_kernel,
     head_sizes,
@@ -41,7 +33,15 @@ from course_lib.flash_forward import (
     strides_of,
     wide_enough,
 )
-from course_lib.flash_one_walk import ONE_WALK_CONFIGURATIONS, gradient_kernel, launch_one_walk
+from course_lib.flash_attention.one_walk import ONE_WALK_CONFIGURATIONS, gradient_kernel, launch_one_walk
+from course_lib.flash_attention.operator import (
+    FLASH_BLOCK,
+    flash_attention,
+    flash_attention_reference,
+    flash_backward_operator,
+    flash_operator,
+)
+from course_lib.flash_attention.tiles import tiles
 
 torch.set_num_threads(1)
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts inside Triton's interpreter")

@@ -1,5 +1,5 @@
-"""course_lib.flash_attention in a model: it trains as the plain one, and documents packed into a row as by themselves.
-CPU, interpreted.
+"""course_lib.flash_attention.operator in a model: it trains as the plain one, and documents packed into a row as by
+themselves. CPU, interpreted.
 """
 
 import copy
@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from course_kit.gpu.launches import record_launches
-from course_lib.flash_attention import (
+from course_lib.flash_attention.operator import (
     flash_attention,
     lengths_to_cu_seqlens,
     main,
@@ -21,9 +21,9 @@ from course_lib.flash_attention import (
     packed_attention,
     use_flash_attention,
 )
-from course_lib.kernels import use_kernels
-from course_lib.model import ModelConfig, Transformer, causal_attention, loss
-from course_lib.recompute import apply_recompute, kept_bytes
+from course_lib.kernels.program import use_kernels
+from course_lib.recompute.modes import apply_recompute, kept_bytes
+from course_lib.single_gpu.model import ModelConfig, Transformer, causal_attention, loss
 from split_models import differing, init
 
 torch.set_num_threads(1)

@@ -1,19 +1,19 @@
-"""course_lib.flash_attention as the block of notebook 07's attention across ranks, and under tensor parallelism, on
-2 and 4 ranks against one process. CPU, gloo, interpreted.
+"""course_lib.flash_attention.operator as the block of notebook 07's attention across ranks, and under tensor
+parallelism, on 2 and 4 ranks against one process. CPU, gloo, interpreted.
 """
 
 import torch
 
 from attention_inputs import NAMES, Case, exact, inputs
 from course_kit.gpu.launches import record_launches
-from course_lib.context_parallel import METHODS, apply_context_parallel
-from course_lib.flash_attention import FLASH_BLOCK, use_flash_attention
-from course_lib.model import ModelConfig
-from course_lib.sequence_shards import shard_sequence, unshard_sequence
-from course_lib.shards import clip_grad_norm_
-from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.tensor_shards import whole_state_dict
-from course_lib.traffic import count_traffic
+from course_lib.collectives.traffic import count_traffic
+from course_lib.context_parallel.model import METHODS, apply_context_parallel
+from course_lib.flash_attention.operator import FLASH_BLOCK, use_flash_attention
+from course_lib.sequence_parallel.shards import shard_sequence, unshard_sequence
+from course_lib.single_gpu.model import ModelConfig
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.shards import whole_state_dict
+from course_lib.zero.shards import clip_grad_norm_
 from split_models import (
     MAX_NORM,
     OPTIMIZERS,

@@ -1,4 +1,5 @@
-"""course_lib.flash_first: FlashAttention-1's order of work gives exact attention. Interpreted, or on a GPU."""
+"""course_lib.flash_attention.first: FlashAttention-1's order of work gives exact attention. Interpreted, or on a GPU.
+"""
 
 import dataclasses
 import re
@@ -11,9 +12,9 @@ from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.ablations import undone
 from course_kit.gpu.launches import record_launches
 from course_kit.gpu.transactions import count_transactions
-from course_lib import flash_first
-from course_lib.attention_blocks import plain_forward
-from course_lib.flash_first import first_attention, first_attention_kernel
+from course_lib.context_parallel.blocks import plain_forward
+from course_lib.flash_attention import first as flash_first
+from course_lib.flash_attention.first import first_attention, first_attention_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of the largest element

@@ -1,4 +1,6 @@
-"""course_lib.flash_hopper: attention by TMA is exact, and what it compiles to for sm_90. Interpreted, or on Hopper."""
+"""course_lib.flash_attention.hopper: attention by TMA is exact, and what it compiles to for sm_90. Interpreted, or on
+Hopper.
+"""
 
 import dataclasses
 import re
@@ -11,10 +13,16 @@ from triton.runtime.interpreter import InterpreterBuilder
 from compiled_once import compile_launches
 from course_kit.checks.kernels import run_guarded
 from course_kit.gpu.launches import record_launches
-from course_lib import flash_attention, flash_hopper
-from course_lib.attention_blocks import plain_forward
-from course_lib.flash_hopper import HOPPER_CONFIGURATIONS, hopper_attention, hopper_forward_kernel, suits_hopper
-from course_lib.gpus import GPUS
+from course_lib.context_parallel.blocks import plain_forward
+from course_lib.flash_attention import hopper as flash_hopper
+from course_lib.flash_attention import operator as flash_attention
+from course_lib.flash_attention.hopper import (
+    HOPPER_CONFIGURATIONS,
+    hopper_attention,
+    hopper_forward_kernel,
+    suits_hopper,
+)
+from course_lib.kernels.gpus import GPUS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.bfloat16, torch.float16, torch.float32)

@@ -1,4 +1,4 @@
-"""course_lib.flash_attention.flash_attention_varlen: sequences side by side are each as if alone, to the bit.
+"""course_lib.flash_attention.operator.flash_attention_varlen: sequences side by side are each as if alone, to the bit.
 Interpreted, or GPU.
 """
 
@@ -10,7 +10,8 @@ from attention_inputs import DEVICE, NAMES, Case, exact, inputs, rms, run
 from course_kit.checks.guard_bands import GuardBands
 from course_kit.checks.kernels import run_guarded
 from course_kit.gpu.launches import record_launches
-from course_lib.flash_attention import (
+from course_lib.flash_attention.forward import flash_forward_kernel
+from course_lib.flash_attention.operator import (
     flash_attention,
     flash_attention_varlen,
     flash_backward_operator,
@@ -18,7 +19,6 @@ from course_lib.flash_attention import (
     lengths_to_cu_seqlens,
     packed_attention,
 )
-from course_lib.flash_forward import flash_forward_kernel
 
 torch.set_num_threads(1)
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="watches Triton's interpreter")

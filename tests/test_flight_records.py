@@ -1,4 +1,4 @@
-"""course_lib.flight_records on made-up records, and on four ranks that hang or lag. CPU, gloo."""
+"""course_lib.five_d.flight_records on made-up records, and on four ranks that hang or lag. CPU, gloo."""
 
 import json
 import time
@@ -8,12 +8,20 @@ import torch
 import torch.distributed as dist
 
 from course_kit.ranks import Ranks, RanksHung
-from course_lib.five_d import parallelize
-from course_lib.flight_records import Flight, Watchdog, described, dump_records, find_desync, lateness, read_records
-from course_lib.into_tensor import all_gather_into_tensor
-from course_lib.layouts import Layout
-from course_lib.meshes import build_mesh
-from course_lib.model import ModelConfig
+from course_lib.checkpoint.program import parallelize
+from course_lib.collectives.into_tensor import all_gather_into_tensor
+from course_lib.five_d.flight_records import (
+    Flight,
+    Watchdog,
+    described,
+    dump_records,
+    find_desync,
+    lateness,
+    read_records,
+)
+from course_lib.five_d.layouts import Layout
+from course_lib.five_d.meshes import build_mesh
+from course_lib.single_gpu.model import ModelConfig
 
 GROUPS = {"0": [0, 1, 2, 3], "1": [0, 1], "2": [2, 3], "3": [0], "4": [1], "5": [2], "6": [3]}
 

@@ -1,11 +1,11 @@
-"""course_lib.float_formats: every code against torch's dtypes, every midpoint against torch's casts. CPU."""
+"""course_lib.mixed_precision.formats: every code against torch's dtypes, every midpoint against torch's casts. CPU."""
 
 import math
 
 import pytest
 import torch
 
-from course_lib.float_formats import (
+from course_lib.mixed_precision.formats import (
     BF16,
     E2M1,
     E4M3,

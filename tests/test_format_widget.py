@@ -22,7 +22,7 @@ from course_kit.pictures.formats import (
     stored_number,
 )
 from course_kit.pictures.planner import png
-from course_lib.float_formats import E2M1, E4M3, E5M2, FORMATS, FP16, FP32, round_to
+from course_lib.mixed_precision.formats import E2M1, E4M3, E5M2, FORMATS, FP16, FP32, round_to
 
 SOME = [0.1, -70000.3, 448.0, 1.2345678e-7, -1.2345678e-38, 0.0, -0.0, 1e300, math.inf, -math.inf, math.nan]
 

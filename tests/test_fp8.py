@@ -1,5 +1,5 @@
-"""course_lib.fp8: the linear layers of a Transformer's blocks multiply in 8 bits, and nothing else is changed; losses,
-gradients and steps stay close to those without. CPU, or GPU.
+"""course_lib.fp8.program: the linear layers of a Transformer's blocks multiply in 8 bits, and nothing else is changed;
+losses, gradients and steps stay close to those without. CPU, or GPU.
 """
 
 import copy
@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib import fp8_linear, fp8_operands
-from course_lib.fp8 import apply_fp8
-from course_lib.fp8_linear import DelayedCaster, Fp8Linear, update_scales
-from course_lib.fp8_recipes import RECIPES, per_tensor
-from course_lib.mixture import apply_moe
-from course_lib.model import ModelConfig, Transformer, loss
-from course_lib.recompute import apply_recompute
+from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.fp8 import linear as fp8_linear
+from course_lib.fp8 import operands as fp8_operands
+from course_lib.fp8.linear import DelayedCaster, Fp8Linear, update_scales
+from course_lib.fp8.program import apply_fp8
+from course_lib.fp8.recipes import RECIPES, per_tensor
+from course_lib.recompute.modes import apply_recompute
+from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 from eight_bits import DEVICE, E4M3, E5M2, Products, stands_for
 
 SMALL = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=88, vocab=97, tied=True)

@@ -1,4 +1,4 @@
-"""course_lib.fp8_casts: quantization by kernels gives what `quantize` gives, bit by bit, and moves the bytes it says.
+"""course_lib.fp8.casts: quantization by kernels gives what `quantize` gives, bit by bit, and moves the bytes it says.
 Triton's interpreter (and its compiler, for the counts) on the CPU, or a GPU with FP8.
 """
 
@@ -9,8 +9,8 @@ import triton
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
 from course_kit.gpu.transactions import count_transactions
-from course_lib import fp8_casts
-from course_lib.fp8_casts import (
+from course_lib.fp8 import casts as fp8_casts
+from course_lib.fp8.casts import (
     FUSED_BLOCKS,
     amax_operator,
     block_amax_fused,
@@ -20,7 +20,7 @@ from course_lib.fp8_casts import (
     quantize_operator,
     turn_tiles,
 )
-from course_lib.quantization import (
+from course_lib.fp8.quantization import (
     ROW,
     SQUARE,
     TENSOR,

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from course_lib.fp8_cast_kernels import divide
+from course_lib.fp8.cast_kernels import divide
 
 DIVIDE = r"""
 #include <math.h>

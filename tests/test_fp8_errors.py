@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from course_kit.gpu.fp8_errors import OPERANDS, PRODUCTS, layer_errors, operands_of, plant_outliers, product_errors
-from course_lib.fp8 import RECIPES, apply_fp8
-from course_lib.fp8_operands import Cast, Casts
-from course_lib.fp8_recipes import by_blocks, per_tensor
-from course_lib.model import ModelConfig, Transformer, loss
-from course_lib.quantization import TENSOR, TILE
+from course_lib.fp8.operands import Cast, Casts
+from course_lib.fp8.program import RECIPES, apply_fp8
+from course_lib.fp8.quantization import TENSOR, TILE
+from course_lib.fp8.recipes import by_blocks, per_tensor
+from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
 torch.set_num_threads(1)
 CONFIG = ModelConfig(layers=2, hidden=256, heads=4, kv_heads=2, ffn_hidden=160, vocab=64)

@@ -1,4 +1,4 @@
-"""course_lib.fp8_gather on two and four ranks: what arrives, what is sent, when scales are new. CPU, gloo."""
+"""course_lib.fp8.gather on two and four ranks: what arrives, what is sent, when scales are new. CPU, gloo."""
 
 import pytest
 import torch
@@ -6,14 +6,14 @@ import torch.distributed as dist
 from torch import nn
 
 from calls import said
-from course_lib.fp8 import apply_fp8, update_scales
-from course_lib.fp8_gather import Fp8Gather
-from course_lib.fp8_linear import Caster, Fp8Linear
-from course_lib.fp8_operands import Cast, Casts
-from course_lib.fully_shard import full_state_dict, fully_shard, load_full_state_dict
-from course_lib.kept_gathers import KeptGathers
-from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, block_amax, blocks_of, dequantize, quantize, scale_of
-from course_lib.traffic import count_traffic
+from course_lib.collectives.traffic import count_traffic
+from course_lib.five_d.kept_gathers import KeptGathers
+from course_lib.fp8.gather import Fp8Gather
+from course_lib.fp8.linear import Caster, Fp8Linear
+from course_lib.fp8.operands import Cast, Casts
+from course_lib.fp8.program import apply_fp8, update_scales
+from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, block_amax, blocks_of, dequantize, quantize, scale_of
+from course_lib.zero.full_sharding import full_state_dict, fully_shard, load_full_state_dict
 from fp8_models import CASTS, ODD, batches, config_for, mean_loss, plain_model, recipe, sharing_the_batch
 
 E4M3 = torch.float8_e4m3fn

@@ -1,4 +1,4 @@
-"""course_lib.fp8_hopper: the product of matrices with scales of blocks, against float64's of what they stand for.
+"""course_lib.fp8.hopper: the product of matrices with scales of blocks, against float64's of what they stand for.
 Triton's interpreter, or a GPU with FP8 (there within what tensor cores with some 14 bits make of 128 numbers).
 """
 
@@ -13,13 +13,13 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
-from course_lib.fp8_hopper import (
+from course_lib.fp8.hopper import (
     HOPPER_BLOCK_CONFIGURATIONS,
     hopper_block_matmul,
     hopper_block_matmul_kernel,
     hopper_block_matmul_op,
 )
-from course_lib.quantization import SQUARE, TENSOR, TILE, Quantized, dequantize, quantize
+from course_lib.fp8.quantization import SQUARE, TENSOR, TILE, Quantized, dequantize, quantize
 
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts in Triton's interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

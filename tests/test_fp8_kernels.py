@@ -1,4 +1,4 @@
-"""course_lib.fp8_kernels: the product with scales by blocks is float64's, within its tensors, and it compiles to FP8
+"""course_lib.fp8.kernels: the product with scales by blocks is float64's, within its tensors, and it compiles to FP8
 instructions, four and one wait a turn on an H100. Interpreted, or GPU; and Triton's compiler, on the CPU.
 """
 
@@ -16,14 +16,14 @@ from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.checks.kernels import run_guarded
 from course_kit.gpu.compiled import Compiled, compile_kernel
 from course_kit.gpu.launches import Launch, record_launches
-from course_lib.fp8_kernels import (
+from course_lib.fp8.kernels import (
     BLOCK_MATMUL_CONFIGURATIONS,
     block_matmul,
     block_matmul_kernel,
     block_matmul_op,
     has_pieces,
 )
-from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quantized, quantize
+from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quantized, quantize
 from eight_bits import DEVICE, E4M3, E5M2, any_codes, stands_for
 
 interpreted_only = pytest.mark.skipif(

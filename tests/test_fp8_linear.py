@@ -1,4 +1,4 @@
-"""course_lib.fp8_linear: three products in 8 bits, each that of the quantized operands, one byte a number kept, scales
+"""course_lib.fp8.linear: three products in 8 bits, each that of the quantized operands, one byte a number kept, scales
 of this step or of those before. CPU, or GPU.
 """
 
@@ -13,9 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from course_kit.gpu.launches import record_launches
-from course_lib import fp8_linear, fp8_operands
-from course_lib.fp8_casts import FUSED_BLOCKS, quantize_both
-from course_lib.fp8_linear import (
+from course_lib.fp8 import linear as fp8_linear
+from course_lib.fp8 import operands as fp8_operands
+from course_lib.fp8.casts import FUSED_BLOCKS, quantize_both
+from course_lib.fp8.linear import (
     DelayedCaster,
     Fp8Linear,
     Fp8Products,
@@ -24,9 +25,9 @@ from course_lib.fp8_linear import (
     quantized_once,
     update_scales,
 )
-from course_lib.fp8_operands import Cast, Casts
-from course_lib.fp8_recipes import by_blocks, per_tensor
-from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
+from course_lib.fp8.operands import Cast, Casts
+from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
+from course_lib.fp8.recipes import by_blocks, per_tensor
 from eight_bits import DEVICE, E4M3, E5M2, Products, scale_of_each, seeded, stands_for, uneven
 
 ROWS = Casts(*[Cast(E4M3, ROW, power_of_two=True)] * 3)

@@ -1,4 +1,4 @@
-"""course_lib.fp8 on two and four ranks against one process; recomputation; saved states. CPU, gloo.
+"""course_lib.fp8.program on two and four ranks against one process; recomputation; saved states. CPU, gloo.
 
 Most of it in float64. FP8 rounds to few numbers, so a difference in the last bit of a float32 sum, made in another
 order, flips a rounding now and then; from there on everything differs a little. Sums in float64 differ too, 10^-16 of
@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_lib.five_d import parallelize
-from course_lib.fp8 import apply_fp8, update_scales
-from course_lib.fp8_gather import Fp8Gather
-from course_lib.fully_shard import FullyShard, full_state_dict, fully_shard, load_full_state_dict
-from course_lib.layouts import Layout
-from course_lib.meshes import build_mesh
-from course_lib.tensor_shards import whole_state_dict
-from course_lib.traffic import count_traffic
+from course_lib.checkpoint.program import parallelize
+from course_lib.collectives.traffic import count_traffic
+from course_lib.five_d.layouts import Layout
+from course_lib.five_d.meshes import build_mesh
+from course_lib.fp8.gather import Fp8Gather
+from course_lib.fp8.program import apply_fp8, update_scales
+from course_lib.tensor_parallel.shards import whole_state_dict
+from course_lib.zero.full_sharding import FullyShard, full_state_dict, fully_shard, load_full_state_dict
 from fp8_models import (
     BATCH,
     ODD,

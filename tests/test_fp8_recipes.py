@@ -1,14 +1,14 @@
-"""course_lib.fp8_recipes: the playbook's six sums of bytes a parameter, and how each recipe makes its products. CPU."""
+"""course_lib.fp8.recipes: the playbook's six sums of bytes a parameter, and how each recipe makes its products. CPU."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from course_lib.fp8_linear import LayerCasters
-from course_lib.fp8_operands import Cast
-from course_lib.fp8_recipes import FP8_LM_CASTS, RECIPES, TE_CASTS, Recipe, by_blocks, per_tensor
-from course_lib.quantization import SQUARE, TENSOR, TILE
+from course_lib.fp8.linear import LayerCasters
+from course_lib.fp8.operands import Cast
+from course_lib.fp8.quantization import SQUARE, TENSOR, TILE
+from course_lib.fp8.recipes import FP8_LM_CASTS, RECIPES, TE_CASTS, Recipe, by_blocks, per_tensor
 from eight_bits import E4M3, E5M2
 
 NAMES = {  # of what is kept: in which field its dtype is

@@ -1,4 +1,4 @@
-"""course_lib.fp8_rounding: casts to and from 8 bits, and their product, are right in Triton's interpreter, to the bit.
+"""course_lib.fp8.rounding: casts to and from 8 bits, and their product, are right in Triton's interpreter, to the bit.
 Triton's interpreter and its compiler, on the CPU, or a GPU with FP8.
 """
 
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from compiled_once import compile_launches
 from course_kit.gpu.launches import Launch
-from course_lib.fp8_rounding import cast_fp8, dot_fp8, widen_fp8
+from course_lib.fp8.rounding import cast_fp8, dot_fp8, widen_fp8
 
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="what the interpreter does")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

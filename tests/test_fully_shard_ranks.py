@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from calls import peak_bytes, said
-from course_lib.fully_shard import FullyShard, full_state_dict, fully_shard, load_full_state_dict
-from course_lib.model import ModelConfig, Transformer, init_parameter, loss
-from course_lib.recompute import apply_recompute
-from course_lib.sharded_parameters import Encoding, GatheredBuffer
-from course_lib.shards import clip_grad_norm_
-from course_lib.traffic import count_traffic
+from course_lib.collectives.traffic import count_traffic
+from course_lib.recompute.modes import apply_recompute
+from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.zero.full_sharding import FullyShard, full_state_dict, fully_shard, load_full_state_dict
+from course_lib.zero.sharded_parameters import Encoding, GatheredBuffer
+from course_lib.zero.shards import clip_grad_norm_
 
 STEPS, SEQUENCES, SEQ, MAX_NORM = 3, 12, 7, 0.5  # 12 sequences: as many for each of 2, 3 or 4 ranks
 

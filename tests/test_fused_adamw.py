@@ -16,11 +16,11 @@ from compiled_once import compile_launches
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import Launch, record_launches
 from course_kit.gpu.operation_bytes import BytesMoved
-from course_lib import adamw_optimizer
-from course_lib.adamw_optimizer import FusedAdamW, adamw_many_kernel, update_many
-from course_lib.fused_adamw import BLOCK, adamw_step, update
-from course_lib.model import ModelConfig, Transformer
-from course_lib.zero import ZeroOptimizer
+from course_lib.kernels import adamw_optimizer
+from course_lib.kernels.adamw_optimizer import FusedAdamW, adamw_many_kernel, update_many
+from course_lib.kernels.fused_adamw import BLOCK, adamw_step, update
+from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.zero.optimizer import ZeroOptimizer
 from kernel_traffic import count_accesses
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

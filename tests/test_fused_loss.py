@@ -1,4 +1,6 @@
-"""course_lib.fused_loss: loss and gradients of the eager path without its logits. CPU, interpreted; one wants CUDA."""
+"""course_lib.kernels.fused_loss: loss and gradients of the eager path without its logits. CPU, interpreted; one wants
+CUDA.
+"""
 
 import dataclasses
 import itertools
@@ -13,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from calls import peak_bytes, said
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
-from course_lib.fused_loss import (
+from course_lib.kernels.fused_loss import (
     DeferredHead,
     chunk_size,
     chunked_cross_entropy,
@@ -21,7 +23,7 @@ from course_lib.fused_loss import (
     defer_head,
     linear_cross_entropy,
 )
-from course_lib.model import ModelConfig, Transformer, loss
+from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
 torch.set_num_threads(1)
 CONFIG = ModelConfig(2, 24, 2, 1, 32, 67)
@@ -41,7 +43,7 @@ def case(tokens: int, hidden: int, vocab: int, dtype=torch.float32, ignored: int
 
 
 def eager(x, weight, targets, ignore_index: int = -100) -> torch.Tensor:
-    """The loss of stored logits, as course_lib.model.loss."""
+    """The loss of stored logits, as course_lib.single_gpu.model.loss."""
     return F.cross_entropy((x @ weight.t()).float(), targets, ignore_index=ignore_index)
 
 

@@ -1,4 +1,6 @@
-"""course_lib.fused_norm: RMSNorm in one pass each way, as precise as PyTorch's, and lean. Interpreted, or on a GPU."""
+"""course_lib.kernels.fused_norm: RMSNorm in one pass each way, as precise as PyTorch's, and lean. Interpreted, or on a
+GPU.
+"""
 
 from types import SimpleNamespace
 
@@ -10,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
-from course_lib import fused_norm, rows
-from course_lib.fused_norm import FusedRMSNorm, forward_bytes, rms_norm
+from course_lib.kernels import fused_norm, rows
+from course_lib.kernels.fused_norm import FusedRMSNorm, forward_bytes, rms_norm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = 1e-5

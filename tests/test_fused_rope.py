@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
 from course_kit.gpu.operation_bytes import BytesMoved
-from course_lib.fused_rope import rope, turn
-from course_lib.model import PRESETS, ModelConfig, Transformer, apply_rope, rope_angles
+from course_lib.kernels.fused_rope import rope, turn
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, apply_rope, rope_angles
 from kernel_traffic import count_accesses
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

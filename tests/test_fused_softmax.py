@@ -1,4 +1,6 @@
-"""course_lib.fused_softmax: softmax in one pass each way, as precise as PyTorch's, for any row. Interpreted, or GPU."""
+"""course_lib.kernels.fused_softmax: softmax in one pass each way, as precise as PyTorch's, for any row. Interpreted, or
+GPU.
+"""
 
 import pytest
 import torch
@@ -7,8 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
-from course_lib import rows
-from course_lib.fused_softmax import softmax, softmax_backward, softmax_forward
+from course_lib.kernels import rows
+from course_lib.kernels.fused_softmax import softmax, softmax_backward, softmax_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}  # of the largest element: one rounding

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
 from course_kit.gpu.operation_bytes import BytesMoved
-from course_lib.fused_swiglu import swiglu, swiglu_backward, swiglu_forward
-from course_lib.model import PRESETS, Transformer
-from course_lib.model import swiglu as eager
+from course_lib.kernels.fused_swiglu import swiglu, swiglu_backward, swiglu_forward
+from course_lib.single_gpu.model import PRESETS, Transformer
+from course_lib.single_gpu.model import swiglu as eager
 from kernel_traffic import count_accesses
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import libdevice
 
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.compiled import compile_kernel
-from course_lib.elu_kernels import expm1
+from course_lib.kernels.elu import expm1
 from generated_kernels import kernel_sources, plain_kernel, plain_source
 
 ROOT = Path(__file__).parents[1]

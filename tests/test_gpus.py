@@ -1,4 +1,5 @@
-"""course_lib.gpus: occupancy against CUDA's own calculator, compiled from its header; on a GPU, against the runtime.
+"""course_lib.kernels.gpus: occupancy against CUDA's own calculator, compiled from its header; on a GPU, against the
+runtime.
 
 The header (cuda_occupancy.h) comes with Triton and with the CUDA toolkit; it is host code, so any C++ compiler will do.
 """
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 import course_lib  # noqa: F401  (before Triton)
-from course_lib.gpus import (
+from course_lib.kernels.gpus import (
     DATA,
     GPUS,
     WARP,

@@ -1,4 +1,6 @@
-"""course_lib.hf_checkpoints against transformers: to its format from any layout, and back to any. 4 ranks, CPU."""
+"""course_lib.checkpoint.hugging_face against transformers: to its format from any layout, and back to any. 4 ranks,
+CPU.
+"""
 
 import json
 import shutil
@@ -14,13 +16,13 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from calls import said
-from course_lib.checkpoint import load, save
-from course_lib.hf_checkpoints import from_hf, from_hf_config, to_hf
-from course_lib.layouts import Layout
-from course_lib.meshes import build_mesh
-from course_lib.model import ModelConfig, Transformer
-from course_lib.model import to_hf as model_to_hf
-from course_lib.parallel_model import parallelize, whole_weights
+from course_lib.checkpoint.checkpoints import load, save
+from course_lib.checkpoint.hugging_face import from_hf, from_hf_config, to_hf
+from course_lib.five_d.layouts import Layout
+from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import parallelize, whole_weights
+from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.single_gpu.model import to_hf as model_to_hf
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 44, "vocab": 97, "rope_theta": 500.0}
@@ -206,7 +208,7 @@ def test_to_hf_refuses_what_it_can_not_write_and_leaves_nothing(checkpoints, tmp
 
 FULL_DISK = """
     import resource, sys
-    from course_lib.hf_checkpoints import to_hf
+    from course_lib.checkpoint.hugging_face import to_hf
     resource.setrlimit(resource.RLIMIT_FSIZE, (12_300, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     try:
         to_hf(sys.argv[1], sys.argv[2], file_bytes=1)

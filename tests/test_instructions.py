@@ -14,8 +14,8 @@ from compiled_once import compile_launches
 from course_kit.gpu import instructions
 from course_kit.gpu.instructions import instruction_mix, instruction_table, loop_cycles, main_loop
 from course_kit.gpu.launches import Launch
-from course_lib.flash_forward import flash_forward_kernel, head_sizes, strides_of
-from course_lib.gpus import GPUS, WARP
+from course_lib.flash_attention.forward import flash_forward_kernel, head_sizes, strides_of
+from course_lib.kernels.gpus import GPUS, WARP
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")
 TILES = {"BLOCK_Q": 128, "BLOCK_K": 64, "num_warps": 8}

@@ -12,8 +12,8 @@ import triton.language as tl
 from course_kit.checks import CheckFailed
 from course_kit.checks.guard_bands import guarded
 from course_kit.checks.kernels import assert_near, run_guarded, stray_loads
-from course_lib.matmul import tunable
-from course_lib.rounding import cast, widen
+from course_lib.kernels.matmul import tunable
+from course_lib.kernels.rounding import cast, widen
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="looks inside Triton's interpreter")

@@ -1,5 +1,5 @@
-"""course_lib.kernels.use_kernels with tensor, sequence and data parallelism on two ranks, against one process of
-PyTorch's operations. CPU, gloo, interpreted.
+"""course_lib.kernels.program.use_kernels with tensor, sequence and data parallelism on two ranks, against one process
+of PyTorch's operations. CPU, gloo, interpreted.
 """
 
 import pytest
@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from course_kit.gpu.launches import record_launches
-from course_lib.data_parallel import DataParallel
-from course_lib.fused_loss import defer_head, linear_cross_entropy
-from course_lib.fused_norm import FusedRMSNorm
-from course_lib.kernels import FusedBlock, use_kernels
-from course_lib.recompute import IGNORED, apply_recompute
-from course_lib.sequence_parallel import SequenceParallelNorm, apply_sequence_parallel
-from course_lib.shards import clip_grad_norm_
-from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.tensor_shards import materialize, whole_state_dict
+from course_lib.data_parallel.replicas import DataParallel
+from course_lib.kernels.fused_loss import defer_head, linear_cross_entropy
+from course_lib.kernels.fused_norm import FusedRMSNorm
+from course_lib.kernels.program import FusedBlock, use_kernels
+from course_lib.recompute.modes import IGNORED, apply_recompute
+from course_lib.sequence_parallel.model import SequenceParallelNorm, apply_sequence_parallel
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.shards import materialize, whole_state_dict
+from course_lib.zero.shards import clip_grad_norm_
 from split_models import (
     MAX_NORM,
     OPTIMIZERS,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from course_kit.gpu.launches import first_configuration, record_launches
-from course_lib.matmul import CONFIGURATIONS, matmul, matmul_kernel, tunable
+from course_lib.kernels.matmul import CONFIGURATIONS, matmul, matmul_kernel, tunable
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

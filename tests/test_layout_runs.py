@@ -1,4 +1,5 @@
-"""course_lib.layout_runs: the measured runs with their traps, and hand-made cases of what is said of predictions."""
+"""course_lib.best_config.runs: the measured runs with their traps, and hand-made cases of what is said of predictions.
+"""
 
 import csv
 import dataclasses
@@ -7,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from course_lib.best_config import estimate
-from course_lib.clusters import CLUSTERS
-from course_lib.layout_runs import MeasuredRun, Predicted, accuracy, cells, load_runs, loss_of_picks, predict
-from course_lib.layouts import Layout, check_layout
-from course_lib.model import PRESETS
-from course_lib.single_gpu import flops_per_token
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.planner import estimate
+from course_lib.best_config.runs import MeasuredRun, Predicted, accuracy, cells, load_runs, loss_of_picks, predict
+from course_lib.five_d.layouts import Layout, check_layout
+from course_lib.single_gpu.model import PRESETS
+from course_lib.single_gpu.training import flops_per_token
 
 FILE = Path(__file__).parent.parent / "data" / "layout_runs_h100.csv"
 RUNS = load_runs(FILE)

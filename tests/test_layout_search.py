@@ -1,5 +1,5 @@
-"""course_lib.layout_search and layout_tables: the rules refuse what notebook 10's check_layout does, one by one, and
-the table has every layout once. Plain numpy, any machine.
+"""course_lib.best_config.layouts and layout_tables: the rules refuse what notebook 10's check_layout does, one by one,
+and the table has every layout once. Plain numpy, any machine.
 """
 
 import dataclasses
@@ -8,10 +8,10 @@ import itertools
 import numpy as np
 import pytest
 
-from course_lib.layout_search import SCHEDULES, degree_rules, degrees, first_reason, setting_rules, with_settings
-from course_lib.layout_tables import FIELDS, LayoutTable
-from course_lib.layouts import Layout, check_layout
-from course_lib.model import PRESETS, ModelConfig
+from course_lib.best_config.layouts import SCHEDULES, degree_rules, degrees, first_reason, setting_rules, with_settings
+from course_lib.best_config.tables import FIELDS, LayoutTable
+from course_lib.five_d.layouts import Layout, check_layout
+from course_lib.single_gpu.model import PRESETS, ModelConfig
 
 ODD = ModelConfig(layers=6, hidden=48, heads=12, kv_heads=4, ffn_hidden=60, vocab=97)
 TIED = dataclasses.replace(ODD, tied=True)

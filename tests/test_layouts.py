@@ -1,4 +1,6 @@
-"""course_lib.layouts: words, places, and that what cannot work is refused with a way out. Plain Python, any machine."""
+"""course_lib.five_d.layouts: words, places, and that what cannot work is refused with a way out. Plain Python, any
+machine.
+"""
 
 import dataclasses
 import itertools
@@ -8,7 +10,7 @@ import re
 import pytest
 import torch
 
-from course_lib.layouts import (
+from course_lib.five_d.layouts import (
     NUMBERS,
     WORDS,
     Layout,
@@ -18,10 +20,10 @@ from course_lib.layouts import (
     micro_batches,
     schedule_of,
 )
-from course_lib.model import ModelConfig
-from course_lib.pipeline import stages_of
-from course_lib.schedules import validate
-from course_lib.stages import split_layers
+from course_lib.pipeline.runner import stages_of
+from course_lib.pipeline.schedules import validate
+from course_lib.pipeline.stages import split_layers
+from course_lib.single_gpu.model import ModelConfig
 
 OF = ModelConfig(layers=6, hidden=48, heads=12, kv_heads=4, ffn_hidden=60, vocab=97)
 EXPERTS = {"experts": 6, "top_k": 2}

@@ -11,11 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.data import ByteTokenizer, TokenBatches, corpus
-from course_lib.low_precision_adam import LowPrecisionAdamW, get_state, put_state
-from course_lib.model import PRESETS, Transformer
-from course_lib.quantization import TILE, dequantize, quantize
-from course_lib.single_gpu import train_step
+from course_lib.fp8.low_precision_adam import LowPrecisionAdamW, get_state, put_state
+from course_lib.fp8.quantization import TILE, dequantize, quantize
+from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
+from course_lib.single_gpu.model import PRESETS, Transformer
+from course_lib.single_gpu.training import train_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP32, BF16, FP16, E4M3, E5M2 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2

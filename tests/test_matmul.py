@@ -1,4 +1,6 @@
-"""course_lib.matmul: the product of any two matrices, and the order of its programs. Triton's interpreter, or a GPU."""
+"""course_lib.kernels.matmul: the product of any two matrices, and the order of its programs. Triton's interpreter, or a
+GPU.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ import triton.language as tl
 
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
-from course_lib.matmul import matmul, place, strips_per_wave, tile_of
+from course_lib.kernels.matmul import matmul, place, strips_per_wave, tile_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

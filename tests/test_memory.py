@@ -1,4 +1,6 @@
-"""course_lib.memory: the playbook's published numbers, and what autograd really keeps, to the byte. Needs no GPU."""
+"""course_lib.single_gpu.memory: the playbook's published numbers, and what autograd really keeps, to the byte. Needs no
+GPU.
+"""
 
 import csv
 from pathlib import Path
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from course_kit.pictures.memory import GPUS_GIB, _calculator_controls, memory_calculator, memory_figure
-from course_lib.memory import (
+from course_lib.single_gpu.memory import (
     POLICIES,
     activation_bytes,
     gpt_activation_bytes,
@@ -20,7 +22,7 @@ from course_lib.memory import (
     state_bytes,
     training_bytes,
 )
-from course_lib.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 
 torch.set_num_threads(1)
 GiB = 2**30

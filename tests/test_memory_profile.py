@@ -1,4 +1,5 @@
-"""course_lib.memory_profile: categories against formulas, peaks against torch.profiler. CPU; two tests want CUDA."""
+"""course_lib.single_gpu.profile: categories against formulas, peaks against torch.profiler. CPU; two tests want CUDA.
+"""
 
 import functools
 import gc
@@ -11,10 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from course_lib.data import TokenBatches
-from course_lib.memory import activation_bytes, param_count, state_bytes
-from course_lib.memory_profile import CATEGORIES, Allocation, MemoryProfile, category
-from course_lib.model import PRESETS, Transformer, loss
+from course_lib.single_gpu.data import TokenBatches
+from course_lib.single_gpu.memory import activation_bytes, param_count, state_bytes
+from course_lib.single_gpu.model import PRESETS, Transformer, loss
+from course_lib.single_gpu.profile import CATEGORIES, Allocation, MemoryProfile, category
 
 torch.set_num_threads(1)
 CONFIG = PRESETS["debug"]

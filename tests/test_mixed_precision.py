@@ -11,9 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.mixed_precision import LossScaler, MasterWeights, mixed_step, step_unless
-from course_lib.model import ModelConfig, Transformer, loss
-from course_lib.single_gpu import ADAMW, train_step
+from course_lib.mixed_precision.masters import LossScaler, MasterWeights, mixed_step, step_unless
+from course_lib.single_gpu.model import ModelConfig, Transformer, loss
+from course_lib.single_gpu.training import ADAMW, train_step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ODD = ModelConfig(layers=1, hidden=10, heads=1, kv_heads=1, ffn_hidden=13, vocab=19, tied=True)

@@ -1,4 +1,4 @@
-"""course_lib.mixture: mixtures in a model, their sizes, and Mixtral's numbers. One process, CPU."""
+"""course_lib.expert_parallel.mixture: mixtures in a model, their sizes, and Mixtral's numbers. One process, CPU."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from calls import said
-from course_lib.experts import loop_experts
-from course_lib.mixture import MoE, apply_moe, from_hf, mixture_params
-from course_lib.model import MLP, PRESETS, ModelConfig, Transformer, init_parameter, loss
-from course_lib.recompute import apply_recompute
-from course_lib.router import Router, routers_of
-from course_lib.tensor_shards import materialize
+from course_lib.expert_parallel.experts import loop_experts
+from course_lib.expert_parallel.mixture import MoE, apply_moe, from_hf, mixture_params
+from course_lib.expert_parallel.router import Router, routers_of
+from course_lib.recompute.modes import apply_recompute
+from course_lib.single_gpu.model import MLP, PRESETS, ModelConfig, Transformer, init_parameter, loss
+from course_lib.tensor_parallel.shards import materialize
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=40, vocab=61)
 

@@ -1,4 +1,6 @@
-"""course_lib.model: the same numbers as Hugging Face's LlamaForCausalLM, and the doors later notebooks need. No GPU."""
+"""course_lib.single_gpu.model: the same numbers as Hugging Face's LlamaForCausalLM, and the doors later notebooks need.
+No GPU.
+"""
 
 import copy
 import math
@@ -8,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from course_lib.model import (
+from course_lib.single_gpu.model import (
     PRESETS,
     ModelConfig,
     Transformer,

@@ -1,4 +1,6 @@
-"""course_lib.node_traffic: slots against permuted grids, bytes against a count by edges. Plain Python, any machine."""
+"""course_lib.five_d.node_traffic: slots against permuted grids, bytes against a count by edges. Plain Python, any
+machine.
+"""
 
 import itertools
 import random
@@ -6,9 +8,9 @@ import random
 import pytest
 import torch
 
-from course_lib.layouts import Layout, groups_along
-from course_lib.node_traffic import bytes_across, slots_of
-from course_lib.traffic import Record, Traffic
+from course_lib.collectives.traffic import Record, Traffic
+from course_lib.five_d.layouts import Layout, groups_along
+from course_lib.five_d.node_traffic import bytes_across, slots_of
 
 AXES = ("dp", "pp", "cp", "tp")
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")

@@ -1,4 +1,6 @@
-"""course_lib.partitioned_checkpoints on two to four ranks against full recomputation: bits, bytes, traffic. CPU."""
+"""course_lib.tensor_parallel.partitioned_checkpoints on two to four ranks against full recomputation: bits, bytes,
+traffic. CPU.
+"""
 
 import contextlib
 from collections import Counter
@@ -8,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.partitioned_checkpoints import PartitionedCheckpoint, apply_partitioned_recompute
-from course_lib.recompute import apply_recompute, kept_bytes
-from course_lib.traffic import Traffic, count_traffic
+from course_lib.collectives.traffic import Traffic, count_traffic
+from course_lib.recompute.modes import apply_recompute, kept_bytes
+from course_lib.tensor_parallel.partitioned_checkpoints import PartitionedCheckpoint, apply_partitioned_recompute
 from split_models import batches, config, group_of, split_loss, split_model
 
 

@@ -1,4 +1,5 @@
-"""course_lib.pipeline on four ranks against one process: every schedule, with other parallelism too. CPU, gloo."""
+"""course_lib.pipeline.runner on four ranks against one process: every schedule, with other parallelism too. CPU, gloo.
+"""
 
 import contextlib
 import dataclasses
@@ -12,13 +13,14 @@ import torch.distributed as dist
 from torch import nn
 
 from calls import peak_bytes, said
-from course_lib import pipeline, single_gpu
-from course_lib.data import corpus
-from course_lib.data_parallel import DataParallel, out_of_step
-from course_lib.expert_parallel import apply_expert_parallel
-from course_lib.mixture import apply_moe
-from course_lib.model import ModelConfig, Transformer, init_parameter, loss
-from course_lib.pipeline import (
+from course_lib.collectives.traffic import count_traffic
+from course_lib.data_parallel.replicas import DataParallel, out_of_step
+from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.expert_parallel.model import apply_expert_parallel
+from course_lib.expert_parallel.router import routers_of
+from course_lib.pipeline import runner as pipeline
+from course_lib.pipeline.copies import final_backwards, holders
+from course_lib.pipeline.runner import (
     PipelineRunner,
     clip_grad_norm_,
     main,
@@ -28,18 +30,18 @@ from course_lib.pipeline import (
     split_stages,
     stages_of,
 )
-from course_lib.pipeline_copies import final_backwards, holders
-from course_lib.recompute import IGNORED, accumulate, apply_recompute
-from course_lib.router import routers_of
-from course_lib.schedule_search import search
-from course_lib.schedules import dualpipe, interleaved, one_f_one_b, validate, zero_bubble_h1, zero_bubble_v
-from course_lib.sequence_parallel import apply_sequence_parallel
-from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.tensor_shards import materialize
-from course_lib.traffic import count_traffic
-from course_lib.transfers import find_transfers
-from course_lib.vocab_parallel import vocab_parallel_cross_entropy
-from course_lib.zero import ZeroOptimizer
+from course_lib.pipeline.schedules import dualpipe, interleaved, one_f_one_b, validate, zero_bubble_h1, zero_bubble_v
+from course_lib.pipeline.search import search
+from course_lib.pipeline.transfers import find_transfers
+from course_lib.recompute.modes import IGNORED, accumulate, apply_recompute
+from course_lib.sequence_parallel.model import apply_sequence_parallel
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.data import corpus
+from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.shards import materialize
+from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
+from course_lib.zero.optimizer import ZeroOptimizer
 from split_models import (
     MAX_NORM,
     OPTIMIZERS,

@@ -21,10 +21,10 @@ from course_kit.pictures.ranking import (
     rejections_figure,
     two_lines,
 )
-from course_lib.best_config import Ranking, search
-from course_lib.clusters import CLUSTERS
-from course_lib.layouts import Layout
-from course_lib.model import PRESETS
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.planner import Ranking, search
+from course_lib.five_d.layouts import Layout
+from course_lib.single_gpu.model import PRESETS
 
 GIB = 2**30
 H100 = CLUSTERS["H100"]

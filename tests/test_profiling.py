@@ -1,4 +1,6 @@
-"""course_lib.profiling: FLOPs against PyTorch's counter and PaLM's rule, profiles, timelines. CPU; one wants CUDA."""
+"""course_lib.recompute.profiling: FLOPs against PyTorch's counter and PaLM's rule, profiles, timelines. CPU; one wants
+CUDA.
+"""
 
 import json
 import os
@@ -14,11 +16,11 @@ from torch.autograd import DeviceType
 from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.memory import param_count
-from course_lib.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.profiling import Span, count_flops, draw_spans, hfu, profile_step, profiler, spans, step_flops
-from course_lib.recompute import apply_recompute, keep_products
-from course_lib.single_gpu import flops_per_token, mfu
+from course_lib.recompute.modes import apply_recompute, keep_products
+from course_lib.recompute.profiling import Span, count_flops, draw_spans, hfu, profile_step, profiler, spans, step_flops
+from course_lib.single_gpu.memory import param_count
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.single_gpu.training import flops_per_token, mfu
 
 torch.set_num_threads(1)
 CONFIGS = {

@@ -19,9 +19,9 @@ from course_kit.planning.published_runs import (
     published_run,
     reason_left_out,
 )
-from course_lib.clusters import CLUSTERS
-from course_lib.layouts import Layout, check_layout
-from course_lib.memory import param_count
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.five_d.layouts import Layout, check_layout
+from course_lib.single_gpu.memory import param_count
 
 FILE = Path(__file__).parent.parent / "data" / "published_throughput.csv"
 with open(FILE, newline="") as stream:

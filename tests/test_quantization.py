@@ -1,12 +1,12 @@
-"""course_lib.quantization: each number is rounded to the nearest of its format, each block has its own scale and uses
-the range, and nothing is read on the host. CPU, or GPU.
+"""course_lib.fp8.quantization: each number is rounded to the nearest of its format, each block has its own scale and
+uses the range, and nothing is read on the host. CPU, or GPU.
 """
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from course_lib.quantization import (
+from course_lib.fp8.quantization import (
     LARGEST,
     ROW,
     SMALLEST_SCALE,

@@ -1,15 +1,17 @@
-"""course_lib.recipe: every step can be and is faster than the one before; its answer is near the best. Plain numpy."""
+"""course_lib.best_config.recipe: every step can be and is faster than the one before; its answer is near the best.
+Plain numpy.
+"""
 
 import functools
 
 import pytest
 
-from course_lib.best_config import estimate, search
-from course_lib.clusters import CLUSTERS
-from course_lib.layouts import Layout, check_layout
-from course_lib.memory import param_count
-from course_lib.model import PRESETS
-from course_lib.recipe import candidates, changes, recipe
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.planner import estimate, search
+from course_lib.best_config.recipe import candidates, changes, recipe
+from course_lib.five_d.layouts import Layout, check_layout
+from course_lib.single_gpu.memory import param_count
+from course_lib.single_gpu.model import PRESETS
 
 # model, cluster, GPUs, batch
 JOBS = [

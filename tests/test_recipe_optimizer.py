@@ -1,4 +1,5 @@
-"""course_lib.recipe_optimizer: what a recipe keeps is kept in its dtypes, to the byte, and nothing beside it. CPU."""
+"""course_lib.fp8.recipe_optimizer: what a recipe keeps is kept in its dtypes, to the byte, and nothing beside it. CPU.
+"""
 
 import copy
 import dataclasses
@@ -8,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.fp8 import apply_fp8
-from course_lib.fp8_recipes import RECIPES
-from course_lib.model import ModelConfig, Transformer, loss
-from course_lib.recipe_optimizer import RecipeOptimizer, StoredWeight
+from course_lib.fp8.program import apply_fp8
+from course_lib.fp8.recipe_optimizer import RecipeOptimizer, StoredWeight
+from course_lib.fp8.recipes import RECIPES
+from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
 SMALL = ModelConfig(layers=1, hidden=128, heads=4, kv_heads=2, ffn_hidden=256, vocab=64, tied=True)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -1,4 +1,6 @@
-"""course_lib.recompute: the same gradients, the bytes of the formulas, sums of micro-batches. CPU; three want CUDA."""
+"""course_lib.recompute.modes: the same gradients, the bytes of the formulas, sums of micro-batches. CPU; three want
+CUDA.
+"""
 
 import copy
 import dataclasses
@@ -12,12 +14,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from course_lib import single_gpu
-from course_lib.data import ByteTokenizer, TokenBatches, corpus
-from course_lib.memory import MemoryProfile, activation_bytes, gpt_activation_bytes, param_count
-from course_lib.model import PRESETS, ModelConfig, Transformer, causal_attention, loss
-from course_lib.profiling import step_flops
-from course_lib.recompute import (
+from course_lib.recompute.modes import (
     FUSED_ATTENTION,
     IGNORED,
     Recomputed,
@@ -31,6 +28,11 @@ from course_lib.recompute import (
     main,
     options,
 )
+from course_lib.recompute.profiling import step_flops
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
+from course_lib.single_gpu.memory import MemoryProfile, activation_bytes, gpt_activation_bytes, param_count
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, causal_attention, loss
 
 torch.set_num_threads(1)
 CONFIG = ModelConfig(3, 64, 4, 2, 96, 256)
@@ -738,7 +740,8 @@ def test_main_has_the_losses_of_single_gpu(short_corpus, capsys, mode):
 def test_main_recomputes_as_it_is_told(short_corpus, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(
-        "course_lib.recompute.apply_recompute", lambda model, *how: asked.append(how) or apply_recompute(model, *how)
+        "course_lib.recompute.modes.apply_recompute",
+        lambda model, *how: asked.append(how) or apply_recompute(model, *how),
     )
     for mode in MODES:
         main([*SHORT, "--steps", "1", "--recompute", mode])

@@ -1,4 +1,6 @@
-"""course_lib.regions on four ranks: f, f* and the gather against autograd, randomness by region. CPU, gloo."""
+"""course_lib.tensor_parallel.regions on four ranks: f, f* and the gather against autograd, randomness by region. CPU,
+gloo.
+"""
 
 import contextlib
 import dataclasses
@@ -8,10 +10,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_lib import regions
-from course_lib.regions import copy_to_group, gather_from_group, own_randomness, sum_over_group
-from course_lib.tensor_shards import TensorShard
-from course_lib.traffic import count_traffic
+from course_lib.collectives.traffic import count_traffic
+from course_lib.tensor_parallel import regions
+from course_lib.tensor_parallel.regions import copy_to_group, gather_from_group, own_randomness, sum_over_group
+from course_lib.tensor_parallel.shards import TensorShard
 from split_models import RECOMPUTE, batches, config, drifted, group_of, split_loss, split_model
 
 

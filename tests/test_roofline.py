@@ -1,12 +1,14 @@
-"""course_lib.roofline: the two ceilings by hand, measured on this machine (a GPU where there is one), and drawn."""
+"""course_lib.kernels.roofline: the two ceilings by hand, measured on this machine (a GPU where there is one), and
+drawn.
+"""
 
 import pytest
 import torch
 
-from course_lib import roofline
-from course_lib.gpus import GPUS
-from course_lib.roofline import Roofline, draw_roofline, measure_roofline, roofline_of
-from course_lib.timing import Timing
+from course_lib.kernels import roofline
+from course_lib.kernels.gpus import GPUS
+from course_lib.kernels.roofline import Roofline, draw_roofline, measure_roofline, roofline_of
+from course_lib.kernels.timing import Timing
 
 
 def test_two_ceilings():

@@ -1,5 +1,5 @@
-"""course_lib.rounding: `widen`, `cast` and `dot` are right in Triton's interpreter, to the bit, which alone is wrong.
-Triton's interpreter and its compiler, on the CPU.
+"""course_lib.kernels.rounding: `widen`, `cast` and `dot` are right in Triton's interpreter, to the bit, which alone is
+wrong. Triton's interpreter and its compiler, on the CPU.
 """
 
 import pytest
@@ -9,7 +9,7 @@ import triton.language as tl
 
 from compiled_once import compile_launches
 from course_kit.gpu.launches import Launch
-from course_lib.rounding import cast, dot, widen
+from course_lib.kernels.rounding import cast, dot, widen
 
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="what the interpreter does")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

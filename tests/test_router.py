@@ -1,4 +1,6 @@
-"""course_lib.router: gates, losses, biases, capacity and nodes, against plain Python and transformers. CPU."""
+"""course_lib.expert_parallel.router: gates, losses, biases, capacity and nodes, against plain Python and transformers.
+CPU.
+"""
 
 import math
 
@@ -7,10 +9,8 @@ import torch
 from torch import nn
 
 from calls import said
-from course_lib.mixture import apply_moe
-from course_lib.model import ModelConfig, Transformer, loss
-from course_lib.recompute import apply_recompute
-from course_lib.router import (
+from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.expert_parallel.router import (
     Router,
     RouterLoss,
     balance_loss,
@@ -22,6 +22,8 @@ from course_lib.router import (
     within_nodes,
     z_loss,
 )
+from course_lib.recompute.modes import apply_recompute
+from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
 HIDDEN, EXPERTS = 12, 8
 TINY = ModelConfig(layers=2, hidden=12, heads=2, kv_heads=1, ffn_hidden=16, vocab=23)

@@ -1,9 +1,9 @@
-"""course_lib.rows: a program's share of rows fits its registers and is wide enough to load. CPU."""
+"""course_lib.kernels.rows: a program's share of rows fits its registers and is wide enough to load. CPU."""
 
 import pytest
 import torch
 
-from course_lib.rows import BLOCK_OF_LONG_ROW, LONGEST_BLOCK, as_rows, shape_of_work
+from course_lib.kernels.rows import BLOCK_OF_LONG_ROW, LONGEST_BLOCK, as_rows, shape_of_work
 
 COLUMNS = [*range(1, 70), 127, 128, 129, 511, 512, 513, 1023, 1024, 1025, 4096, 5000, 8192, 16383, 16384, 16385, 10**6]
 

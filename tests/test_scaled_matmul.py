@@ -1,5 +1,5 @@
-"""course_lib.scaled_matmul: products of 8-bit matrices are those of what the matrices stand for, on the hardware where
-it has them, and a short accumulator loses what it should. CPU, or GPU.
+"""course_lib.fp8.scaled_matmul: products of 8-bit matrices are those of what the matrices stand for, on the hardware
+where it has them, and a short accumulator loses what it should. CPU, or GPU.
 """
 
 import itertools
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from course_lib import scaled_matmul
-from course_lib.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
-from course_lib.scaled_matmul import (
+from course_lib.fp8 import scaled_matmul
+from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
+from course_lib.fp8.scaled_matmul import (
     cut_towards_zero,
     emulated_matmul,
     fp8_matmul,

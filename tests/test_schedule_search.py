@@ -1,4 +1,4 @@
-"""course_lib.schedule_search: never worse than schedules by hand, exact where it says so. No torch, no ranks."""
+"""course_lib.pipeline.search: never worse than schedules by hand, exact where it says so. No torch, no ranks."""
 
 import itertools
 import random
@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from course_lib.schedule_search import SMALL, exact, search
-from course_lib.schedules import Action, one_f_one_b, simulate, validate, zero_bubble_h1, zero_bubble_h2
+from course_lib.pipeline.schedules import Action, one_f_one_b, simulate, validate, zero_bubble_h1, zero_bubble_h2
+from course_lib.pipeline.search import SMALL, exact, search
 
 
 def unequal(draw: random.Random, p: int) -> list[list[int]]:

@@ -1,4 +1,6 @@
-"""course_lib.schedules: schedules are valid, hold what they say, and have their bubbles exactly. No torch, no ranks."""
+"""course_lib.pipeline.schedules: schedules are valid, hold what they say, and have their bubbles exactly. No torch, no
+ranks.
+"""
 
 import csv
 import itertools
@@ -9,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.actions import play
-from course_lib.schedules import (
+from course_lib.pipeline.actions import play
+from course_lib.pipeline.schedules import (
     Action,
     Overlapped,
     afab,

@@ -1,10 +1,10 @@
-"""course_lib.sectors: sectors and lines by request are what a brute-force count and closed forms say. CPU."""
+"""course_lib.kernels.sectors: sectors and lines by request are what a brute-force count and closed forms say. CPU."""
 
 import numpy as np
 import pytest
 import torch
 
-from course_lib.sectors import LINE_BYTES, SECTOR_BYTES, WARP, Count, Transactions, shift, touched_units
+from course_lib.kernels.sectors import LINE_BYTES, SECTOR_BYTES, WARP, Count, Transactions, shift, touched_units
 
 LANES = np.arange(WARP)
 

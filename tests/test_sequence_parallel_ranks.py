@@ -1,4 +1,4 @@
-"""course_lib.sequence_parallel on two to four ranks against one process: results, traffic, memory. CPU, gloo."""
+"""course_lib.sequence_parallel.model on two to four ranks against one process: results, traffic, memory. CPU, gloo."""
 
 import pytest
 import torch
@@ -8,21 +8,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from calls import said
-from course_lib.memory import activation_bytes
-from course_lib.parallel_linear import ColumnParallelLinear, RowParallelLinear, project_together, replicas_of
-from course_lib.partitioned_checkpoints import apply_partitioned_recompute
-from course_lib.sequence_parallel import (
+from course_lib.collectives.traffic import count_traffic
+from course_lib.sequence_parallel.model import (
     GatheredProducts,
     SequenceParallelNorm,
     apply_sequence_parallel,
     gather_sequence,
     reduce_scatter_sequence,
 )
-from course_lib.sequence_shards import by_rank
-from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.tensor_shards import TensorShard
-from course_lib.traffic import count_traffic
-from course_lib.vocab_parallel import vocab_parallel_cross_entropy
+from course_lib.sequence_parallel.shards import by_rank
+from course_lib.single_gpu.memory import activation_bytes
+from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, project_together, replicas_of
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
+from course_lib.tensor_parallel.shards import TensorShard
+from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from split_models import (
     BATCH,
     REPLICAS,

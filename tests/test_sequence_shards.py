@@ -1,4 +1,4 @@
-"""course_lib.sequence_shards: which tokens a rank has, in one process and on one to four ranks. CPU, gloo."""
+"""course_lib.sequence_parallel.shards: which tokens a rank has, in one process and on one to four ranks. CPU, gloo."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from calls import said
-from course_lib.sequence_shards import (
+from course_lib.sequence_parallel.shards import (
     ORDERS,
     by_rank,
     chunks_of,

@@ -1,4 +1,5 @@
-"""course_lib.shard_boxes against slicing, and the small functions beside it: save_interval, fitted, drop_tokens."""
+"""course_lib.checkpoint.boxes against slicing, and the small functions beside it: save_interval, fitted, drop_tokens.
+"""
 
 import itertools
 import math
@@ -8,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.layouts import Layout, fitted
-from course_lib.nested_shards import shard_nested
-from course_lib.save_interval import lost_share, save_interval
-from course_lib.shard_boxes import Box, boxes_of, boxes_of_span, fill
-from course_lib.shards import FlatLayout
-from course_lib.tensor_shards import TensorShard, shard_parameter
-from course_lib.training_plan import drop_tokens
+from course_lib.checkpoint.boxes import Box, boxes_of, boxes_of_span, fill
+from course_lib.checkpoint.save_interval import lost_share, save_interval
+from course_lib.expert_parallel.nested_shards import shard_nested
+from course_lib.five_d.layouts import Layout, fitted
+from course_lib.five_d.plan import drop_tokens
+from course_lib.tensor_parallel.shards import TensorShard, shard_parameter
+from course_lib.zero.shards import FlatLayout
 
 SHAPES = [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (2, 3, 4), (3, 1, 2), (1, 1, 1), (2, 3, 2, 2), (2, 1, 3, 1, 2)]
 

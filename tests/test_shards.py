@@ -1,4 +1,4 @@
-"""course_lib.shards in one process, with groups that have only a rank and a size. Any machine."""
+"""course_lib.zero.shards in one process, with groups that have only a rank and a size. Any machine."""
 
 import itertools
 
@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.shards import FlatLayout, GradientBuffer, global_norm, norm_group
+from course_lib.zero.shards import FlatLayout, GradientBuffer, global_norm, norm_group
 
-GATHER, SCATTER = "course_lib.shards.all_gather_into_tensor", "course_lib.shards.reduce_scatter_tensor"
+GATHER, SCATTER = "course_lib.zero.shards.all_gather_into_tensor", "course_lib.zero.shards.reduce_scatter_tensor"
 
 
 class Group:

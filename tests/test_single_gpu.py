@@ -1,4 +1,5 @@
-"""course_lib.single_gpu: training lowers the loss, MFU is the playbook's, options refuse early. Needs no GPU."""
+"""course_lib.single_gpu.training: training lowers the loss, MFU is the playbook's, options refuse early. Needs no GPU.
+"""
 
 import csv
 import dataclasses
@@ -10,11 +11,20 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib import single_gpu
-from course_lib.data import ByteTokenizer, TokenBatches, corpus
-from course_lib.memory import param_count
-from course_lib.model import PRESETS, Transformer, loss
-from course_lib.single_gpu import PEAK_TFLOPS, flops_per_token, main, mfu, options, peak_flops, train, train_step
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
+from course_lib.single_gpu.memory import param_count
+from course_lib.single_gpu.model import PRESETS, Transformer, loss
+from course_lib.single_gpu.training import (
+    PEAK_TFLOPS,
+    flops_per_token,
+    main,
+    mfu,
+    options,
+    peak_flops,
+    train,
+    train_step,
+)
 
 torch.set_num_threads(1)
 CONFIG = PRESETS["debug"]

@@ -1,4 +1,4 @@
-"""course_lib.split_backward in one process: I and W are B, in gradients to the bit, in FLOPs, and in hooks."""
+"""course_lib.pipeline.split_backward in one process: I and W are B, in gradients to the bit, in FLOPs, and in hooks."""
 
 import contextlib
 import dataclasses
@@ -12,12 +12,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.mixture import apply_moe
-from course_lib.model import ModelConfig, Transformer, loss
-from course_lib.recompute import apply_recompute, keep_products
-from course_lib.router import routers_of, take_counts
-from course_lib.split_backward import SplitPass
-from course_lib.stages import StagePass, split_stages
+from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.expert_parallel.router import routers_of, take_counts
+from course_lib.pipeline.split_backward import SplitPass
+from course_lib.pipeline.stages import StagePass, split_stages
+from course_lib.recompute.modes import apply_recompute, keep_products
+from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 from split_models import whole_model
 
 OF = ModelConfig(layers=4, hidden=16, heads=4, kv_heads=2, ffn_hidden=20, vocab=31)
@@ -111,7 +111,7 @@ def frozen(model: Transformer) -> Transformer:
 
 
 def looped(model: Transformer) -> Transformer:
-    from course_lib.experts import loop_experts
+    from course_lib.expert_parallel.experts import loop_experts
 
     for block in model.blocks:
         block.mlp.experts.compute = loop_experts

@@ -1,17 +1,17 @@
-"""course_lib.split_backward on four ranks: I and W are B under other parallelism too. CPU, gloo."""
+"""course_lib.pipeline.split_backward on four ranks: I and W are B under other parallelism too. CPU, gloo."""
 
 import torch
 import torch.distributed as dist
 
-from course_lib.expert_parallel import ExpertGroups, apply_expert_parallel
-from course_lib.model import ModelConfig
-from course_lib.recompute import apply_recompute
-from course_lib.sequence_parallel import apply_sequence_parallel
-from course_lib.split_backward import SplitPass
-from course_lib.stages import StagePass, split_stages
-from course_lib.tensor_parallel import apply_tensor_parallel
-from course_lib.traffic import count_traffic
-from course_lib.vocab_parallel import vocab_parallel_cross_entropy
+from course_lib.collectives.traffic import count_traffic
+from course_lib.expert_parallel.model import ExpertGroups, apply_expert_parallel
+from course_lib.pipeline.split_backward import SplitPass
+from course_lib.pipeline.stages import StagePass, split_stages
+from course_lib.recompute.modes import apply_recompute
+from course_lib.sequence_parallel.model import apply_sequence_parallel
+from course_lib.single_gpu.model import ModelConfig
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from split_models import Diary, group_of, whole_model
 
 MOE = (("experts", 4), ("top_k", 2), ("ffn_hidden", 16), ("balance", 0.3), ("z", 0.02))

@@ -1,18 +1,18 @@
-"""course_lib.stage_loads: closed forms against notebook 09's simulator, cuts against a replay. No ranks."""
+"""course_lib.best_config.stage_loads: closed forms against notebook 09's simulator, cuts against a replay. No ranks."""
 
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from course_lib.layout_tables import LayoutTable
-from course_lib.layouts import Layout
-from course_lib.model import PRESETS, ModelConfig
-from course_lib.pipeline import schedule_by_name
-from course_lib.schedules import simulate, validate
-from course_lib.stage_loads import bubble_share, fills_stages, in_flight, is_schedule, stage_layers
-from course_lib.stages import split_layers
-from course_lib.step_memory import head_in_layers
+from course_lib.best_config.stage_loads import bubble_share, fills_stages, in_flight, is_schedule, stage_layers
+from course_lib.best_config.step_memory import head_in_layers
+from course_lib.best_config.tables import LayoutTable
+from course_lib.five_d.layouts import Layout
+from course_lib.pipeline.runner import schedule_by_name
+from course_lib.pipeline.schedules import simulate, validate
+from course_lib.pipeline.stages import split_layers
+from course_lib.single_gpu.model import PRESETS, ModelConfig
 
 PLAIN = ("naive", "afab", "1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe")
 SIZES = [(p, m) for p in (2, 3, 4, 6, 8) for m in (1, 2, 3, 4, 5, 7, 8, 11, 12, 15, 16, 24)]

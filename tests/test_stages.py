@@ -1,4 +1,4 @@
-"""course_lib.stages: all stages together are the model, and so are their gradients. One process."""
+"""course_lib.pipeline.stages: all stages together are the model, and so are their gradients. One process."""
 
 import dataclasses
 import gc
@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.mixture import apply_moe
-from course_lib.model import ModelConfig, Transformer, loss
-from course_lib.recompute import apply_recompute
-from course_lib.stages import StagePass, split_layers, split_stages
+from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.pipeline.stages import StagePass, split_layers, split_stages
+from course_lib.recompute.modes import apply_recompute
+from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 from split_models import whole_model
 
 OF = ModelConfig(layers=6, hidden=16, heads=4, kv_heads=2, ffn_hidden=20, vocab=31)

@@ -1,15 +1,17 @@
-"""course_lib.step_memory: notebook 01's bytes where both count the same, and what each degree divides. Plain numpy."""
+"""course_lib.best_config.step_memory: notebook 01's bytes where both count the same, and what each degree divides.
+Plain numpy.
+"""
 
 import pytest
 
-from course_lib.clusters import CLUSTERS, Cluster
-from course_lib.layouts import Layout
-from course_lib.memory import POLICIES, activation_bytes, layer_activations, param_count, training_bytes
-from course_lib.model import PRESETS, ModelConfig
-from course_lib.pipeline import schedule_by_name
-from course_lib.schedules import validate
-from course_lib.stages import split_layers
-from course_lib.step_memory import head_in_layers, stage_parameters, step_memory
+from course_lib.best_config.clusters import CLUSTERS, Cluster
+from course_lib.best_config.step_memory import head_in_layers, stage_parameters, step_memory
+from course_lib.five_d.layouts import Layout
+from course_lib.pipeline.runner import schedule_by_name
+from course_lib.pipeline.schedules import validate
+from course_lib.pipeline.stages import split_layers
+from course_lib.single_gpu.memory import POLICIES, activation_bytes, layer_activations, param_count, training_bytes
+from course_lib.single_gpu.model import PRESETS, ModelConfig
 from some_layouts import EXPERTS, some_rows
 
 SEQ = 512

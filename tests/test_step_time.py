@@ -1,20 +1,22 @@
-"""course_lib.step_time: parts that add up, and what a change of cluster, model or layout does to them. Plain numpy."""
+"""course_lib.best_config.step_time: parts that add up, and what a change of cluster, model or layout does to them.
+Plain numpy.
+"""
 
 import dataclasses
 
 import numpy as np
 import pytest
 
-from course_lib.best_config import estimate
-from course_lib.clusters import CLUSTERS
-from course_lib.layout_tables import LayoutTable
-from course_lib.layouts import Layout, groups_along
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import PRESETS, ModelConfig
-from course_lib.pipeline import schedule_by_name
-from course_lib.stage_loads import bubble_share
-from course_lib.step_time import gradient_time, step_time, tensor_parallel_time, transfer_time
-from course_lib.transfers import find_transfers
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.planner import estimate
+from course_lib.best_config.stage_loads import bubble_share
+from course_lib.best_config.step_time import gradient_time, step_time, tensor_parallel_time, transfer_time
+from course_lib.best_config.tables import LayoutTable
+from course_lib.five_d.layouts import Layout, groups_along
+from course_lib.pipeline.runner import schedule_by_name
+from course_lib.pipeline.transfers import find_transfers
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import PRESETS, ModelConfig
 from some_layouts import EXPERTS, some_rows
 
 SEQ = 4096

@@ -1,4 +1,5 @@
-"""Jobs of course_lib.five_d that are killed go on: a rank, a whole job while it saves, a node without warning.
+"""Jobs of course_lib.checkpoint.program that are killed go on: a rank, a whole job while it saves, a node without
+warning.
 
 Also options that can't be, checkpoints of other runs, and a run that is resumed in another layout. CPU, gloo.
 """
@@ -21,15 +22,15 @@ import pytest
 import torch
 
 from calls import said
-from course_lib import single_gpu
-from course_lib.checkpoint import latest
-from course_lib.checkpoint_files import complete, damaged, describe
-from course_lib.data import TokenBatches
-from course_lib.five_d import main, options
-from course_lib.layouts import Layout
-from course_lib.meshes import build_mesh
-from course_lib.parallel_model import parallelize
-from course_lib.saved_run import Log, SavedRun
+from course_lib.checkpoint.checkpoints import latest
+from course_lib.checkpoint.files import complete, damaged, describe
+from course_lib.checkpoint.program import main, options
+from course_lib.checkpoint.saved_run import Log, SavedRun
+from course_lib.five_d.layouts import Layout
+from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import parallelize
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.data import TokenBatches
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_S = 300  # a deadline for what hangs; a launch on a busy machine may take a minute

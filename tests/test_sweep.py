@@ -27,7 +27,7 @@ from course_kit.sweep.enclosed import ROOT, run_enclosed
 from course_kit.sweep.rows import COUNTS, Rows
 from course_kit.sweep.runs import COLUMNS, PUBLISHED, Run, layouts_of, refusal, row_of, settings, torchrun_command
 from course_kit.sweep.slurm import collect, write_arrays
-from course_lib.layouts import Layout
+from course_lib.five_d.layouts import Layout
 
 PATIENCE_S = 300  # a deadline for what hangs
 PLANTED = f"""\
@@ -218,7 +218,7 @@ def test_ctrl_c(folder):
     their children; the run has no row, so a sweep that starts again runs it.
     """
     call = "import sys; from pathlib import Path; from course_kit.sweep.program import sweep; f = Path(sys.argv[1]); "
-    call += "from course_kit.sweep.runs import Run; from course_lib.layouts import Layout; "
+    call += "from course_kit.sweep.runs import Run; from course_lib.five_d.layouts import Layout; "
     call += "sweep([Run('debug', Layout.parse(w), 8, 32, 3) for w in ('dp16', 'dp2')], f, 600.0, program=sys.argv[2:])"
     file = folder / "sweep.csv"
     command = [sys.executable, "-c", call, str(file), *faulty(folder, "hang")]

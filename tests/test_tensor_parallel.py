@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from course_lib.memory import activation_bytes, param_count
-from course_lib.mixture import apply_moe
-from course_lib.model import PRESETS, ModelConfig, Transformer, from_hf, init_parameter, to_hf
-from course_lib.parallel_linear import ColumnParallelLinear, RowParallelLinear, as_autocast
-from course_lib.tensor_parallel import all_reduce_ratio, apply_tensor_parallel, check_degree, options
-from course_lib.tensor_shards import TensorShard, materialize, shard_init, shard_parameter
+from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.single_gpu.memory import activation_bytes, param_count
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, from_hf, init_parameter, to_hf
+from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, as_autocast
+from course_lib.tensor_parallel.model import all_reduce_ratio, apply_tensor_parallel, check_degree, options
+from course_lib.tensor_parallel.shards import TensorShard, materialize, shard_init, shard_parameter
 
 SMALL = ModelConfig(layers=2, hidden=48, heads=12, kv_heads=4, ffn_hidden=60, vocab=97)
-GATHER = "course_lib.tensor_shards.all_gather_into_tensor"
+GATHER = "course_lib.tensor_parallel.shards.all_gather_into_tensor"
 
 
 class Group:

@@ -1,4 +1,6 @@
-"""course_lib.tensor_parallel on two to four ranks against one process: results, traffic, memory, order. CPU, gloo."""
+"""course_lib.tensor_parallel.model on two to four ranks against one process: results, traffic, memory, order. CPU,
+gloo.
+"""
 
 import copy
 import dataclasses
@@ -12,16 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from calls import peak_bytes, said
 from course_kit.ranks import Ranks
-from course_lib import single_gpu
-from course_lib.data_parallel import DataParallel
-from course_lib.memory import activation_bytes, param_count
-from course_lib.model import Transformer, loss
-from course_lib.parallel_linear import ColumnParallelLinear, RowParallelLinear, replicas_of
-from course_lib.shards import clip_grad_norm_
-from course_lib.tensor_parallel import apply_tensor_parallel, main
-from course_lib.tensor_shards import TensorShard, whole_state_dict
-from course_lib.traffic import count_traffic
-from course_lib.vocab_parallel import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from course_lib.collectives.traffic import count_traffic
+from course_lib.data_parallel.replicas import DataParallel
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.memory import activation_bytes, param_count
+from course_lib.single_gpu.model import Transformer, loss
+from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, replicas_of
+from course_lib.tensor_parallel.model import apply_tensor_parallel, main
+from course_lib.tensor_parallel.shards import TensorShard, whole_state_dict
+from course_lib.tensor_parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from course_lib.zero.shards import clip_grad_norm_
 from split_models import (
     BATCH,
     MAX_NORM,

@@ -1,5 +1,5 @@
-"""course_lib.thread_blocks and thread_kernels: blocks of threads on a CPU find races, bad barriers, stray indices, bank
-conflicts and divergence, and count sectors as closed forms have them.
+"""course_lib.kernels.thread_blocks and thread_kernels: blocks of threads on a CPU find races, bad barriers, stray
+indices, bank conflicts and divergence, and count sectors as closed forms have them.
 """
 
 import inspect
@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from course_kit.gpu.transactions import count_transactions
-from course_lib import thread_kernels
-from course_lib.sectors import WARP
-from course_lib.thread_blocks import BANKS, BlockTraffic, run_blocks
-from course_lib.thread_kernels import LADDER, ROWS, TILE, branch_by_lane, branch_by_warp, tiled
+from course_lib.kernels import thread_kernels
+from course_lib.kernels.sectors import WARP
+from course_lib.kernels.thread_blocks import BANKS, BlockTraffic, run_blocks
+from course_lib.kernels.thread_kernels import LADDER, ROWS, TILE, branch_by_lane, branch_by_warp, tiled
 
 
 def random(*shape: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from course_kit.pictures.tile_walk import (
     standard_numbers,
     walk_state,
 )
-from course_lib.attention_tiles import tiles
+from course_lib.flash_attention.tiles import tiles
 
 
 class Case(NamedTuple):

@@ -1,4 +1,6 @@
-"""course_lib.tiled_attention: float64's attention, as precise as PyTorch's own, no scores kept. CPU, and CUDA."""
+"""course_lib.flash_attention.reference: float64's attention, as precise as PyTorch's own, no scores kept. CPU, and
+CUDA.
+"""
 
 import itertools
 import math
@@ -11,9 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention_inputs import DEVICE, NAMES, exact, inputs, plain, plain_scores, pytorchs, rms, run
 from course_kit.checks.guard_bands import GuardBands
-from course_lib.attention_blocks import attend, attend_backward, nothing_seen
-from course_lib.attention_tiles import flops_backward, flops_forward, tiles
-from course_lib.tiled_attention import (
+from course_lib.context_parallel.blocks import attend, attend_backward, nothing_seen
+from course_lib.flash_attention.reference import (
     TILED_BLOCK,
     check_attention,
     flash_attention_reference,
@@ -23,6 +24,7 @@ from course_lib.tiled_attention import (
     tiled_forward,
     unfold_heads,
 )
+from course_lib.flash_attention.tiles import flops_backward, flops_forward, tiles
 
 
 class Case(NamedTuple):

@@ -1,4 +1,5 @@
-"""course_lib.timing: each trap, and how it's avoided, by what is called and in which order; a GPU's own tests need one.
+"""course_lib.kernels.timing: each trap, and how it's avoided, by what is called and in which order; a GPU's own tests
+need one.
 
 No test compares wall-clock times with a bound: those that measure use a device whose clock the test turns.
 """
@@ -9,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from course_lib import timing
-from course_lib.timing import Stream, Timing, launch_only_seconds, time_kernel
+from course_lib.kernels import timing
+from course_lib.kernels.timing import Stream, Timing, launch_only_seconds, time_kernel
 
 CPU = torch.device("cpu")
 

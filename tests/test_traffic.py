@@ -1,4 +1,6 @@
-"""course_lib.traffic: it sees and counts every way to communicate, and changes nothing. Four ranks on the CPU, gloo."""
+"""course_lib.collectives.traffic: it sees and counts every way to communicate, and changes nothing. Four ranks on the
+CPU, gloo.
+"""
 
 import subprocess
 import sys
@@ -13,9 +15,9 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from calls import KEPT, new_group
-from course_lib.collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
-from course_lib.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
-from course_lib.traffic import Record, Traffic, count_traffic, shown
+from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+from course_lib.collectives.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
+from course_lib.collectives.traffic import Record, Traffic, count_traffic, shown
 
 N, EVERYONE, FLOAT = 4, (0, 1, 2, 3), 4
 
@@ -498,7 +500,7 @@ def test_its_first_use_does_not_import_dynamo():
     """Which takes seconds, on each rank."""
     program = """
         import sys, torch, torch.distributed as dist
-        from course_lib.traffic import count_traffic
+        from course_lib.collectives.traffic import count_traffic
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         with count_traffic() as traffic:
             dist.all_reduce(torch.ones(3))

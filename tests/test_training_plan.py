@@ -1,4 +1,4 @@
-"""course_lib.training_plan against PyTorch's schedulers, and what holds for every plan. Plain numbers, any machine."""
+"""course_lib.five_d.plan against PyTorch's schedulers, and what holds for every plan. Plain numbers, any machine."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-from course_lib.training_plan import batch_at, learning_rate
+from course_lib.five_d.plan import batch_at, learning_rate
 
 
 def pytorch_rates(peak: float, warmup: int, steps: int, least: float) -> list[float]:

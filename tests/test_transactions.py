@@ -29,8 +29,8 @@ from course_kit.gpu.compiled import Compiled
 from course_kit.gpu.launches import Launch, first_configuration, record_launches
 from course_kit.gpu.sources import sources
 from course_kit.gpu.transactions import count_interpreted, count_transactions, work
-from course_lib.matmul import matmul
-from course_lib.sectors import SECTOR_BYTES, Transactions
+from course_lib.kernels.matmul import matmul
+from course_lib.kernels.sectors import SECTOR_BYTES, Transactions
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts inside Triton's interpreter")
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -141,7 +141,7 @@ def calls_unknown_name_kernel(x, BLOCK: tl.constexpr):
 CELL = """
 import triton
 import triton.language as tl
-from course_lib.rounding import cast, widen
+from course_lib.kernels.rounding import cast, widen
 
 @triton.jit
 def halve(x):

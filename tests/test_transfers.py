@@ -1,5 +1,5 @@
-"""course_lib.transfers: what each rank sends and receives, and when it starts, without a deadlock. No ranks, but one
-mailbox on all four.
+"""course_lib.pipeline.transfers: what each rank sends and receives, and when it starts, without a deadlock. No ranks,
+but one mailbox on all four.
 """
 
 import collections
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.schedules import (
+from course_lib.pipeline.schedules import (
     Action,
     afab,
     dualpipe,
@@ -22,7 +22,7 @@ from course_lib.schedules import (
     zero_bubble_h2,
     zero_bubble_v,
 )
-from course_lib.transfers import Mail, Transfer, find_transfers, plan_transfers
+from course_lib.pipeline.transfers import Mail, Transfer, find_transfers, plan_transfers
 
 
 def by_hand(p: int, m: int) -> dict:

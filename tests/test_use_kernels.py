@@ -1,4 +1,6 @@
-"""course_lib.kernels.use_kernels: a model of kernels trains as the plain one, by kernels alone. CPU, interpreted."""
+"""course_lib.kernels.program.use_kernels: a model of kernels trains as the plain one, by kernels alone. CPU,
+interpreted.
+"""
 
 import copy
 import dataclasses
@@ -14,15 +16,15 @@ from torch._subclasses import FakeTensorMode
 from calls import said
 from course_kit.checks.guard_bands import GuardBands
 from course_kit.gpu.launches import record_launches
-from course_lib.adamw_optimizer import FusedAdamW
-from course_lib.fused_loss import defer_head, linear_cross_entropy
-from course_lib.fused_norm import FusedRMSNorm
-from course_lib.fused_rope import rope
-from course_lib.fused_swiglu import swiglu
-from course_lib.kernels import FusedBlock, main, options, use_kernels
-from course_lib.mixture import apply_moe
-from course_lib.model import Block, ModelConfig, Transformer, causal_attention, loss
-from course_lib.recompute import apply_recompute, keep_products, kept_bytes
+from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.kernels.adamw_optimizer import FusedAdamW
+from course_lib.kernels.fused_loss import defer_head, linear_cross_entropy
+from course_lib.kernels.fused_norm import FusedRMSNorm
+from course_lib.kernels.fused_rope import rope
+from course_lib.kernels.fused_swiglu import swiglu
+from course_lib.kernels.program import FusedBlock, main, options, use_kernels
+from course_lib.recompute.modes import apply_recompute, keep_products, kept_bytes
+from course_lib.single_gpu.model import Block, ModelConfig, Transformer, causal_attention, loss
 from split_models import differing, init
 
 torch.set_num_threads(1)

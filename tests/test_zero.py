@@ -1,14 +1,15 @@
-"""course_lib.zero as a program, and the formula of stage 3's overlap: one process, and four ranks. CPU, gloo."""
+"""course_lib.zero.optimizer as a program, and the formula of stage 3's overlap: one process, and four ranks. CPU, gloo.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib import single_gpu
-from course_lib.fully_shard import fully_shard, gather_ratio
-from course_lib.sharded_parameters import find_blocks
-from course_lib.zero import main, options
+from course_lib.single_gpu import training as single_gpu
+from course_lib.zero.full_sharding import fully_shard, gather_ratio
+from course_lib.zero.optimizer import main, options
+from course_lib.zero.sharded_parameters import find_blocks
 
 SMALL = ["--preset", "debug", "--steps", "3", "--batch", "2", "--seq", "16"]
 

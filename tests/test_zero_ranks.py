@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from calls import said
-from course_lib.memory_profile import MemoryProfile
-from course_lib.model import ModelConfig, Transformer, loss
-from course_lib.optimizer_shards import OptimizerShard
-from course_lib.traffic import count_traffic
-from course_lib.zero import ZeroOptimizer
+from course_lib.collectives.traffic import count_traffic
+from course_lib.single_gpu.model import ModelConfig, Transformer, loss
+from course_lib.single_gpu.profile import MemoryProfile
+from course_lib.zero.optimizer import ZeroOptimizer
+from course_lib.zero.optimizer_shards import OptimizerShard
 
 ODD = ModelConfig(layers=2, hidden=30, heads=3, kv_heads=1, ffn_hidden=37, vocab=53, tied=True)
 STEPS, SEQUENCES, SEQ, MAX_NORM = 3, 12, 7, 0.5  # 12 sequences: as many for each of 2, 3 or 4 ranks

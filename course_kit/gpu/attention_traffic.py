@@ -15,7 +15,7 @@ Dao et al. 2022 (FlashAttention), §2.2 and theorem 2.
 
 from typing import NamedTuple
 
-from course_lib.attention_tiles import tiles
+from course_lib.flash_attention.tiles import tiles
 
 LSE_BYTES = 4  # float32, one number a query and head
 

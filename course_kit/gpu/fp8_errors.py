@@ -13,11 +13,11 @@ Activations.)
 import torch
 from torch import nn
 
-from course_lib.block_formats import relative_error
-from course_lib.fp8_linear import Fp8Linear, Fp8Products
-from course_lib.fp8_operands import Casts
-from course_lib.model import loss
-from course_lib.quantization import dequantize
+from course_lib.fp8.linear import Fp8Linear, Fp8Products
+from course_lib.fp8.operands import Casts
+from course_lib.fp8.quantization import dequantize
+from course_lib.mixed_precision.block_formats import relative_error
+from course_lib.single_gpu.model import loss
 
 OPERANDS = ("x", "w", "dy")
 PRODUCTS = ("y", "dx", "dw")

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 import triton
 
 from course_kit.gpu.compiled import Compiled
-from course_lib.gpus import GPU, WARP
+from course_lib.kernels.gpus import GPU, WARP
 
 KINDS = {
     "products": ("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "DMMA"),  # of matrices, on tensor cores

@@ -32,8 +32,8 @@ from course_kit.gpu.accesses import Access, Place
 from course_kit.gpu.compiled import Compiled, compile_kernel, in_words
 from course_kit.gpu.launches import first_configuration
 from course_kit.gpu.sources import Source, rebuild, sources
-from course_lib.sectors import Transactions, shift
-from course_lib.thread_blocks import run_blocks
+from course_lib.kernels.sectors import Transactions, shift
+from course_lib.kernels.thread_blocks import run_blocks
 
 
 def count_transactions(kernel, grid, *args, threads: tuple[int, ...] | None = None, capability: int = 90, **meta):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from course_kit.pictures.planner import png
-from course_lib.float_formats import E2M1, FORMATS, FloatFormat, decode, encode, round_to
+from course_lib.mixed_precision.formats import E2M1, FORMATS, FloatFormat, decode, encode, round_to
 
 SIGN_COLOUR, EXPONENT_COLOUR, MANTISSA_COLOUR = "#C44E52", "#DD8452", "#4C72B0"
 NORMAL_COLOUR, SUBNORMAL_COLOUR, POINT_COLOUR = "#4C72B0", "#DD8452", "#55A868"

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from course_lib import memory
-from course_lib.memory import POLICIES, param_count
-from course_lib.model import PRESETS, ModelConfig
+from course_lib.single_gpu import memory
+from course_lib.single_gpu.memory import POLICIES, param_count
+from course_lib.single_gpu.model import PRESETS, ModelConfig
 
 GPUS_GIB = {
     "24 GB (RTX 4090)": 24,

@@ -13,9 +13,9 @@ import io
 import re
 
 from course_kit.pictures.ranking import mfu_heatmap, ranking_figure, reasons
-from course_lib.best_config import Ranking, search
-from course_lib.clusters import CLUSTERS
-from course_lib.model import PRESETS
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.planner import Ranking, search
+from course_lib.single_gpu.model import PRESETS
 
 NODES = tuple(2**n for n in range(12))
 HEATMAP_NODES = (1, 8, 64, 512, 2048)

@@ -17,10 +17,10 @@ import textwrap
 import numpy as np
 
 from course_kit.pictures.heatmaps import cell_text, heatmap
-from course_lib.best_config import Ranking, search
-from course_lib.clusters import Cluster
-from course_lib.layouts import Layout
-from course_lib.model import ModelConfig
+from course_lib.best_config.clusters import Cluster
+from course_lib.best_config.planner import Ranking, search
+from course_lib.five_d.layouts import Layout
+from course_lib.single_gpu.model import ModelConfig
 
 GIB = 2**30
 SAME_TIME = 1e-3  # two predictions that are nearer than that, relative, are of the same time

@@ -27,8 +27,8 @@ from typing import NamedTuple
 
 import torch
 
-from course_lib.attention_tiles import Tile, check_blocks, row_of_tiles, tiles
-from course_lib.tiled_attention import check_attention, online_step, scale_or_usual, tile_scores, wide_dtype
+from course_lib.flash_attention.reference import check_attention, online_step, scale_or_usual, tile_scores, wide_dtype
+from course_lib.flash_attention.tiles import Tile, check_blocks, row_of_tiles, tiles
 
 
 class WalkShape(NamedTuple):

@@ -17,8 +17,8 @@ import torch
 
 from course_kit.pictures.planner import png
 from course_kit.pictures.tile_walk import WalkStep, rows_that_rose, skipped_tiles, standard_numbers, walk_state
-from course_lib.attention_tiles import Tile, tiles
-from course_lib.tiled_attention import online_step
+from course_lib.flash_attention.reference import online_step
+from course_lib.flash_attention.tiles import Tile, tiles
 
 THIS_TILE, OTHER_TILES = "#D55E00", "#4C72B0"
 KIND_COLOURS = {"full": "#4C72B0", "partial": "#E69F00", "skipped": "white"}

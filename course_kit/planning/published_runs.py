@@ -19,11 +19,11 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.best_config import Estimate, estimate
-from course_lib.clusters import CLUSTERS
-from course_lib.layouts import Layout
-from course_lib.memory import param_count
-from course_lib.model import ModelConfig
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.planner import Estimate, estimate
+from course_lib.five_d.layouts import Layout
+from course_lib.single_gpu.memory import param_count
+from course_lib.single_gpu.model import ModelConfig
 
 PUBLISHED_COLUMNS = {
     "source", "gpu", "n_gpus", "model", "layers", "hidden", "ffn_hidden", "heads", "kv_heads", "vocab", "seq_len",

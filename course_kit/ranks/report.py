@@ -66,7 +66,7 @@ def place(file: str, line: int) -> str:
         shell = sys.modules["IPython"].get_ipython()
         label = shell.compile.format_code_name(file) if shell else None
         name = " ".join(label) if label else name
-    if Path(file).parent.name == "course_lib":
+    if "course_lib" in Path(file).parent.parts[-2:]:  # the library, or a package of it
         name = f"course_lib/{Path(file).name}{exported_from(file, line)}"
     code = linecache.getline(file, line).strip()
     return f"{name}, line {line}" + (f": {code}" if code else "")

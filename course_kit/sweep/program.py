@@ -21,9 +21,9 @@ from course_kit.sweep.enclosed import now
 from course_kit.sweep.rows import Rows
 from course_kit.sweep.runs import PROGRAM, WARM_UP_STEPS, Run, layouts_of, measure, refusal, refused, row_of
 from course_kit.sweep.slurm import collect, write_arrays
-from course_lib import five_d
-from course_lib.layouts import Layout
-from course_lib.model import PRESETS
+from course_lib.checkpoint import program as five_d
+from course_lib.five_d.layouts import Layout
+from course_lib.single_gpu.model import PRESETS
 
 
 def describe(row: dict) -> str:

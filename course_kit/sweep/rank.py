@@ -46,7 +46,7 @@ def train(folder: Path, options: list[str]) -> None:
     """Train as the options of five_d say, in a group of all ranks."""
     import torch.distributed as dist
 
-    from course_lib import five_d
+    from course_lib.checkpoint import program as five_d
 
     device = join_group()
     if dist.get_rank() == 0:

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from course_kit.sweep.enclosed import Outcome, run_enclosed
-from course_lib import five_d
-from course_lib.layouts import Layout, check_layout
-from course_lib.model import PRESETS
+from course_lib.checkpoint import program as five_d
+from course_lib.five_d.layouts import Layout, check_layout
+from course_lib.single_gpu.model import PRESETS
 
 WARM_UP_STEPS = 2  # not counted: allocators, autotuning, the first use of each group
 PROGRAM = ("-m", "course_kit.sweep.rank")  # what torchrun starts on each rank

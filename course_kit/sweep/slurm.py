@@ -22,7 +22,7 @@ from pathlib import Path
 from course_kit.sweep.enclosed import ROOT, now
 from course_kit.sweep.rows import Rows
 from course_kit.sweep.runs import PROGRAM, Run, measure, refusal, refused, row_of
-from course_lib.layouts import Layout
+from course_lib.five_d.layouts import Layout
 
 MARGIN_S = 180  # from a run's time limit to Slurm's
 SCRIPT = """\

@@ -63,7 +63,7 @@ def told(report: dict, texts: dict[str, str] | None = None) -> str:
 
 def cell_of(file: str, line: int, texts: dict[str, str] | None = None) -> str | None:
     """The notebook cell, and the line in it, that a line of an exported module came from; None for other files."""
-    if Path(file).parent.name != "course_lib":
+    if "course_lib" not in Path(file).parent.parts[-2:]:  # the library, or a package of it
         return None
     try:
         place = locate(Path(file), line, (texts or {}).get(file))

@@ -27,7 +27,9 @@ from export import (
     default_module,
     directive,
     exported_cells,
+    imported_as,
     kept_lines,
+    module_file,
     module_texts,
     read_notebook,
 )
@@ -139,7 +141,7 @@ def standing_texts(notebook: dict, path: Path, library: Path) -> dict[str, str]:
     module = default_module(notebook)
     if module not in module_names(notebook):
         raise LaunchError(f"{path} exports no module: it needs a '#| default_exp' line and cells marked '#| export'")
-    files = {name: library / f"{name}.py" for name in module_names(notebook)}
+    files = {name: module_file(library, name) for name in module_names(notebook)}
     if not files[module].is_file():
         raise LaunchError(f"{path}: there is no {shown(files[module])} yet: it has to be exported first")
     return {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
@@ -166,12 +168,14 @@ def fill_blanks(notebook: dict, path: Path) -> list[str]:
 
 def name_origin(texts: dict[str, str], taken: list[str], path: Path, library: Path) -> dict[str, str]:
     """Head what was taken from the reference by the reference's path, so that an error in it leads there."""
-    own = Path(os.path.relpath(path, library)).as_posix()
-    reference = Path(os.path.relpath(NOTEBOOKS / path.name, library)).as_posix()
-    for cell in taken:
-        old, new = f"# %% {own} #{cell}\n", f"# %% {reference} #{cell}\n"
-        texts = {name: text.replace(old, new) for name, text in texts.items()}
-    return texts
+    headed = {}
+    for name, text in texts.items():
+        folder = module_file(library, name).parent
+        own, reference = (Path(os.path.relpath(each, folder)).as_posix() for each in (path, NOTEBOOKS / path.name))
+        for cell in taken:
+            text = text.replace(f"# %% {own} #{cell}\n", f"# %% {reference} #{cell}\n")
+        headed[name] = text
+    return headed
 
 
 def modules_of(chapters: list[str]) -> list[str]:
@@ -211,13 +215,16 @@ class UnwrittenModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader
 
     def __init__(self, program: Program):
         names = [name for name in program.texts if name not in program.reference_modules]
-        self.texts = {f"{LIBRARY.name}.{name}": program.texts[name] for name in names}
-        self.files = {f"{LIBRARY.name}.{name}": str(program.library / f"{name}.py") for name in names}
+        self.texts = {imported_as(name): program.texts[name] for name in names}
+        self.files = {imported_as(name): module_file(program.library, name) for name in names}
 
     def find_spec(self, name, path=None, target=None):
         if name not in self.texts:
             return None
-        spec = importlib.util.spec_from_loader(name, self, origin=self.files[name])
+        file, package = self.files[name], self.files[name].stem == "__init__"
+        spec = importlib.util.spec_from_loader(name, self, origin=str(file), is_package=package)
+        if package:
+            spec.submodule_search_locations += [str(file.parent), str(LIBRARY.joinpath(*name.split(".")[1:]))]
         spec.has_location = True
         return spec
 
@@ -225,7 +232,7 @@ class UnwrittenModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader
         return self.texts[name]
 
     def get_code(self, name):
-        return self.source_to_code(self.texts[name], self.files[name])
+        return self.source_to_code(self.texts[name], str(self.files[name]))
 
 
 def library_modules() -> dict[str, object]:
@@ -260,7 +267,7 @@ def try_options(program: Program, options: list[str]) -> str | None:
             with contextlib.redirect_stdout(io.StringIO()):  # each rank will print it
                 module = importlib.import_module(f"{LIBRARY.name}.{program.module}")
         except (Exception, SystemExit) as error:
-            texts = {str(program.library / f"{name}.py"): text for name, text in program.texts.items()}
+            texts = {str(module_file(program.library, name)): text for name, text in program.texts.items()}
             return told(describe(error) | {"rank": None}, texts)
         sys.argv = [f"{program.path.name} --", *options]  # the name in its help
         if hasattr(module, "options"):

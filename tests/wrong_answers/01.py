@@ -1,10 +1,10 @@
 """Wrong answers that the checks of notebook 01 must catch."""
 
 # %% 01.1 every rank gets the same batch
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         first = self.position
         self.position += self.batch * self.world_size
@@ -14,10 +14,10 @@ class TokenBatches(course_lib.data.TokenBatches):
 
 
 # %% 01.1 each rank steps by its own batch, so that ranks repeat each other's samples
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         first = self.position + self.rank * self.batch
         self.position += self.batch
@@ -27,10 +27,10 @@ class TokenBatches(course_lib.data.TokenBatches):
 
 
 # %% 01.1 the position is kept elsewhere, so that state_dict saves nothing
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         self.calls = getattr(self, "calls", -1) + 1
         first = self.calls * self.batch * self.world_size + self.rank * self.batch
@@ -40,10 +40,10 @@ class TokenBatches(course_lib.data.TokenBatches):
 
 
 # %% 01.1 the same order in every epoch
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         first = self.position + self.rank * self.batch
         self.position += self.batch * self.world_size
@@ -53,10 +53,10 @@ class TokenBatches(course_lib.data.TokenBatches):
 
 
 # %% 01.1 no shuffling at all
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         first = self.position + self.rank * self.batch
         self.position += self.batch * self.world_size
@@ -66,10 +66,10 @@ class TokenBatches(course_lib.data.TokenBatches):
 
 
 # %% 01.1 random windows, drawn with repetition: no epochs, though the seed and the position are respected
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         first = self.position + self.rank * self.batch
         self.position += self.batch * self.world_size
@@ -82,10 +82,10 @@ class TokenBatches(course_lib.data.TokenBatches):
 
 
 # %% 01.1 each rank shuffles for itself
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         generator = torch.Generator().manual_seed(self.seed + self.rank)
         mine = torch.randperm(self.windows, generator=generator).tolist()
@@ -97,17 +97,17 @@ class TokenBatches(course_lib.data.TokenBatches):
 
 
 # %% 01.1 targets are the inputs
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         inputs, _ = super().__next__()
         return inputs, inputs
 
 
 # %% 01.2 turns the pairs the wrong way
-from course_lib.model import rope_angles
+from course_lib.single_gpu.model import rope_angles
 
 
 def apply_rope(x, cos, sin):
@@ -117,7 +117,7 @@ def apply_rope(x, cos, sin):
 
 
 # %% 01.2 pairs neighbours, x0 with x1
-from course_lib.model import rope_angles
+from course_lib.single_gpu.model import rope_angles
 
 
 def apply_rope(x, cos, sin):
@@ -127,7 +127,7 @@ def apply_rope(x, cos, sin):
 
 
 # %% 01.2 reads neighbours and writes halves
-from course_lib.model import rope_angles
+from course_lib.single_gpu.model import rope_angles
 
 
 def apply_rope(x, cos, sin):
@@ -137,7 +137,7 @@ def apply_rope(x, cos, sin):
 
 
 # %% 01.2 one sign is wrong
-from course_lib.model import rope_angles
+from course_lib.single_gpu.model import rope_angles
 
 
 def apply_rope(x, cos, sin):
@@ -147,7 +147,7 @@ def apply_rope(x, cos, sin):
 
 
 # %% 01.2 turns nothing
-from course_lib.model import rope_angles
+from course_lib.single_gpu.model import rope_angles
 
 
 def apply_rope(x, cos, sin):
@@ -155,7 +155,7 @@ def apply_rope(x, cos, sin):
 
 
 # %% 01.2 turns the first half only
-from course_lib.model import rope_angles
+from course_lib.single_gpu.model import rope_angles
 
 
 def apply_rope(x, cos, sin):
@@ -165,7 +165,7 @@ def apply_rope(x, cos, sin):
 
 
 # %% 01.2 turns every pair at the speed of the first one
-from course_lib.model import rope_angles
+from course_lib.single_gpu.model import rope_angles
 
 
 def apply_rope(x, cos, sin):
@@ -175,7 +175,7 @@ def apply_rope(x, cos, sin):
 
 
 # %% 01.2 adds a position instead of turning
-from course_lib.model import rope_angles
+from course_lib.single_gpu.model import rope_angles
 
 
 def apply_rope(x, cos, sin):
@@ -315,7 +315,7 @@ def parameter_parts(config):
 
 
 # %% 01.4 the GPT formula's total under one name
-from course_lib.memory import gpt_param_count
+from course_lib.single_gpu.memory import gpt_param_count
 
 
 def parameter_parts(config):
@@ -347,7 +347,7 @@ def parameter_parts(config):
 
 
 # %% 01.4 a table of the presets' totals, and the two parts of the odd model
-from course_lib.memory import param_count as real_count
+from course_lib.single_gpu.memory import param_count as real_count
 
 
 def parameter_parts(config):
@@ -983,10 +983,10 @@ def mfu(config, seq, tokens_per_s, peak):
 
 
 # %% 01.1 drops the rest of an epoch that fills no batch
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         together = self.batch * self.world_size
         if self.position % self.windows + together > self.windows:
@@ -995,10 +995,10 @@ class TokenBatches(course_lib.data.TokenBatches):
 
 
 # %% 01.1 the last batch of an epoch starts the same epoch again
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         first = self.position + self.rank * self.batch
         order = self.order(self.position // self.windows)
@@ -1009,10 +1009,10 @@ class TokenBatches(course_lib.data.TokenBatches):
 
 
 # %% 01.1 the position counts this rank's samples, so that a run cannot go on with another number of ranks
-import course_lib.data
+import course_lib.single_gpu.data
 
 
-class TokenBatches(course_lib.data.TokenBatches):
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
     def __next__(self):
         first = self.position * self.world_size + self.rank * self.batch
         self.position += self.batch
@@ -1022,7 +1022,7 @@ class TokenBatches(course_lib.data.TokenBatches):
 
 
 # %% 01.2 uses the positions of the first sample for all
-from course_lib.model import rope_angles
+from course_lib.single_gpu.model import rope_angles
 
 
 def apply_rope(x, cos, sin):
@@ -1034,7 +1034,7 @@ def apply_rope(x, cos, sin):
 
 
 # %% 01.2 turns the first head only
-from course_lib.model import rope_angles
+from course_lib.single_gpu.model import rope_angles
 
 
 def apply_rope(x, cos, sin):

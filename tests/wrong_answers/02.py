@@ -820,8 +820,8 @@ def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
 # %% 02.7 full replays down_proj too
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -838,8 +838,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 full: a whole forward, with the head
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -856,8 +856,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 a flash backward has its scores
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -874,8 +874,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 counts a masked half
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -892,8 +892,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 no attention
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -910,8 +910,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 no head where it is tied
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -928,8 +928,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 the embedding is a product
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -946,8 +946,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 no head
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -964,8 +964,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 backward as dear as forward
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -982,8 +982,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 forward alone
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -1000,8 +1000,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 one FLOP a weight
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -1018,8 +1018,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 a single token
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -1036,8 +1036,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 the flash scores are needed
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -1054,8 +1054,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 the model needs what was executed
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -1072,8 +1072,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 executed first
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -1090,8 +1090,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 executed alone
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -1108,8 +1108,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 PaLM's rule
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -1122,8 +1122,8 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
 # %% 02.7 as many K and V heads as heads
 import torch
 
-from course_lib.memory import param_count, parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:

@@ -470,10 +470,10 @@ def make_buckets(parameters, bucket_bytes):
 
 
 # %% 04.6 forgets the zeros: what an earlier step left is added up
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -488,10 +488,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 forgets the flag of a missing parameter
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -506,10 +506,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 a flag for each missing parameter, by its place among the missing
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(p for p in self.parameters if p in self.missing):
@@ -525,10 +525,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 zeros for a gradient of earlier micro-batches
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -542,10 +542,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 the late gradient is not scaled
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -561,10 +561,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 scales the whole buffer once more
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -581,10 +581,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 scales nothing in the copy
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -600,10 +600,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 always sends the buffer itself, in its own dtype
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -617,10 +617,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 always adds in float32
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -636,10 +636,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 copies the late gradient, which is no view then and stays this rank's own
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -655,10 +655,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 gives a missing parameter zeros as its gradient
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -675,10 +675,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 an all-reduce for each parameter, and one for the flags
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -695,10 +695,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 does not keep the work: nobody can wait for it
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -714,10 +714,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 an all-reduce that is not asynchronous
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -733,10 +733,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 leaves all flags as they were
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         for i, parameter in enumerate(self.parameters):
             if parameter in self.missing and parameter.grad is not None:
@@ -750,10 +750,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 scales the buffer while it is in flight
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -770,10 +770,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.7 no overlap: everything is left to finish()
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -782,10 +782,10 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.7 fake: nothing is launched before the last gradient, then all buckets at once
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -798,10 +798,10 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.7 mode naive launches early as well
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -813,10 +813,10 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.7 a sum instead of a mean: never scales
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, 1.0)
@@ -828,10 +828,10 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.7 the parameter stays missing: nothing is ever complete
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -842,10 +842,10 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.7 copies into the buffer, and leaves the gradient a fresh tensor
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.views[parameter].copy_(parameter.grad).mul_(bucket.scale if final else 1.0)
@@ -857,10 +857,10 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.7 synchronises on every micro-batch
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, 1.0)
@@ -877,10 +877,10 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.7 forgets the earlier micro-batches
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         if final:
@@ -895,7 +895,7 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.8 the mean over ranks instead of over tokens
-from course_lib.recompute import IGNORED, accumulate
+from course_lib.recompute.modes import IGNORED, accumulate
 
 
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
@@ -910,7 +910,7 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
 
 
 # %% 04.8 each micro-batch has the same weight
-from course_lib.recompute import IGNORED, accumulate
+from course_lib.recompute.modes import IGNORED, accumulate
 
 
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
@@ -925,7 +925,7 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
 
 
 # %% 04.8 divides by all ranks' tokens, and DataParallel by N once more
-from course_lib.recompute import IGNORED, accumulate
+from course_lib.recompute.modes import IGNORED, accumulate
 
 
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
@@ -941,7 +941,7 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
 
 
 # %% 04.8 a rank without targets counts as one token
-from course_lib.recompute import IGNORED, accumulate
+from course_lib.recompute.modes import IGNORED, accumulate
 
 
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
@@ -957,7 +957,7 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
 
 
 # %% 04.8 synchronises on every micro-batch
-from course_lib.recompute import IGNORED, accumulate
+from course_lib.recompute.modes import IGNORED, accumulate
 
 
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
@@ -1497,10 +1497,10 @@ def make_buckets(parameters, bucket_bytes):
 
 
 # %% 04.6 scales in 16 bits, then converts
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -1516,10 +1516,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 never sets a flag to 1
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         for i, parameter in enumerate(self.parameters):
             if parameter in self.missing and parameter.grad is not None:
@@ -1534,10 +1534,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 starts the all-reduce and waits for it
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -1554,10 +1554,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.6 the default group instead of the given one
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Bucket(course_lib.buckets.Bucket):
+class Bucket(course_lib.data_parallel.buckets.Bucket):
     def launch(self):
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters):
@@ -1573,10 +1573,10 @@ class Bucket(course_lib.buckets.Bucket):
 
 
 # %% 04.7 launches out of order: each bucket as soon as it is complete
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -1588,10 +1588,10 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.7 if instead of while: one bucket at most for each gradient
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -1603,10 +1603,10 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.7 waits for each bucket that it launches
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -1619,10 +1619,10 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.7 stores the final gradient only
-import course_lib.buckets
+import course_lib.data_parallel.buckets
 
 
-class Reducer(course_lib.buckets.Reducer):
+class Reducer(course_lib.data_parallel.buckets.Reducer):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         if not final:
@@ -1636,7 +1636,7 @@ class Reducer(course_lib.buckets.Reducer):
 
 
 # %% 04.8 forgets finish()
-from course_lib.recompute import IGNORED, accumulate
+from course_lib.recompute.modes import IGNORED, accumulate
 
 
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
@@ -1651,7 +1651,7 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
 
 
 # %% 04.8 the default group instead of dp's
-from course_lib.recompute import IGNORED, accumulate
+from course_lib.recompute.modes import IGNORED, accumulate
 
 
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
@@ -1667,7 +1667,7 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
 
 
 # %% 04.8 no clamp: no rank has a target, and all divide by zero
-from course_lib.recompute import IGNORED, accumulate
+from course_lib.recompute.modes import IGNORED, accumulate
 
 
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
@@ -1683,7 +1683,7 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32):
 
 
 # %% 04.8 no no_sync()
-from course_lib.recompute import IGNORED, accumulate
+from course_lib.recompute.modes import IGNORED, accumulate
 
 
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32):

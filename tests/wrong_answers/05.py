@@ -55,10 +55,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class FlatLayout(course_lib.shards.FlatLayout):
+class FlatLayout(course_lib.zero.shards.FlatLayout):
     def span(self, i):
         begin, end = self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel
         return max(begin, self.starts[i]), max(min(end, self.starts[i] + self.shapes[i].numel()), self.starts[i])
@@ -69,10 +69,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class FlatLayout(course_lib.shards.FlatLayout):
+class FlatLayout(course_lib.zero.shards.FlatLayout):
     def span(self, i):
         first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
         return min(first, numel), min(first + self.shard_numel, numel)
@@ -83,10 +83,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class FlatLayout(course_lib.shards.FlatLayout):
+class FlatLayout(course_lib.zero.shards.FlatLayout):
     def span(self, i):
         first = self.rank * self.shard_numel - self.starts[i]
         return max(first, 0), max(first + self.shard_numel, 0)
@@ -97,10 +97,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class FlatLayout(course_lib.shards.FlatLayout):
+class FlatLayout(course_lib.zero.shards.FlatLayout):
     def span(self, i):
         first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
         return min(max(first, 0), numel), min(max(first + self.shard_numel - 1, 0), numel)
@@ -111,10 +111,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class FlatLayout(course_lib.shards.FlatLayout):
+class FlatLayout(course_lib.zero.shards.FlatLayout):
     def span(self, i):
         is_mine = self.starts[i] // self.shard_numel == self.rank
         return 0, self.shapes[i].numel() * is_mine
@@ -125,10 +125,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class FlatLayout(course_lib.shards.FlatLayout):
+class FlatLayout(course_lib.zero.shards.FlatLayout):
     def span(self, i):
         numel = self.shapes[i].numel()
         return numel * self.rank // self.world_size, numel * (self.rank + 1) // self.world_size
@@ -139,10 +139,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class FlatLayout(course_lib.shards.FlatLayout):
+class FlatLayout(course_lib.zero.shards.FlatLayout):
     def span(self, i):
         first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
         first, last = min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
@@ -154,10 +154,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class FlatLayout(course_lib.shards.FlatLayout):
+class FlatLayout(course_lib.zero.shards.FlatLayout):
     def span(self, i):
         size = self.numel // self.world_size
         first, numel = self.rank * size - self.starts[i], self.shapes[i].numel()
@@ -169,10 +169,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class FlatLayout(course_lib.shards.FlatLayout):
+class FlatLayout(course_lib.zero.shards.FlatLayout):
     def span(self, i):
         first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
         first, last = min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
@@ -464,10 +464,10 @@ def diagnose(pieces, used):
 
 
 # %% 05.6 gradients are not freed
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class GradientBuffer(course_lib.shards.GradientBuffer):
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
     def store(self, parameter):
         if parameter in self.stored:
             self.views[parameter].add_(parameter.grad)
@@ -477,10 +477,10 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
 
 
 # %% 05.6 the gradient becomes a view of the buffer, and stays
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class GradientBuffer(course_lib.shards.GradientBuffer):
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
     def store(self, parameter):
         if parameter in self.stored:
             self.views[parameter].add_(parameter.grad)
@@ -491,10 +491,10 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
 
 
 # %% 05.6 fake: .grad is None, but somebody still has the gradient
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class GradientBuffer(course_lib.shards.GradientBuffer):
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
     def store(self, parameter):
         if parameter in self.stored:
             self.views[parameter].add_(parameter.grad)
@@ -506,10 +506,10 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
 
 
 # %% 05.6 the second gradient replaces the first
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class GradientBuffer(course_lib.shards.GradientBuffer):
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
     def store(self, parameter):
         self.views[parameter].copy_(parameter.grad)
         self.stored.add(parameter)
@@ -517,10 +517,10 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
 
 
 # %% 05.6 old numbers in place of missing gradients
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class GradientBuffer(course_lib.shards.GradientBuffer):
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
     def send(self, shard):
         whole = self.buffer[: self.layout.padded]
         whole[self.layout.numel :].zero_()
@@ -528,10 +528,10 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
 
 
 # %% 05.6 old numbers in the padding
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class GradientBuffer(course_lib.shards.GradientBuffer):
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
     def send(self, shard):
         for parameter, view in self.views.items():
             if parameter not in self.stored:
@@ -541,10 +541,10 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
 
 
 # %% 05.6 zeroes the buffer to its end, beyond its layout
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class GradientBuffer(course_lib.shards.GradientBuffer):
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
     def send(self, shard):
         for parameter, view in self.views.items():
             if parameter not in self.stored:
@@ -555,10 +555,10 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
 
 
 # %% 05.6 waits
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class GradientBuffer(course_lib.shards.GradientBuffer):
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
     def send(self, shard):
         for parameter, view in self.views.items():
             if parameter not in self.stored:
@@ -571,10 +571,10 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
 
 
 # %% 05.6 fake: an all-reduce in place of the reduce-scatter
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class GradientBuffer(course_lib.shards.GradientBuffer):
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
     def send(self, shard):
         for parameter, view in self.views.items():
             if parameter not in self.stored:
@@ -592,10 +592,10 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
 
 
 # %% 05.6 a mean instead of the sum
-import course_lib.shards
+import course_lib.zero.shards
 
 
-class GradientBuffer(course_lib.shards.GradientBuffer):
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
     def send(self, shard):
         for parameter, view in self.views.items():
             if parameter not in self.stored:
@@ -609,10 +609,10 @@ class GradientBuffer(course_lib.shards.GradientBuffer):
 # %% 05.7 fake: a new buffer each time
 import torch
 
-import course_lib.optimizer_shards
+import course_lib.zero.optimizer_shards
 
 
-class BufferPool(course_lib.optimizer_shards.BufferPool):
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
     def take(self):
         return self.like.new_empty(self.numel)
 
@@ -620,10 +620,10 @@ class BufferPool(course_lib.optimizer_shards.BufferPool):
 # %% 05.7 fake: collects the oldest, and makes a new buffer all the same
 import torch
 
-import course_lib.optimizer_shards
+import course_lib.zero.optimizer_shards
 
 
-class BufferPool(course_lib.optimizer_shards.BufferPool):
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
     def take(self):
         while not self.free and self.sending:
             self.sending.popleft().collect()
@@ -635,10 +635,10 @@ class BufferPool(course_lib.optimizer_shards.BufferPool):
 # %% 05.7 a new buffer instead of waiting
 import torch
 
-import course_lib.optimizer_shards
+import course_lib.zero.optimizer_shards
 
 
-class BufferPool(course_lib.optimizer_shards.BufferPool):
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
     def take(self):
         return self.free.pop() if self.free else self.like.new_empty(self.numel)
 
@@ -646,10 +646,10 @@ class BufferPool(course_lib.optimizer_shards.BufferPool):
 # %% 05.7 collects the newest
 import torch
 
-import course_lib.optimizer_shards
+import course_lib.zero.optimizer_shards
 
 
-class BufferPool(course_lib.optimizer_shards.BufferPool):
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
     def take(self):
         while not self.free and self.sending:
             self.sending.pop().collect()
@@ -659,10 +659,10 @@ class BufferPool(course_lib.optimizer_shards.BufferPool):
 # %% 05.7 what has been collected stays in `sending`
 import torch
 
-import course_lib.optimizer_shards
+import course_lib.zero.optimizer_shards
 
 
-class BufferPool(course_lib.optimizer_shards.BufferPool):
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
     def take(self):
         while not self.free and self.sending:
             self.sending[0].collect()
@@ -672,10 +672,10 @@ class BufferPool(course_lib.optimizer_shards.BufferPool):
 # %% 05.7 if instead of while
 import torch
 
-import course_lib.optimizer_shards
+import course_lib.zero.optimizer_shards
 
 
-class BufferPool(course_lib.optimizer_shards.BufferPool):
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
     def take(self):
         if not self.free and self.sending:
             self.sending.popleft().collect()
@@ -685,10 +685,10 @@ class BufferPool(course_lib.optimizer_shards.BufferPool):
 # %% 05.7 a free buffer stays free
 import torch
 
-import course_lib.optimizer_shards
+import course_lib.zero.optimizer_shards
 
 
-class BufferPool(course_lib.optimizer_shards.BufferPool):
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
     def take(self):
         while not self.free and self.sending:
             self.sending.popleft().collect()
@@ -698,10 +698,10 @@ class BufferPool(course_lib.optimizer_shards.BufferPool):
 # %% 05.7 takes for granted that something is being sent
 import torch
 
-import course_lib.optimizer_shards
+import course_lib.zero.optimizer_shards
 
 
-class BufferPool(course_lib.optimizer_shards.BufferPool):
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
     def take(self):
         while not self.free:
             self.sending.popleft().collect()
@@ -711,10 +711,10 @@ class BufferPool(course_lib.optimizer_shards.BufferPool):
 # %% 05.7 a further buffer of another dtype
 import torch
 
-import course_lib.optimizer_shards
+import course_lib.zero.optimizer_shards
 
 
-class BufferPool(course_lib.optimizer_shards.BufferPool):
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
     def take(self):
         while not self.free and self.sending:
             self.sending.popleft().collect()
@@ -724,10 +724,10 @@ class BufferPool(course_lib.optimizer_shards.BufferPool):
 # %% 05.7 the pool grows by each further buffer
 import torch
 
-import course_lib.optimizer_shards
+import course_lib.zero.optimizer_shards
 
 
-class BufferPool(course_lib.optimizer_shards.BufferPool):
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
     def take(self):
         while not self.free and self.sending:
             self.sending.popleft().collect()
@@ -738,10 +738,10 @@ class BufferPool(course_lib.optimizer_shards.BufferPool):
 
 
 # %% 05.8 in the order of backward: the last layers first
-import course_lib.zero
+import course_lib.zero.optimizer
 
 
-class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -756,10 +756,10 @@ class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
 
 
 # %% 05.8 all updates, then all gathers
-import course_lib.zero
+import course_lib.zero.optimizer
 
 
-class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -775,10 +775,10 @@ class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
 
 
 # %% 05.8 gathers before it updates
-import course_lib.zero
+import course_lib.zero.optimizer
 
 
-class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -793,10 +793,10 @@ class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
 
 
 # %% 05.8 waits for each gather
-import course_lib.zero
+import course_lib.zero.optimizer
 
 
-class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -812,10 +812,10 @@ class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
 
 
 # %% 05.8 waits at the end, with a module too
-import course_lib.zero
+import course_lib.zero.optimizer
 
 
-class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -829,10 +829,10 @@ class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
 
 
 # %% 05.8 nobody waits where there is no module
-import course_lib.zero
+import course_lib.zero.optimizer
 
 
-class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -845,10 +845,10 @@ class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
 
 
 # %% 05.8 waits for the last bucket only
-import course_lib.zero
+import course_lib.zero.optimizer
 
 
-class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -863,10 +863,10 @@ class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
 
 
 # %% 05.8 without a module it waits for each gather
-import course_lib.zero
+import course_lib.zero.optimizer
 
 
-class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -881,10 +881,10 @@ class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
 
 
 # %% 05.8 no gathers
-import course_lib.zero
+import course_lib.zero.optimizer
 
 
-class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -898,10 +898,10 @@ class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
 
 
 # %% 05.8 updates by sums instead of means
-import course_lib.zero
+import course_lib.zero.optimizer
 
 
-class ZeroOptimizer(course_lib.zero.ZeroOptimizer):
+class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -920,10 +920,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.sharded_parameters
+import course_lib.zero.sharded_parameters
 
 
-class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def free(self):
         self.wait()
         self.gathered = False
@@ -934,10 +934,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.sharded_parameters
+import course_lib.zero.sharded_parameters
 
 
-class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def gather(self):
         if not self.gathered:
             self.gathered = True
@@ -962,10 +962,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.sharded_parameters
+import course_lib.zero.sharded_parameters
 
 
-class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def gather(self):
         super().gather()
         self.whole = torch.empty_like(self.values)
@@ -976,10 +976,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.sharded_parameters
+import course_lib.zero.sharded_parameters
 
 
-class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def free(self):
         self.values.untyped_storage().resize_(0)
         self.gathered = False
@@ -990,10 +990,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.sharded_parameters
+import course_lib.zero.sharded_parameters
 
 
-class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def free(self):
         self.values.untyped_storage().resize_(0)
         if self.encoding is None:
@@ -1007,10 +1007,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.sharded_parameters
+import course_lib.zero.sharded_parameters
 
 
-class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def free(self):
         self.work = self.payloads = None
         self.values.untyped_storage().resize_(0)
@@ -1022,10 +1022,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.sharded_parameters
+import course_lib.zero.sharded_parameters
 
 
-class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def free(self):
         self.wait()
         self.values.untyped_storage().resize_(0)
@@ -1036,10 +1036,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.sharded_parameters
+import course_lib.zero.sharded_parameters
 
 
-class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def gather(self):
         if not self.gathered:
             self.gathered = True
@@ -1060,10 +1060,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.sharded_parameters
+import course_lib.zero.sharded_parameters
 
 
-class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def gather(self):
         if True:
             self.gathered = True
@@ -1083,10 +1083,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.sharded_parameters
+import course_lib.zero.sharded_parameters
 
 
-class GatheredBuffer(course_lib.sharded_parameters.GatheredBuffer):
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def gather(self):
         if not self.gathered:
             self.gathered = True
@@ -1137,10 +1137,10 @@ times_data_parallel = "half as much again"
 
 
 # %% 05.11 no prefetch
-import course_lib.fully_shard
+import course_lib.zero.full_sharding
 
 
-class FullyShard(course_lib.fully_shard.FullyShard):
+class FullyShard(course_lib.zero.full_sharding.FullyShard):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1151,10 +1151,10 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 prefetches after it has waited
-import course_lib.fully_shard
+import course_lib.zero.full_sharding
 
 
-class FullyShard(course_lib.fully_shard.FullyShard):
+class FullyShard(course_lib.zero.full_sharding.FullyShard):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1168,10 +1168,10 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 prefetches in the order of forward
-import course_lib.fully_shard
+import course_lib.zero.full_sharding
 
 
-class FullyShard(course_lib.fully_shard.FullyShard):
+class FullyShard(course_lib.zero.full_sharding.FullyShard):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1185,10 +1185,10 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 gathers everything at once
-import course_lib.fully_shard
+import course_lib.zero.full_sharding
 
 
-class FullyShard(course_lib.fully_shard.FullyShard):
+class FullyShard(course_lib.zero.full_sharding.FullyShard):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1201,10 +1201,10 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 the hook works each time it fires
-import course_lib.fully_shard
+import course_lib.zero.full_sharding
 
 
-class FullyShard(course_lib.fully_shard.FullyShard):
+class FullyShard(course_lib.zero.full_sharding.FullyShard):
     def before_backward(self, unit):
         unit.gather()
         self.send(self.open)
@@ -1216,10 +1216,10 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 never sends before the end
-import course_lib.fully_shard
+import course_lib.zero.full_sharding
 
 
-class FullyShard(course_lib.fully_shard.FullyShard):
+class FullyShard(course_lib.zero.full_sharding.FullyShard):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1232,10 +1232,10 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 sends the unit whose backward begins
-import course_lib.fully_shard
+import course_lib.zero.full_sharding
 
 
-class FullyShard(course_lib.fully_shard.FullyShard):
+class FullyShard(course_lib.zero.full_sharding.FullyShard):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1249,10 +1249,10 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 prefetches before it sends
-import course_lib.fully_shard
+import course_lib.zero.full_sharding
 
 
-class FullyShard(course_lib.fully_shard.FullyShard):
+class FullyShard(course_lib.zero.full_sharding.FullyShard):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1266,10 +1266,10 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 before the first unit comes the last
-import course_lib.fully_shard
+import course_lib.zero.full_sharding
 
 
-class FullyShard(course_lib.fully_shard.FullyShard):
+class FullyShard(course_lib.zero.full_sharding.FullyShard):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1282,10 +1282,10 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.11 takes for granted that the unit has run
-import course_lib.fully_shard
+import course_lib.zero.full_sharding
 
 
-class FullyShard(course_lib.fully_shard.FullyShard):
+class FullyShard(course_lib.zero.full_sharding.FullyShard):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1299,11 +1299,11 @@ class FullyShard(course_lib.fully_shard.FullyShard):
 
 
 # %% 05.12 first fit
-import course_lib.defragmentation
-from course_lib.defragmentation import ALIGNMENT
+import course_lib.zero.defragmentation
+from course_lib.zero.defragmentation import ALIGNMENT
 
 
-class Arena(course_lib.defragmentation.Arena):
+class Arena(course_lib.zero.defragmentation.Arena):
     def take(self, nbytes: int) -> int:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         fitting = [(start, end) for start, end in self.holes if end - start >= size]
@@ -1317,11 +1317,11 @@ class Arena(course_lib.defragmentation.Arena):
 
 
 # %% 05.12 of equal holes the last
-import course_lib.defragmentation
-from course_lib.defragmentation import ALIGNMENT
+import course_lib.zero.defragmentation
+from course_lib.zero.defragmentation import ALIGNMENT
 
 
-class Arena(course_lib.defragmentation.Arena):
+class Arena(course_lib.zero.defragmentation.Arena):
     def take(self, nbytes: int) -> int:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         fitting = [(start, end) for start, end in self.holes if end - start >= size]
@@ -1335,11 +1335,11 @@ class Arena(course_lib.defragmentation.Arena):
 
 
 # %% 05.12 sizes are rounded down
-import course_lib.defragmentation
-from course_lib.defragmentation import ALIGNMENT
+import course_lib.zero.defragmentation
+from course_lib.zero.defragmentation import ALIGNMENT
 
 
-class Arena(course_lib.defragmentation.Arena):
+class Arena(course_lib.zero.defragmentation.Arena):
     def take(self, nbytes: int) -> int:
         size = max(nbytes // ALIGNMENT, 1) * ALIGNMENT
         fitting = [(start, end) for start, end in self.holes if end - start >= size]
@@ -1353,11 +1353,11 @@ class Arena(course_lib.defragmentation.Arena):
 
 
 # %% 05.12 a hole must be larger than the block
-import course_lib.defragmentation
-from course_lib.defragmentation import ALIGNMENT
+import course_lib.zero.defragmentation
+from course_lib.zero.defragmentation import ALIGNMENT
 
 
-class Arena(course_lib.defragmentation.Arena):
+class Arena(course_lib.zero.defragmentation.Arena):
     def take(self, nbytes: int) -> int:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         fitting = [(start, end) for start, end in self.holes if end - start > size]
@@ -1371,11 +1371,11 @@ class Arena(course_lib.defragmentation.Arena):
 
 
 # %% 05.12 no split: the whole hole is handed out
-import course_lib.defragmentation
-from course_lib.defragmentation import ALIGNMENT
+import course_lib.zero.defragmentation
+from course_lib.zero.defragmentation import ALIGNMENT
 
 
-class Arena(course_lib.defragmentation.Arena):
+class Arena(course_lib.zero.defragmentation.Arena):
     def take(self, nbytes: int) -> int:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         fitting = [(start, end) for start, end in self.holes if end - start >= size]
@@ -1391,10 +1391,10 @@ class Arena(course_lib.defragmentation.Arena):
 # %% 05.12 no coalescing
 import bisect
 
-import course_lib.defragmentation
+import course_lib.zero.defragmentation
 
 
-class Arena(course_lib.defragmentation.Arena):
+class Arena(course_lib.zero.defragmentation.Arena):
     def give_back(self, address: int) -> None:
         start, end = address, address + self.taken.pop(address)
         bisect.insort(self.holes, (start, end))
@@ -1403,10 +1403,10 @@ class Arena(course_lib.defragmentation.Arena):
 # %% 05.12 coalesces with one neighbour, not with both
 import bisect
 
-import course_lib.defragmentation
+import course_lib.zero.defragmentation
 
 
-class Arena(course_lib.defragmentation.Arena):
+class Arena(course_lib.zero.defragmentation.Arena):
     def give_back(self, address: int) -> None:
         start, end = address, address + self.taken.pop(address)
         for hole in self.holes:
@@ -1418,11 +1418,11 @@ class Arena(course_lib.defragmentation.Arena):
 
 
 # %% 05.12 fake: asks only whether enough is free in sum
-import course_lib.defragmentation
-from course_lib.defragmentation import ALIGNMENT
+import course_lib.zero.defragmentation
+from course_lib.zero.defragmentation import ALIGNMENT
 
 
-class Arena(course_lib.defragmentation.Arena):
+class Arena(course_lib.zero.defragmentation.Arena):
     def take(self, nbytes: int) -> int:
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if sum(end - start for start, end in self.holes) < size:
@@ -1438,10 +1438,10 @@ class Arena(course_lib.defragmentation.Arena):
 # %% 05.12 unknown addresses are passed over
 import bisect
 
-import course_lib.defragmentation
+import course_lib.zero.defragmentation
 
 
-class Arena(course_lib.defragmentation.Arena):
+class Arena(course_lib.zero.defragmentation.Arena):
     def give_back(self, address: int) -> None:
         start, end = address, address + self.taken.pop(address, 0)
         if start == end:

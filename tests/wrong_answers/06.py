@@ -106,10 +106,10 @@ def split_product(x, weight, how, group):
 import torch
 import torch.distributed as dist
 
-import course_lib.regions
+import course_lib.tensor_parallel.regions
 
 
-class CopyToGroup(course_lib.regions.CopyToGroup):
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
@@ -118,7 +118,7 @@ class CopyToGroup(course_lib.regions.CopyToGroup):
         return total
 
 
-class SumOverGroup(course_lib.regions.SumOverGroup):
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
 
 
@@ -134,16 +134,16 @@ def sum_over_group(x, group):
 import torch
 import torch.distributed as dist
 
-import course_lib.regions
+import course_lib.tensor_parallel.regions
 
 
-class CopyToGroup(course_lib.regions.CopyToGroup):
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
     @staticmethod
     def backward(ctx, gradient):
         return gradient, None
 
 
-class SumOverGroup(course_lib.regions.SumOverGroup):
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
 
 
@@ -159,10 +159,10 @@ def sum_over_group(x, group):
 import torch
 import torch.distributed as dist
 
-import course_lib.regions
+import course_lib.tensor_parallel.regions
 
 
-class CopyToGroup(course_lib.regions.CopyToGroup):
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
     @staticmethod
     def backward(ctx, gradient):
         total = gradient.contiguous()
@@ -170,7 +170,7 @@ class CopyToGroup(course_lib.regions.CopyToGroup):
         return total, None
 
 
-class SumOverGroup(course_lib.regions.SumOverGroup):
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
 
 
@@ -186,10 +186,10 @@ def sum_over_group(x, group):
 import torch
 import torch.distributed as dist
 
-import course_lib.regions
+import course_lib.tensor_parallel.regions
 
 
-class CopyToGroup(course_lib.regions.CopyToGroup):
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
     @staticmethod
     def backward(ctx, gradient):
         total = gradient.clone(memory_format=torch.contiguous_format)
@@ -197,7 +197,7 @@ class CopyToGroup(course_lib.regions.CopyToGroup):
         return total / ctx.group.size(), None
 
 
-class SumOverGroup(course_lib.regions.SumOverGroup):
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
 
 
@@ -213,10 +213,10 @@ def sum_over_group(x, group):
 import torch
 import torch.distributed as dist
 
-import course_lib.regions
+import course_lib.tensor_parallel.regions
 
 
-class CopyToGroup(course_lib.regions.CopyToGroup):
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
     @staticmethod
     def backward(ctx, gradient):
         total = gradient.clone(memory_format=torch.contiguous_format)
@@ -224,7 +224,7 @@ class CopyToGroup(course_lib.regions.CopyToGroup):
         return total, None
 
 
-class SumOverGroup(course_lib.regions.SumOverGroup):
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
 
 
@@ -240,14 +240,14 @@ def sum_over_group(x, group):
 import torch
 import torch.distributed as dist
 
-import course_lib.regions
+import course_lib.tensor_parallel.regions
 
 
-class CopyToGroup(course_lib.regions.CopyToGroup):
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
     pass
 
 
-class SumOverGroup(course_lib.regions.SumOverGroup):
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     @staticmethod
     def backward(ctx, gradient):
         total = gradient.clone(memory_format=torch.contiguous_format)
@@ -274,14 +274,14 @@ def sum_over_group(x, group):
 import torch
 import torch.distributed as dist
 
-import course_lib.regions
+import course_lib.tensor_parallel.regions
 
 
-class CopyToGroup(course_lib.regions.CopyToGroup):
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
     pass
 
 
-class SumOverGroup(course_lib.regions.SumOverGroup):
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
@@ -301,14 +301,14 @@ def sum_over_group(x, group):
 import torch
 import torch.distributed as dist
 
-import course_lib.regions
+import course_lib.tensor_parallel.regions
 
 
-class CopyToGroup(course_lib.regions.CopyToGroup):
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
     pass
 
 
-class SumOverGroup(course_lib.regions.SumOverGroup):
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     @staticmethod
     def backward(ctx, gradient):
         return gradient / ctx.group.size(), None
@@ -333,14 +333,14 @@ def sum_over_group(x, group):
 import torch
 import torch.distributed as dist
 
-import course_lib.regions
+import course_lib.tensor_parallel.regions
 
 
-class CopyToGroup(course_lib.regions.SumOverGroup):
+class CopyToGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
 
 
-class SumOverGroup(course_lib.regions.CopyToGroup):
+class SumOverGroup(course_lib.tensor_parallel.regions.CopyToGroup):
     pass
 
 
@@ -466,10 +466,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
@@ -489,10 +489,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
@@ -513,10 +513,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
@@ -538,10 +538,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
@@ -564,10 +564,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
@@ -589,10 +589,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
@@ -610,10 +610,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
@@ -633,10 +633,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
@@ -659,10 +659,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
@@ -685,10 +685,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
     @staticmethod
     def backward(ctx, *gradients):
         x, *weights = ctx.saved_tensors
@@ -705,47 +705,47 @@ class ColumnProducts(course_lib.parallel_linear.ColumnProducts):
 
 
 # %% 06.5 every rank adds the bias before the sum
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+class RowParallelLinear(course_lib.tensor_parallel.linear.RowParallelLinear):
     def forward(self, x):
         return self.leave(F.linear(x, self.weight, self.bias), self.group)
 
 
 # %% 06.5 the bias is forgotten
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+class RowParallelLinear(course_lib.tensor_parallel.linear.RowParallelLinear):
     def forward(self, x):
         return self.leave(F.linear(x, self.weight), self.group)
 
 
 # %% 06.5 no sum
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+class RowParallelLinear(course_lib.tensor_parallel.linear.RowParallelLinear):
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
 
 
 # %% 06.5 an all-reduce too many: f, as if x were whole
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+class RowParallelLinear(course_lib.tensor_parallel.linear.RowParallelLinear):
     def forward(self, x):
         out = self.leave(F.linear(copy_to_group(x, self.group), self.weight), self.group)
         return out if self.bias is None else out + self.bias
 
 
 # %% 06.5 an all-reduce too many: what is summed is averaged
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+class RowParallelLinear(course_lib.tensor_parallel.linear.RowParallelLinear):
     def forward(self, x):
         out = self.leave(F.linear(x, self.weight), self.group)
         mean = out.detach() / self.group.size()
@@ -755,10 +755,10 @@ class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
 
 
 # %% 06.5 fake: gathers weights and inputs, and makes the whole product on every rank
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+class RowParallelLinear(course_lib.tensor_parallel.linear.RowParallelLinear):
     def forward(self, x):
         shard = self.weight.tensor_shard
         own = F.linear(x, self.weight)
@@ -769,20 +769,20 @@ class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
 
 
 # %% 06.5 the sum over all ranks instead of the group
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+class RowParallelLinear(course_lib.tensor_parallel.linear.RowParallelLinear):
     def forward(self, x):
         out = self.leave(F.linear(x, self.weight), dist.group.WORLD)
         return out if self.bias is None else out + self.bias
 
 
 # %% 06.5 the weight is a view: the whole one stays on each rank
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+class RowParallelLinear(course_lib.tensor_parallel.linear.RowParallelLinear):
     def __init__(self, linear, group=None, chunks=1):
         super().__init__(linear, group, chunks)
         self.weight = nn.Parameter(self.weight.tensor_shard.cut(linear.weight.detach()))
@@ -793,10 +793,10 @@ class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
 
 
 # %% 06.5 fake: the whole layer stays on each rank, out of sight
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+class RowParallelLinear(course_lib.tensor_parallel.linear.RowParallelLinear):
     def __init__(self, linear, group=None, chunks=1):
         super().__init__(linear, group, chunks)
         self.whole = [linear]
@@ -807,10 +807,10 @@ class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
 
 
 # %% 06.5 calls f* by its name
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowParallelLinear(course_lib.parallel_linear.RowParallelLinear):
+class RowParallelLinear(course_lib.tensor_parallel.linear.RowParallelLinear):
     def forward(self, x):
         out = sum_over_group(F.linear(x, self.weight), self.group)
         return out if self.bias is None else out + self.bias
@@ -965,10 +965,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def forward(self, tokens):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
@@ -981,10 +981,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def forward(self, tokens):
         return self.leave(F.embedding(tokens % self.shard.size, self.weight), self.group) / self.group.size()
 
@@ -995,10 +995,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def forward(self, tokens):
         rows = tokens - self.shard.start
         found = F.embedding(rows.clamp(0, self.shard.size - 1), self.weight)
@@ -1011,10 +1011,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def forward(self, tokens):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
@@ -1028,10 +1028,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def forward(self, tokens):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
@@ -1045,10 +1045,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def forward(self, tokens):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
@@ -1062,10 +1062,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def forward(self, tokens):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
@@ -1080,10 +1080,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def forward(self, tokens):
         with torch.no_grad():
             whole = self.shard.gather(self.weight)
@@ -1099,10 +1099,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def __init__(self, embedding, group=None):
         super().__init__(embedding, group)
         self.weight = nn.Parameter(self.shard.cut(embedding.weight.detach()))
@@ -1120,10 +1120,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def __init__(self, embedding, group=None):
         super().__init__(embedding, group)
         self.whole = [embedding.weight.detach()]
@@ -1143,10 +1143,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
 
-class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
     def forward(self, tokens):
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
@@ -1155,12 +1155,12 @@ class VocabParallelEmbedding(course_lib.vocab_parallel.VocabParallelEmbedding):
 
 
 # %% 06.8 fake: gathered logits
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1177,12 +1177,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 fake: gathered logits, of which only the own ones are kept
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1201,12 +1201,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 each rank subtracts its own maximum
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1229,12 +1229,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 no maximum: exp overflows
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1257,12 +1257,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 an all-reduce too many: sum and target's logit apart
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1287,12 +1287,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 an all-reduce too many: the total is summed again in backward
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1319,12 +1319,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 the target's logit of every rank counts: those elsewhere are not zeroed
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1349,12 +1349,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 the logits are changed in place
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1379,12 +1379,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 keeps two: exp(z - m) and the mask of the targets in float32
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1405,12 +1405,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 makes a second float32 tensor of the logits' size on the way
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1435,12 +1435,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 backward makes a second float32 tensor
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1465,12 +1465,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 backward takes 1 off, not the gradient
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1495,12 +1495,12 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.8 ignored targets give a gradient that is no number
-import course_lib.vocab_parallel
+import course_lib.tensor_parallel.vocabulary
 
-local_rows = course_lib.vocab_parallel.local_rows
+local_rows = course_lib.tensor_parallel.vocabulary.local_rows
 
 
-class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntropy):
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
     @staticmethod
     def forward(ctx, logits, targets, shard):
         ctx.shard, ctx.dtype = shard, logits.dtype
@@ -1525,64 +1525,64 @@ class VocabParallelCrossEntropy(course_lib.vocab_parallel.VocabParallelCrossEntr
 
 
 # %% 06.9 gathered logits: the head gathers its output
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks, True)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks, True)
     return model
 
 
 # %% 06.9 fake: gathered logits, and then each rank cuts its own out of them
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks, True)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks, True)
     if not gather_logits:
         model.head.register_forward_hook(lambda layer, _, out: layer.shard._replace(dim=-1).cut(out))
     return model
 
 
 # %% 06.9 fake: the MLPs stay whole on each rank
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
     mlps = [copy.deepcopy(block.mlp) for block in model.blocks]
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks, gather_logits)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks, gather_logits)
     for block, mlp in zip(model.blocks, mlps, strict=True):
         block.mlp = mlp
     return model
 
 
 # %% 06.9 fake: a full copy of the weights stays on each rank, out of sight
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
     model.whole = [copy.deepcopy(model)]
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks, gather_logits)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks, gather_logits)
     return model
 
 
 # %% 06.9 q, k and v, gate and up are projected one by one
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks, gather_logits)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks, gather_logits)
     for block in model.blocks:
         del block.attention.project, block.mlp.project
     return model
 
 
 # %% 06.9 gate and up mixed up
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks, gather_logits)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks, gather_logits)
     for block in model.blocks:
         layers = [block.mlp.up_proj, block.mlp.gate_proj]
         block.mlp.project = functools.partial(project_together, layers=layers)
@@ -1590,11 +1590,11 @@ def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
 
 
 # %% 06.9 tied head and embedding come apart
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks, gather_logits)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks, gather_logits)
     if model.head is not None:
         weight = model.head.weight
         model.head.weight = nn.Parameter(weight.detach().clone())
@@ -1603,22 +1603,22 @@ def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
 
 
 # %% 06.9 copies of K/V heads are not kept in sync
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks, gather_logits)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks, gather_logits)
     for block in model.blocks:
         block.attention.k_proj.replicas = block.attention.v_proj.replicas = None
     return model
 
 
 # %% 06.9 an all-reduce too many: what is whole is averaged
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks, gather_logits)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks, gather_logits)
 
     def average(layer, _, out):
         mean = sum_over_group(out.detach() / layer.group.size(), layer.group)
@@ -1630,29 +1630,29 @@ def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
 
 
 # %% 06.9 chunks are not passed on
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, 1, gather_logits)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, 1, gather_logits)
     return model
 
 
 # %% 06.9 gather_logits is not passed on
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks)
     return model
 
 
 # %% 06.9 a stage without a head is not foreseen
-import course_lib.tensor_parallel
+import course_lib.tensor_parallel.model
 
 
 def apply_tensor_parallel(model, group=None, chunks=1, gather_logits=False):
-    course_lib.tensor_parallel.apply_tensor_parallel(model, group, chunks, gather_logits)
+    course_lib.tensor_parallel.model.apply_tensor_parallel(model, group, chunks, gather_logits)
     model.head.gather_output = gather_logits
     return model
 
@@ -1726,10 +1726,10 @@ def diagnose(first_loss, expected, differing):
 
 
 # %% 06.12 fake: all products first, then all sums
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowProduct(course_lib.parallel_linear.RowProduct):
+class RowProduct(course_lib.tensor_parallel.linear.RowProduct):
     @staticmethod
     def forward(ctx, x, group, weight, chunks):
         ctx.save_for_backward(x, weight)
@@ -1744,10 +1744,10 @@ class RowProduct(course_lib.parallel_linear.RowProduct):
 
 
 # %% 06.12 waits for each sum at once
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowProduct(course_lib.parallel_linear.RowProduct):
+class RowProduct(course_lib.tensor_parallel.linear.RowProduct):
     @staticmethod
     def forward(ctx, x, group, weight, chunks):
         ctx.save_for_backward(x, weight)
@@ -1760,10 +1760,10 @@ class RowProduct(course_lib.parallel_linear.RowProduct):
 
 
 # %% 06.12 waits for the sum before, once the next is multiplied
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowProduct(course_lib.parallel_linear.RowProduct):
+class RowProduct(course_lib.tensor_parallel.linear.RowProduct):
     @staticmethod
     def forward(ctx, x, group, weight, chunks):
         ctx.save_for_backward(x, weight)
@@ -1779,10 +1779,10 @@ class RowProduct(course_lib.parallel_linear.RowProduct):
 
 
 # %% 06.12 waits for the last sum only
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowProduct(course_lib.parallel_linear.RowProduct):
+class RowProduct(course_lib.tensor_parallel.linear.RowProduct):
     @staticmethod
     def forward(ctx, x, group, weight, chunks):
         ctx.save_for_backward(x, weight)
@@ -1796,10 +1796,10 @@ class RowProduct(course_lib.parallel_linear.RowProduct):
 
 
 # %% 06.12 fake: one product, one sum
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowProduct(course_lib.parallel_linear.RowProduct):
+class RowProduct(course_lib.tensor_parallel.linear.RowProduct):
     @staticmethod
     def forward(ctx, x, group, weight, chunks):
         ctx.save_for_backward(x, weight)
@@ -1811,10 +1811,10 @@ class RowProduct(course_lib.parallel_linear.RowProduct):
 
 
 # %% 06.12 a cat of chunks: a second output
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowProduct(course_lib.parallel_linear.RowProduct):
+class RowProduct(course_lib.tensor_parallel.linear.RowProduct):
     @staticmethod
     def forward(ctx, x, group, weight, chunks):
         ctx.save_for_backward(x, weight)
@@ -1830,10 +1830,10 @@ class RowProduct(course_lib.parallel_linear.RowProduct):
 
 
 # %% 06.12 sums all of the output for each chunk
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowProduct(course_lib.parallel_linear.RowProduct):
+class RowProduct(course_lib.tensor_parallel.linear.RowProduct):
     @staticmethod
     def forward(ctx, x, group, weight, chunks):
         ctx.save_for_backward(x, weight)
@@ -1851,10 +1851,10 @@ class RowProduct(course_lib.parallel_linear.RowProduct):
 
 
 # %% 06.12 the whole product for each chunk, then a cut
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowProduct(course_lib.parallel_linear.RowProduct):
+class RowProduct(course_lib.tensor_parallel.linear.RowProduct):
     @staticmethod
     def forward(ctx, x, group, weight, chunks):
         ctx.save_for_backward(x, weight)
@@ -1869,10 +1869,10 @@ class RowProduct(course_lib.parallel_linear.RowProduct):
 
 
 # %% 06.12 the sums over all ranks instead of the group
-import course_lib.parallel_linear
+import course_lib.tensor_parallel.linear
 
 
-class RowProduct(course_lib.parallel_linear.RowProduct):
+class RowProduct(course_lib.tensor_parallel.linear.RowProduct):
     @staticmethod
     def forward(ctx, x, group, weight, chunks):
         ctx.save_for_backward(x, weight)
@@ -1890,7 +1890,7 @@ class RowProduct(course_lib.parallel_linear.RowProduct):
 import contextlib
 import zlib
 
-from course_lib.regions import generators
+from course_lib.tensor_parallel.regions import generators
 
 
 @contextlib.contextmanager
@@ -1912,7 +1912,7 @@ def own_randomness(group=None):
 import contextlib
 import zlib
 
-from course_lib.regions import generators
+from course_lib.tensor_parallel.regions import generators
 
 
 @contextlib.contextmanager
@@ -1935,7 +1935,7 @@ def own_randomness(group=None):
 import contextlib
 import zlib
 
-from course_lib.regions import generators
+from course_lib.tensor_parallel.regions import generators
 
 
 @contextlib.contextmanager
@@ -1957,7 +1957,7 @@ def own_randomness(group=None):
 import contextlib
 import zlib
 
-from course_lib.regions import generators
+from course_lib.tensor_parallel.regions import generators
 
 
 @contextlib.contextmanager
@@ -1980,7 +1980,7 @@ def own_randomness(group=None):
 import contextlib
 import zlib
 
-from course_lib.regions import generators
+from course_lib.tensor_parallel.regions import generators
 
 
 @contextlib.contextmanager
@@ -1995,7 +1995,7 @@ def own_randomness(group=None):
 import contextlib
 import zlib
 
-from course_lib.regions import generators
+from course_lib.tensor_parallel.regions import generators
 
 
 @contextlib.contextmanager
@@ -2016,7 +2016,7 @@ def own_randomness(group=None):
 import contextlib
 import zlib
 
-from course_lib.regions import generators
+from course_lib.tensor_parallel.regions import generators
 
 
 @contextlib.contextmanager
@@ -2039,7 +2039,7 @@ def own_randomness(group=None):
 import contextlib
 import zlib
 
-from course_lib.regions import generators
+from course_lib.tensor_parallel.regions import generators
 
 
 @contextlib.contextmanager
@@ -2061,7 +2061,7 @@ def own_randomness(group=None):
 import contextlib
 import zlib
 
-from course_lib.regions import generators
+from course_lib.tensor_parallel.regions import generators
 
 regions_so_far = 0
 
@@ -2087,7 +2087,7 @@ def own_randomness(group=None):
 import contextlib
 import zlib
 
-from course_lib.regions import generators
+from course_lib.tensor_parallel.regions import generators
 
 
 @contextlib.contextmanager
@@ -2111,12 +2111,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.partitioned_checkpoints
-from course_lib.recompute import Recomputed, apply_recompute
-from course_lib.tensor_shards import TensorShard
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.tensor_parallel.shards import TensorShard
 
 
-class PartitionedCheckpoint(course_lib.partitioned_checkpoints.PartitionedCheckpoint):
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
     def pack(self, tensor):
         return tensor
 
@@ -2135,12 +2135,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.partitioned_checkpoints
-from course_lib.recompute import Recomputed, apply_recompute
-from course_lib.tensor_shards import TensorShard
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.tensor_parallel.shards import TensorShard
 
 
-class PartitionedCheckpoint(course_lib.partitioned_checkpoints.PartitionedCheckpoint):
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
     def pack(self, tensor):
         if not tensor.requires_grad:
             return tensor
@@ -2159,12 +2159,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.partitioned_checkpoints
-from course_lib.recompute import Recomputed, apply_recompute
-from course_lib.tensor_shards import TensorShard
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.tensor_parallel.shards import TensorShard
 
 
-class PartitionedCheckpoint(course_lib.partitioned_checkpoints.PartitionedCheckpoint):
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
     def pack(self, tensor):
         if not tensor.requires_grad:
             return tensor
@@ -2183,12 +2183,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.partitioned_checkpoints
-from course_lib.recompute import Recomputed, apply_recompute
-from course_lib.tensor_shards import TensorShard
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.tensor_parallel.shards import TensorShard
 
 
-class PartitionedCheckpoint(course_lib.partitioned_checkpoints.PartitionedCheckpoint):
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
     def pack(self, tensor):
         if not tensor.requires_grad:
             return tensor
@@ -2215,12 +2215,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.partitioned_checkpoints
-from course_lib.recompute import Recomputed, apply_recompute
-from course_lib.tensor_shards import TensorShard
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.tensor_parallel.shards import TensorShard
 
 
-class PartitionedCheckpoint(course_lib.partitioned_checkpoints.PartitionedCheckpoint):
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
     def unpack(self, kept):
         if torch.is_tensor(kept):
             return kept
@@ -2242,12 +2242,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.partitioned_checkpoints
-from course_lib.recompute import Recomputed, apply_recompute
-from course_lib.tensor_shards import TensorShard
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.tensor_parallel.shards import TensorShard
 
 
-class PartitionedCheckpoint(course_lib.partitioned_checkpoints.PartitionedCheckpoint):
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
     def pack(self, tensor):
         shard = TensorShard.of(tensor.numel(), self.group)
         return shard, shard.cut(tensor.detach().flatten()).clone(), tensor.shape
@@ -2264,12 +2264,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.partitioned_checkpoints
-from course_lib.recompute import Recomputed, apply_recompute
-from course_lib.tensor_shards import TensorShard
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.tensor_parallel.shards import TensorShard
 
 
-class PartitionedCheckpoint(course_lib.partitioned_checkpoints.PartitionedCheckpoint):
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
     def pack(self, tensor):
         if not tensor.requires_grad:
             return tensor
@@ -2292,12 +2292,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.partitioned_checkpoints
-from course_lib.recompute import Recomputed, apply_recompute
-from course_lib.tensor_shards import TensorShard
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.tensor_parallel.shards import TensorShard
 
 
-class PartitionedCheckpoint(course_lib.partitioned_checkpoints.PartitionedCheckpoint):
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
     def pack(self, tensor):
         if not tensor.requires_grad:
             return tensor
@@ -2316,12 +2316,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import course_lib.partitioned_checkpoints
-from course_lib.recompute import Recomputed, apply_recompute
-from course_lib.tensor_shards import TensorShard
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.tensor_parallel.shards import TensorShard
 
 
-class PartitionedCheckpoint(course_lib.partitioned_checkpoints.PartitionedCheckpoint):
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
     def pack(self, tensor):
         if not tensor.requires_grad:
             return tensor

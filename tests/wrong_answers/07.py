@@ -1,7 +1,7 @@
 """Wrong answers that the checks of notebook 07 must catch. None of them hangs."""
 
 # %% 07.1 g: gathers, and cuts in backward
-from course_lib.sequence_parallel import GatherSequence as RightGather, ReduceScatterSequence
+from course_lib.sequence_parallel.model import GatherSequence as RightGather, ReduceScatterSequence
 
 
 class GatherSequence(RightGather):
@@ -19,7 +19,7 @@ def reduce_scatter_sequence(summand, group):
 
 
 # %% 07.1 g: gathers, and averages in backward
-from course_lib.sequence_parallel import GatherSequence as RightGather, ReduceScatterSequence
+from course_lib.sequence_parallel.model import GatherSequence as RightGather, ReduceScatterSequence
 
 
 class GatherSequence(RightGather):
@@ -39,7 +39,7 @@ def reduce_scatter_sequence(summand, group):
 
 
 # %% 07.1 g over all ranks instead of the group
-from course_lib.sequence_parallel import GatherSequence, ReduceScatterSequence
+from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence
 
 
 def gather_sequence(part, group):
@@ -51,7 +51,7 @@ def reduce_scatter_sequence(summand, group):
 
 
 # %% 07.1 g* over all ranks instead of the group
-from course_lib.sequence_parallel import GatherSequence, ReduceScatterSequence
+from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence
 
 
 def gather_sequence(part, group):
@@ -63,7 +63,7 @@ def reduce_scatter_sequence(summand, group):
 
 
 # %% 07.1 g: parts are laid behind one another without in_order
-from course_lib.sequence_parallel import GatherSequence as RightGather, ReduceScatterSequence
+from course_lib.sequence_parallel.model import GatherSequence as RightGather, ReduceScatterSequence
 
 
 class GatherSequence(RightGather):
@@ -84,7 +84,7 @@ def reduce_scatter_sequence(summand, group):
 
 
 # %% 07.1 g*: keeps its own tokens' gradient to itself in backward
-from course_lib.sequence_parallel import GatherSequence, ReduceScatterSequence as RightScatter
+from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence as RightScatter
 
 
 class ReduceScatterSequence(RightScatter):
@@ -105,7 +105,7 @@ def reduce_scatter_sequence(summand, group):
 
 
 # %% 07.1 g*: all-reduces, then cuts
-from course_lib.sequence_parallel import GatherSequence, ReduceScatterSequence as RightScatter
+from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence as RightScatter
 
 
 class ReduceScatterSequence(RightScatter):
@@ -126,7 +126,7 @@ def reduce_scatter_sequence(summand, group):
 
 
 # %% 07.1 g*: a mean instead of the sum
-from course_lib.sequence_parallel import GatherSequence, ReduceScatterSequence as RightScatter
+from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence as RightScatter
 
 
 class ReduceScatterSequence(RightScatter):
@@ -147,7 +147,7 @@ def reduce_scatter_sequence(summand, group):
 
 
 # %% 07.1 g*: scatters parts of the batch, not of the sequence
-from course_lib.sequence_parallel import GatherSequence, ReduceScatterSequence as RightScatter
+from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence as RightScatter
 
 
 class ReduceScatterSequence(RightScatter):
@@ -172,10 +172,10 @@ def reduce_scatter_sequence(summand, group):
 # %% 07.2 waits for the gathered x at once
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def backward(ctx, *gradients):
         part, *weights = ctx.saved_tensors
@@ -200,10 +200,10 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 # %% 07.2 waits for the reduce-scatter at once
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def backward(ctx, *gradients):
         part, *weights = ctx.saved_tensors
@@ -228,10 +228,10 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 # %% 07.2 gathers x after the product for x's gradient
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def backward(ctx, *gradients):
         part, *weights = ctx.saved_tensors
@@ -254,10 +254,10 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 # %% 07.2 gathers x where no weight wants a gradient
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def backward(ctx, *gradients):
         part, *weights = ctx.saved_tensors
@@ -281,10 +281,10 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 # %% 07.2 gathers twice
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def backward(ctx, *gradients):
         part, *weights = ctx.saved_tensors
@@ -310,10 +310,10 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 # %% 07.2 a reduce-scatter for each weight
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def backward(ctx, *gradients):
         part, *weights = ctx.saved_tensors
@@ -340,10 +340,10 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 # %% 07.2 cuts x's gradient instead of summing it
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def backward(ctx, *gradients):
         part, *weights = ctx.saved_tensors
@@ -365,10 +365,10 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 # %% 07.2 a weight's gradient from the own tokens alone
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def backward(ctx, *gradients):
         part, *weights = ctx.saved_tensors
@@ -393,10 +393,10 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 # %% 07.2 multiplies for weights that want nothing
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def backward(ctx, *gradients):
         part, *weights = ctx.saved_tensors
@@ -420,10 +420,10 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 # %% 07.2 fake: keeps the gathered x
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def forward(ctx, part, group, *weights):
         ctx.group = group
@@ -451,10 +451,10 @@ class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
 # %% 07.2 does not wait for the reduce-scatter
 import torch.nn.functional as F
 
-import course_lib.sequence_parallel
+import course_lib.sequence_parallel.model
 
 
-class GatheredProducts(course_lib.sequence_parallel.GatheredProducts):
+class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
     @staticmethod
     def backward(ctx, *gradients):
         part, *weights = ctx.saved_tensors
@@ -1028,7 +1028,7 @@ def merge(out, lse, part, part_lse):
 # %% 07.7 backward with the block's own lse
 import math
 
-from course_lib.attention_blocks import by_group, scores
+from course_lib.context_parallel.blocks import by_group, scores
 
 
 def plain_forward(q, k, v, causal):
@@ -1057,7 +1057,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 # %% 07.7 backward with the block's own out in D
 import math
 
-from course_lib.attention_blocks import by_group, scores
+from course_lib.context_parallel.blocks import by_group, scores
 
 
 def plain_forward(q, k, v, causal):
@@ -1087,7 +1087,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 # %% 07.7 backward without D
 import math
 
-from course_lib.attention_blocks import by_group, scores
+from course_lib.context_parallel.blocks import by_group, scores
 
 
 def plain_forward(q, k, v, causal):
@@ -1116,7 +1116,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 # %% 07.7 backward: D from the block's probabilities
 import math
 
-from course_lib.attention_blocks import by_group, scores
+from course_lib.context_parallel.blocks import by_group, scores
 
 
 def plain_forward(q, k, v, causal):
@@ -1145,7 +1145,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 # %% 07.7 backward without 1/sqrt(d)
 import math
 
-from course_lib.attention_blocks import by_group, scores
+from course_lib.context_parallel.blocks import by_group, scores
 
 
 def plain_forward(q, k, v, causal):
@@ -1174,7 +1174,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 # %% 07.7 backward: dP takes the heads in another order
 import math
 
-from course_lib.attention_blocks import by_group, scores
+from course_lib.context_parallel.blocks import by_group, scores
 
 
 def plain_forward(q, k, v, causal):
@@ -1204,7 +1204,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 # %% 07.7 backward: a K/V head gets the gradient of one of its heads
 import math
 
-from course_lib.attention_blocks import by_group, scores
+from course_lib.context_parallel.blocks import by_group, scores
 
 
 def plain_forward(q, k, v, causal):
@@ -1233,7 +1233,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 # %% 07.7 forward: lse [b, a, s]
 import math
 
-from course_lib.attention_blocks import by_group, scores
+from course_lib.context_parallel.blocks import by_group, scores
 
 
 def plain_forward(q, k, v, causal):
@@ -1262,7 +1262,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 # %% 07.7 forward: fake: PyTorch's attention, and no lse
 import math
 
-from course_lib.attention_blocks import by_group, scores
+from course_lib.context_parallel.blocks import by_group, scores
 
 
 def plain_forward(q, k, v, causal):
@@ -1289,7 +1289,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 # %% 07.7 fake: backward by autograd through the block alone
 import math
 
-from course_lib.attention_blocks import by_group, scores
+from course_lib.context_parallel.blocks import by_group, scores
 
 
 def plain_forward(q, k, v, causal):
@@ -1309,7 +1309,7 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 # %% 07.8 the own chunks without a mask
 import itertools
 
-from course_lib.attention_blocks import Piece
+from course_lib.context_parallel.blocks import Piece
 
 
 def visible(own, other, causal=True):
@@ -1326,7 +1326,7 @@ def visible(own, other, causal=True):
 # %% 07.8 forgets the own chunks' causal pieces
 import itertools
 
-from course_lib.attention_blocks import Piece
+from course_lib.context_parallel.blocks import Piece
 
 
 def visible(own, other, causal=True):
@@ -1343,7 +1343,7 @@ def visible(own, other, causal=True):
 # %% 07.8 own and other the same: several pieces
 import itertools
 
-from course_lib.attention_blocks import Piece
+from course_lib.context_parallel.blocks import Piece
 
 
 def visible(own, other, causal=True):
@@ -1362,7 +1362,7 @@ def visible(own, other, causal=True):
 # %% 07.8 a piece for each pair of chunks
 import itertools
 
-from course_lib.attention_blocks import Piece
+from course_lib.context_parallel.blocks import Piece
 
 
 def visible(own, other, causal=True):
@@ -1375,7 +1375,7 @@ def visible(own, other, causal=True):
 # %% 07.8 a piece for each chunk of queries
 import itertools
 
-from course_lib.attention_blocks import Piece
+from course_lib.context_parallel.blocks import Piece
 
 
 def visible(own, other, causal=True):
@@ -1388,7 +1388,7 @@ def visible(own, other, causal=True):
 # %% 07.8 numbers of chunks instead of places
 import itertools
 
-from course_lib.attention_blocks import Piece
+from course_lib.context_parallel.blocks import Piece
 
 
 def visible(own, other, causal=True):
@@ -1405,7 +1405,7 @@ def visible(own, other, causal=True):
 # %% 07.8 not causal: still causal
 import itertools
 
-from course_lib.attention_blocks import Piece
+from course_lib.context_parallel.blocks import Piece
 
 
 def visible(own, other, causal=True):
@@ -1422,7 +1422,7 @@ def visible(own, other, causal=True):
 # %% 07.8 whole parts only: all of an earlier rank, nothing of a later one
 import itertools
 
-from course_lib.attention_blocks import Piece
+from course_lib.context_parallel.blocks import Piece
 
 
 def visible(own, other, causal=True):
@@ -1436,7 +1436,7 @@ def visible(own, other, causal=True):
 # %% 07.8 fake: everything, for all queries
 import itertools
 
-from course_lib.attention_blocks import Piece
+from course_lib.context_parallel.blocks import Piece
 
 
 def visible(own, other, causal=True):
@@ -1447,7 +1447,7 @@ def visible(own, other, causal=True):
 import torch
 import torch.distributed as dist
 
-from course_lib.context_attention import start_exchange
+from course_lib.context_parallel.attention import start_exchange
 
 
 def ring_forward(q, k, v, group, causal, attention, order):
@@ -1466,7 +1466,7 @@ def ring_forward(q, k, v, group, causal, attention, order):
 import torch
 import torch.distributed as dist
 
-from course_lib.context_attention import start_exchange
+from course_lib.context_parallel.attention import start_exchange
 
 
 def ring_forward(q, k, v, group, causal, attention, order):
@@ -1489,7 +1489,7 @@ def ring_forward(q, k, v, group, causal, attention, order):
 import torch
 import torch.distributed as dist
 
-from course_lib.context_attention import start_exchange
+from course_lib.context_parallel.attention import start_exchange
 
 
 def ring_forward(q, k, v, group, causal, attention, order):
@@ -1510,7 +1510,7 @@ def ring_forward(q, k, v, group, causal, attention, order):
 import torch
 import torch.distributed as dist
 
-from course_lib.context_attention import start_exchange
+from course_lib.context_parallel.attention import start_exchange
 
 
 def ring_forward(q, k, v, group, causal, attention, order):
@@ -1534,7 +1534,7 @@ def ring_forward(q, k, v, group, causal, attention, order):
 import torch
 import torch.distributed as dist
 
-from course_lib.context_attention import start_exchange
+from course_lib.context_parallel.attention import start_exchange
 
 
 def ring_forward(q, k, v, group, causal, attention, order):
@@ -1555,7 +1555,7 @@ def ring_forward(q, k, v, group, causal, attention, order):
 import torch
 import torch.distributed as dist
 
-from course_lib.context_attention import start_exchange
+from course_lib.context_parallel.attention import start_exchange
 
 
 def ring_forward(q, k, v, group, causal, attention, order):
@@ -1579,7 +1579,7 @@ def ring_forward(q, k, v, group, causal, attention, order):
 import torch
 import torch.distributed as dist
 
-from course_lib.context_attention import start_exchange
+from course_lib.context_parallel.attention import start_exchange
 
 
 def ring_forward(q, k, v, group, causal, attention, order):
@@ -1626,7 +1626,7 @@ def ring_forward(q, k, v, group, causal, attention, order):
 import torch
 import torch.distributed as dist
 
-from course_lib.context_attention import start_exchange
+from course_lib.context_parallel.attention import start_exchange
 
 
 def ring_forward(q, k, v, group, causal, attention, order):
@@ -1647,7 +1647,7 @@ def ring_forward(q, k, v, group, causal, attention, order):
 import torch
 import torch.distributed as dist
 
-from course_lib.context_attention import start_exchange
+from course_lib.context_parallel.attention import start_exchange
 
 
 def ring_forward(q, k, v, group, causal, attention, order):
@@ -1672,7 +1672,7 @@ def ring_forward(q, k, v, group, causal, attention, order):
 import torch
 import torch.distributed as dist
 
-from course_lib.context_attention import start_exchange
+from course_lib.context_parallel.attention import start_exchange
 
 
 def ring_forward(q, k, v, group, causal, attention, order):
@@ -2451,7 +2451,7 @@ def all_gather_backward(gradient, q, k, v, out, lse, group, causal, attention, o
 
 
 # %% 07.13 fake: all-gathers q, k and v, and keeps its own tokens
-from course_lib.context_attention import AllToAll
+from course_lib.context_parallel.attention import AllToAll
 
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
@@ -2466,8 +2466,8 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 
 
 # %% 07.13 fake: all-gathers, attends with its own heads, and scatters sums of heads that are padded with zeros
-from course_lib.context_attention import AllToAll
-from course_lib.sequence_parallel import gather_sequence as g, reduce_scatter_sequence as leave
+from course_lib.context_parallel.attention import AllToAll
+from course_lib.sequence_parallel.model import gather_sequence as g, reduce_scatter_sequence as leave
 
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
@@ -2483,7 +2483,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 
 
 # %% 07.13 backward: the gradient as it is
-from course_lib.context_attention import AllToAll as Right
+from course_lib.context_parallel.attention import AllToAll as Right
 
 
 class AllToAll(Right):
@@ -2508,7 +2508,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 
 
 # %% 07.13 backward: summed over the ranks
-from course_lib.context_attention import AllToAll as Right
+from course_lib.context_parallel.attention import AllToAll as Right
 
 
 class AllToAll(Right):
@@ -2535,7 +2535,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 
 
 # %% 07.13 an all-to-all for each of q, k, v
-from course_lib.context_attention import AllToAll
+from course_lib.context_parallel.attention import AllToAll
 
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
@@ -2553,7 +2553,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 
 
 # %% 07.13 tokens are not put in order: causal over the zig-zag
-from course_lib.context_attention import AllToAll
+from course_lib.context_parallel.attention import AllToAll
 
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
@@ -2572,7 +2572,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 
 
 # %% 07.13 too few K/V heads are repeated in another order
-from course_lib.context_attention import AllToAll
+from course_lib.context_parallel.attention import AllToAll
 
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
@@ -2591,7 +2591,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 
 
 # %% 07.13 a K/V head for each head of q, always
-from course_lib.context_attention import AllToAll
+from course_lib.context_parallel.attention import AllToAll
 
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
@@ -2610,7 +2610,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 
 
 # %% 07.13 out comes back with heads and tokens mixed up
-from course_lib.context_attention import AllToAll
+from course_lib.context_parallel.attention import AllToAll
 
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
@@ -2629,7 +2629,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 
 
 # %% 07.13 each rank attends to its own tokens alone
-from course_lib.context_attention import AllToAll
+from course_lib.context_parallel.attention import AllToAll
 
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
@@ -2640,7 +2640,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 
 
 # %% 07.13 attention is dropped
-from course_lib.context_attention import AllToAll
+from course_lib.context_parallel.attention import AllToAll
 
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):

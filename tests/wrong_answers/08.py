@@ -515,7 +515,7 @@ def batched_experts(experts, x, gates, slots):
 
 
 # %% 08.5 values by the name within the block
-from course_lib.mixture import run_here
+from course_lib.expert_parallel.mixture import run_here
 
 
 def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
@@ -532,7 +532,7 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
 
 
 # %% 08.5 values by a name without mlp
-from course_lib.mixture import run_here
+from course_lib.expert_parallel.mixture import run_here
 
 
 def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
@@ -549,7 +549,7 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
 
 
 # %% 08.5 the layers share one mixture
-from course_lib.mixture import run_here
+from course_lib.expert_parallel.mixture import run_here
 
 
 def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
@@ -568,7 +568,7 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
 
 
 # %% 08.5 active_config counts all experts
-from course_lib.mixture import run_here
+from course_lib.expert_parallel.mixture import run_here
 
 
 def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
@@ -585,7 +585,7 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
 
 
 # %% 08.5 the seed is ignored
-from course_lib.mixture import run_here
+from course_lib.expert_parallel.mixture import run_here
 
 
 def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
@@ -602,7 +602,7 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
 
 
 # %% 08.5 always on the CPU, in float32
-from course_lib.mixture import run_here
+from course_lib.expert_parallel.mixture import run_here
 
 
 def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
@@ -679,7 +679,7 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
 
 
 # %% 08.6 no router
-from course_lib.memory import parameter_parts
+from course_lib.single_gpu.memory import parameter_parts
 
 
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
@@ -693,7 +693,7 @@ def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_laye
 
 
 # %% 08.6 two matrices an expert
-from course_lib.memory import parameter_parts
+from course_lib.single_gpu.memory import parameter_parts
 
 
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
@@ -707,7 +707,7 @@ def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_laye
 
 
 # %% 08.6 the active router has k rows
-from course_lib.memory import parameter_parts
+from course_lib.single_gpu.memory import parameter_parts
 
 
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
@@ -721,7 +721,7 @@ def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_laye
 
 
 # %% 08.6 shared experts are not active
-from course_lib.memory import parameter_parts
+from course_lib.single_gpu.memory import parameter_parts
 
 
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
@@ -738,7 +738,7 @@ def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_laye
 
 
 # %% 08.6 no norms
-from course_lib.memory import parameter_parts
+from course_lib.single_gpu.memory import parameter_parts
 
 
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
@@ -752,7 +752,7 @@ def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_laye
 
 
 # %% 08.6 dense layers have a router and experts too
-from course_lib.memory import parameter_parts
+from course_lib.single_gpu.memory import parameter_parts
 
 
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
@@ -766,7 +766,7 @@ def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_laye
 
 
 # %% 08.6 attention comes on top
-from course_lib.memory import parameter_parts
+from course_lib.single_gpu.memory import parameter_parts
 
 
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
@@ -780,7 +780,7 @@ def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_laye
 
 
 # %% 08.6 as the name says: eight times the whole model
-from course_lib.memory import parameter_parts
+from course_lib.single_gpu.memory import parameter_parts
 
 
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
@@ -789,7 +789,7 @@ def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_laye
 
 
 # %% 08.6 the embedding is not active
-from course_lib.memory import parameter_parts
+from course_lib.single_gpu.memory import parameter_parts
 
 
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
@@ -1320,7 +1320,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from course_lib.parallel_linear import as_autocast
+from course_lib.tensor_parallel.linear import as_autocast
 
 
 class Exchange(torch.autograd.Function):
@@ -1349,7 +1349,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from course_lib.parallel_linear import as_autocast
+from course_lib.tensor_parallel.linear import as_autocast
 
 
 class Exchange(torch.autograd.Function):
@@ -1372,7 +1372,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from course_lib.parallel_linear import as_autocast
+from course_lib.tensor_parallel.linear import as_autocast
 
 
 class Exchange(torch.autograd.Function):
@@ -1399,7 +1399,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from course_lib.parallel_linear import as_autocast
+from course_lib.tensor_parallel.linear import as_autocast
 
 
 class Exchange(torch.autograd.Function):
@@ -1426,7 +1426,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from course_lib.parallel_linear import as_autocast
+from course_lib.tensor_parallel.linear import as_autocast
 
 
 class Exchange(torch.autograd.Function):
@@ -1453,7 +1453,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from course_lib.parallel_linear import as_autocast
+from course_lib.tensor_parallel.linear import as_autocast
 
 
 class Exchange(torch.autograd.Function):
@@ -1480,7 +1480,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from course_lib.parallel_linear import as_autocast
+from course_lib.tensor_parallel.linear import as_autocast
 
 
 class Exchange(torch.autograd.Function):
@@ -1503,7 +1503,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from course_lib.parallel_linear import as_autocast
+from course_lib.tensor_parallel.linear import as_autocast
 
 
 class Exchange(torch.autograd.Function):
@@ -1530,7 +1530,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from course_lib.parallel_linear import as_autocast
+from course_lib.tensor_parallel.linear import as_autocast
 
 
 class Exchange(torch.autograd.Function):
@@ -1555,7 +1555,7 @@ class Exchange(torch.autograd.Function):
 
 # %% 08.13 fake: all tokens are gathered, and sums scattered
 def exchanged(x, gates, choices, group, compute):
-    from course_lib.sequence_parallel import gather_sequence, reduce_scatter_sequence
+    from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_sequence
 
     n, (x,) = group.size(), as_autocast(x)
     most = torch.tensor(len(x))
@@ -1996,7 +1996,7 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
             compute = functools.partial(exchanged, group=each, compute=compute)
 
         def run(x, gates, experts=experts, top_k=layer.router.routing.top_k):
-            from course_lib.regions import gather_from_group
+            from course_lib.tensor_parallel.regions import gather_from_group
 
             named = dict(experts.named_parameters())
             whole = {name: gather_from_group(part, part.tensor_shard) for name, part in named.items()}

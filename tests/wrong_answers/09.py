@@ -1629,7 +1629,7 @@ class PipelineRunner(PipelineSteps):
 # %% 09.9 fake: runs every schedule the naive way
 class PipelineRunner(PipelineSteps):
     def __init__(self, stages, schedule, *args, **kwargs):
-        from course_lib.schedules import naive
+        from course_lib.pipeline.schedules import naive
 
         m = 1 + max(action.micro_batch for action in schedule[0])
         schedule = naive(len(schedule), m)
@@ -1661,7 +1661,7 @@ class PipelineRunner(PipelineSteps):
 # %% 09.9 fake: right gradients, but every schedule is 1F1B
 class PipelineRunner(PipelineSteps):
     def __init__(self, stages, schedule, *args, **kwargs):
-        from course_lib.schedules import one_f_one_b
+        from course_lib.pipeline.schedules import one_f_one_b
 
         m = 1 + max(action.micro_batch for action in schedule[0])
         schedule = one_f_one_b(len(schedule), m)

@@ -1866,8 +1866,8 @@ def weights_over_activations(params, hidden, tokens, ranks):
 
 
 # %% 10.10 gathers a unit again for each micro-batch
-from course_lib.fully_shard import FullyShard
-from course_lib.sharded_parameters import Unit
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import Unit
 
 
 class KeptGathers(FullyShard):
@@ -1896,8 +1896,8 @@ class KeptGathers(FullyShard):
 
 
 # %% 10.10 the root stays in memory after the step
-from course_lib.fully_shard import FullyShard
-from course_lib.sharded_parameters import Unit
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import Unit
 
 
 class KeptGathers(FullyShard):
@@ -1932,8 +1932,8 @@ class KeptGathers(FullyShard):
 
 
 # %% 10.10 no unit is open
-from course_lib.fully_shard import FullyShard
-from course_lib.sharded_parameters import Unit
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import Unit
 
 
 class KeptGathers(FullyShard):
@@ -1959,8 +1959,8 @@ class KeptGathers(FullyShard):
 
 
 # %% 10.10 waits for each before it starts the next one
-from course_lib.fully_shard import FullyShard
-from course_lib.sharded_parameters import Unit
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import Unit
 
 
 class KeptGathers(FullyShard):
@@ -1987,8 +1987,8 @@ class KeptGathers(FullyShard):
 
 
 # %% 10.10 gathers nothing before a unit runs
-from course_lib.fully_shard import FullyShard
-from course_lib.sharded_parameters import Unit
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import Unit
 
 
 class KeptGathers(FullyShard):
@@ -2016,8 +2016,8 @@ class KeptGathers(FullyShard):
 
 
 # %% 10.10 sends the gradients of each micro-batch
-from course_lib.fully_shard import FullyShard
-from course_lib.sharded_parameters import Unit
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import Unit
 
 
 class KeptGathers(FullyShard):
@@ -2045,8 +2045,8 @@ class KeptGathers(FullyShard):
 
 
 # %% 10.10 the root is forgotten
-from course_lib.fully_shard import FullyShard
-from course_lib.sharded_parameters import Unit
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import Unit
 
 
 class KeptGathers(FullyShard):
@@ -2072,8 +2072,8 @@ class KeptGathers(FullyShard):
 
 
 # %% 10.10 waits for the root only
-from course_lib.fully_shard import FullyShard
-from course_lib.sharded_parameters import Unit
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import Unit
 
 
 class KeptGathers(FullyShard):
@@ -2099,8 +2099,8 @@ class KeptGathers(FullyShard):
 
 
 # %% 10.10 whole parameters are not registered
-from course_lib.fully_shard import FullyShard
-from course_lib.sharded_parameters import Unit
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import Unit
 
 
 class KeptGathers(FullyShard):

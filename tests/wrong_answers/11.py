@@ -451,8 +451,8 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
 # %% 11.4 four collectives: the forward's
 import numpy as np
 
-from course_lib.memory import parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
@@ -466,8 +466,8 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
 # %% 11.4 an all-reduce each, twice the bytes
 import numpy as np
 
-from course_lib.memory import parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
@@ -481,8 +481,8 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
 # %% 11.4 each GPU sends a tp-th
 import numpy as np
 
-from course_lib.memory import parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
@@ -496,8 +496,8 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
 # %% 11.4 every step of the ring waits for the network
 import numpy as np
 
-from course_lib.memory import parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
@@ -511,8 +511,8 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
 # %% 11.4 no time to start
 import numpy as np
 
-from course_lib.memory import parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
@@ -526,8 +526,8 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
 # %% 11.4 NVLink at any distance
 import numpy as np
 
-from course_lib.memory import parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
@@ -541,8 +541,8 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
 # %% 11.4 neighbours are tp apart
 import numpy as np
 
-from course_lib.memory import parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
@@ -556,8 +556,8 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
 # %% 11.4 nodes of eight GPUs, always
 import numpy as np
 
-from course_lib.memory import parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
@@ -571,8 +571,8 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
 # %% 11.4 all layouts as slow as the widest
 import numpy as np
 
-from course_lib.memory import parameter_parts
-from course_lib.model import ModelConfig
+from course_lib.single_gpu.memory import parameter_parts
+from course_lib.single_gpu.model import ModelConfig
 
 
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:

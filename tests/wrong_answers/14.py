@@ -323,7 +323,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.model import loss
+from course_lib.single_gpu.model import loss
 
 
 class MasterWeights:
@@ -381,7 +381,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.model import loss
+from course_lib.single_gpu.model import loss
 
 
 class MasterWeights:
@@ -438,7 +438,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.model import loss
+from course_lib.single_gpu.model import loss
 
 
 class MasterWeights:
@@ -495,7 +495,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.model import loss
+from course_lib.single_gpu.model import loss
 
 
 class MasterWeights:
@@ -551,7 +551,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.model import loss
+from course_lib.single_gpu.model import loss
 
 
 class MasterWeights:
@@ -608,7 +608,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.model import loss
+from course_lib.single_gpu.model import loss
 
 
 class MasterWeights:
@@ -665,7 +665,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.model import loss
+from course_lib.single_gpu.model import loss
 
 
 class MasterWeights:
@@ -722,7 +722,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.model import loss
+from course_lib.single_gpu.model import loss
 
 
 class MasterWeights:
