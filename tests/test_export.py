@@ -30,7 +30,7 @@ def test_course_lib_is_in_step_with_the_notebooks():
 
 
 def test_no_marker_reached_course_lib():
-    for file in export.LIBRARY.glob("*.py"):
+    for file in export.LIBRARY.rglob("*.py"):
         found = re.search(r"### (BEGIN|END) (SOLUTION|HIDDEN TESTS)|# YOUR CODE HERE", file.read_text(encoding="utf-8"))
         assert not found, f"{file.name} has a marker: {found[0]}"
 
@@ -87,7 +87,7 @@ def test_outside_its_region_a_blank_is_the_solved_cell(path):
 
 def plain_line(line: str) -> str:
     """A line without what export changes in it: where the library is imported from, and spaces at its end."""
-    return re.sub(r"from (course_lib)?\.", "from .", line).replace("from course_lib import", "from . import").rstrip()
+    return re.sub(r"from (course_lib|\.)[\w.]*?(\w*) import", r"from \2 import", line).rstrip()
 
 
 @each_notebook
@@ -96,7 +96,7 @@ def test_every_exported_line_leads_back_to_its_cell(path, monkeypatch):
     notebook = export.read_notebook(path)
     cells = dict(export.exported_cells(notebook))
     for module in export.module_texts(notebook, path):
-        file = export.LIBRARY / f"{module}.py"
+        file = export.module_file(export.LIBRARY, module)
         content = file.read_text(encoding="utf-8")
         lines = content.splitlines()
         heading = next(number for number, line in enumerate(lines, start=1) if export.BLOCK.match(line))
@@ -121,9 +121,9 @@ def tiny(tmp_path):
         tmp_path / "notebooks" / "01_tiny.ipynb",
         [
             *tiny_course.cells(),
-            code("more-docstring", '#| export more\n"""A second module."""'),
-            code("more-import", "#| export more\nfrom course_lib.tiny import double"),
-            code("more-four", "#| export more\nfour = double(2)"),
+            code("more-docstring", '#| export pack.more\n"""A second module."""'),
+            code("more-import", "#| export pack.more\nfrom course_lib.tiny import double"),
+            code("more-four", "#| export pack.more\nfour = double(2)"),
         ],
     )
     export.write_modules(export.library_texts(tmp_path / "notebooks"), tmp_path / "course_lib")
@@ -155,7 +155,8 @@ def faults(project: Path) -> list[str]:
 
 def test_a_library_in_step_has_no_differences(tiny):
     assert faults(tiny) == []
-    assert sorted(file.name for file in (tiny / "course_lib").iterdir()) == ["more.py", "tiny.py"]
+    library = tiny / "course_lib"
+    assert sorted(str(file.relative_to(library)) for file in library.rglob("*.py")) == ["pack/more.py", "tiny.py"]
 
 
 @pytest.mark.parametrize(
@@ -179,11 +180,11 @@ def test_a_library_in_step_has_no_differences(tiny):
             "tiny.py and 01_tiny.ipynb, cell ex-01-4 differ",
         ),
         (
-            lambda lib, nbs: replace(lib / "more.py", "A second module", "Another"),
-            "more.py and docstring and imports at the top differ",
+            lambda lib, nbs: replace(lib / "pack" / "more.py", "A second module", "Another"),
+            "pack/more.py and docstring and imports at the top differ",
         ),
         (lambda lib, nbs: swap_first_blocks(lib / "tiny.py"), "tiny.py holds the cells in another order"),
-        (lambda lib, nbs: (lib / "more.py").unlink(), "more.py is missing: run 'make export'"),
+        (lambda lib, nbs: (lib / "pack" / "more.py").unlink(), "pack/more.py is missing: run 'make export'"),
         (lambda lib, nbs: (lib / "own.py").write_text("x = 1\n"), "own.py is exported by no notebook"),
     ],
 )
@@ -232,8 +233,8 @@ def test_export_drops_directives_and_markers_and_nothing_else(tiny):
             'def half(number):\n    """Half of the number."""\n    return number / 2\n'
         )
     )
-    more = (tiny / "course_lib" / "more.py").read_text()
-    assert more.startswith('"""A second module."""\n') and "from .tiny import double" in more
+    more = (tiny / "course_lib" / "pack" / "more.py").read_text()
+    assert more.startswith('"""A second module."""\n') and "from ..tiny import double" in more
 
 
 def test_a_notebook_with_a_title_and_a_bare_export_is_exported(tmp_path):
@@ -276,7 +277,7 @@ def test_a_syntax_error_in_a_cell_that_is_not_exported_does_not_matter(tiny):
 
 def test_two_notebooks_may_not_export_to_one_module(tiny):
     shutil.copy(tiny / "notebooks" / "01_tiny.ipynb", tiny / "notebooks" / "02_more.ipynb")
-    with pytest.raises(export.ExportError, match="02_more.ipynb exports to '(tiny|more)', a module of 01_tiny.ipynb"):
+    with pytest.raises(export.ExportError, match="02_more.ipynb exports to '(tiny|pack.more)', a module of 01_tiny.ipynb"):
         export.library_texts(tiny / "notebooks")
 
 
@@ -341,10 +342,10 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
 def test_an_export_writes_only_what_differs(tiny):
     library = tiny / "course_lib"
     before = {file: file.stat().st_mtime_ns for file in library.iterdir()}
-    replace(library / "more.py", "double(2)", "double(3)")
+    replace(library / "pack" / "more.py", "double(2)", "double(3)")
     export.write_modules(export.library_texts(tiny / "notebooks"), library)
     assert library / "tiny.py" in before and (library / "tiny.py").stat().st_mtime_ns == before[library / "tiny.py"]
-    assert "double(2)" in (library / "more.py").read_text()
+    assert "double(2)" in (library / "pack" / "more.py").read_text()
 
 
 def test_the_command_checks_mends_and_removes(tmp_path):

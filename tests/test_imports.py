@@ -1,10 +1,12 @@
 """Who imports whom: `[tool.importlinter]` in pyproject.toml holds the floors of the house. Needs no GPU."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+SETTINGS = (ROOT / "pyproject.toml").read_text()
 
 
 @pytest.fixture
@@ -20,18 +22,25 @@ def lint(monkeypatch):
     return run
 
 
-def test_the_library_imports_no_instrument(lint):
+def test_nothing_looks_up(lint):
     assert lint(ROOT) == 0
 
 
-def test_an_import_of_an_instrument_is_found(lint, tmp_path, capsys):
-    """The same contract on a house whose library imports an instrument, inside a function too."""
-    for name in ("a_lib", "a_kit"):
-        (tmp_path / name).mkdir()
+@pytest.mark.parametrize(
+    "place, imported",
+    [("zero/shards", "a_kit.ranks"), ("zero/shards", "a_lib.five_d"), ("single_gpu/data", "a_lib.zero")],
+)
+def test_an_import_that_looks_up_is_found(place, imported, lint, tmp_path, capsys):
+    """The same contracts on a house of empty packages, where one function imports what it may not."""
+    layers = tomllib.loads(SETTINGS)["tool"]["importlinter"]["contracts"][1]["layers"]
+    packages = [f"a_lib/{name.strip()}" for layer in layers for name in layer.split(":")]
+    for name in ("a_lib", "a_kit", "a_kit/ranks", *packages):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
         (tmp_path / name / "__init__.py").touch()
-    (tmp_path / "a_lib" / "zero.py").write_text("def step():\n    from a_kit import ranks\n    return ranks\n")
-    (tmp_path / "a_kit" / "ranks.py").touch()
-    contract = (ROOT / "pyproject.toml").read_text().partition("[tool.importlinter]")[2]
-    contract = contract.replace("course_lib", "a_lib").replace("course_kit", "a_kit")
-    (tmp_path / "pyproject.toml").write_text("[tool.importlinter]" + contract)
-    assert lint(tmp_path) == 1 and "a_lib.zero -> a_kit.ranks" in capsys.readouterr().out
+    contracts = "[tool.importlinter]" + SETTINGS.partition("[tool.importlinter]")[2]
+    contracts = contracts.replace("course_lib", "a_lib").replace("course_kit", "a_kit")
+    (tmp_path / "pyproject.toml").write_text(contracts)
+    assert lint(tmp_path) == 0
+    (tmp_path / "a_lib" / f"{place}.py").write_text(f"def step():\n    import {imported}\n    return {imported}\n")
+    assert lint(tmp_path) == 1
+    assert f"a_lib.{place.replace('/', '.')} -> {imported}" in capsys.readouterr().out
