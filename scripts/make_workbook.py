@@ -16,6 +16,7 @@ nbdime merges only the metadata. Its merge of cells (use-local), on 1000 random 
 """
 
 import difflib
+import itertools
 import hashlib
 import json
 import sys
@@ -143,6 +144,21 @@ def settled(base: dict | None, learner: dict | None, course: dict | None) -> dic
     return {**course, **outputs, "metadata": metadata}
 
 
+def directives(cell: dict) -> str:
+    """The lines `#| ...` that a cell begins with."""
+    lines = cell["source"].splitlines(keepends=True)
+    return "".join(itertools.takewhile(lambda line: line.startswith("#|"), lines))
+
+
+def with_directives(cell: dict | None, base: dict | None, course: dict | None) -> dict | None:
+    """A cell that begins with the base's directives, with the course's: where a module goes is the course's matter, and
+    an answer goes with it.
+    """
+    if None in (cell, base, course) or directives(cell) != directives(base):
+        return cell
+    return {**cell, "source": directives(course) + cell["source"][len(directives(base)) :]}
+
+
 def ordered(base: dict, learner: dict, course: dict, standing: dict) -> list[str]:
     """The ids of the standing cells in the course's order; what the learner added or moved follows what it followed."""
     reference = list(base or course)
@@ -168,7 +184,8 @@ def merge(base: dict | None, learner: dict, course: dict) -> tuple[dict, list[st
     mine = by_id(learner["cells"], old or new)
     cells, left_out = {}, []
     for name in {**new, **mine, **old}:
-        versions = old.get(name), mine.get(name), new.get(name)
+        first, course_cell = old.get(name), new.get(name)
+        versions = *(with_directives(cell, first, course_cell) for cell in (first, mine.get(name))), course_cell
         cell = settled(*versions)
         if cell is not None:
             cells[name] = cell

@@ -277,7 +277,8 @@ def test_a_syntax_error_in_a_cell_that_is_not_exported_does_not_matter(tiny):
 
 def test_two_notebooks_may_not_export_to_one_module(tiny):
     shutil.copy(tiny / "notebooks" / "01_tiny.ipynb", tiny / "notebooks" / "02_more.ipynb")
-    with pytest.raises(export.ExportError, match="02_more.ipynb exports to '(tiny|pack.more)', a module of 01_tiny.ipynb"):
+    expected = "02_more.ipynb exports to '(tiny|pack.more)', a module of 01_tiny.ipynb"
+    with pytest.raises(export.ExportError, match=expected):
         export.library_texts(tiny / "notebooks")
 
 
