@@ -16,8 +16,8 @@ nbdime merges only the metadata. Its merge of cells (use-local), on 1000 random 
 """
 
 import difflib
-import itertools
 import hashlib
+import itertools
 import json
 import sys
 import uuid
