@@ -4,10 +4,10 @@
     all_gather_attention   all keys and values are gathered, used, and dropped; backward gathers them again
     ulysses_attention      an all-to-all trades tokens for heads: each rank has all tokens of some heads; and back
 
-q: [b, s/n, a, d]; k, v: [b, s/n, kv, d]; each rank's own tokens, in `order` (sequence_shards). With e bytes a number and
-T = b s kv d / n numbers in a rank's keys, the ring sends 2(n-1)T e in forward and as much in backward, and there once
-more that many gradients in float32; all-gather 2(n-1)T e, and in backward 2(n-1)T e and as many float32 gradients.
-Ulysses sends about (2 + 2 kv/a)(n-1)/n of q's size each way: it falls with n. Its n must divide the heads.
+q: [b, s/n, a, d]; k, v: [b, s/n, kv, d]; each rank's own tokens, in `order` (sequence_parallel.shards). With e bytes a
+number and T = b s kv d / n numbers in a rank's keys, the ring sends 2(n-1)T e in forward and as much in backward, and
+there once more that many gradients in float32; all-gather 2(n-1)T e, and in backward 2(n-1)T e and as many float32
+gradients. Ulysses sends about (2 + 2 kv/a)(n-1)/n of q's size each way: it falls with n. Its n must divide the heads.
 
 Liu et al. 2023 (Ring Attention); Brandon et al. 2023 (Striped Attention: the imbalance of causal rings); Llama 3 2024,
 §3.3.2 (all-gather, 2n chunks); Jacobs et al. 2023 (DeepSpeed-Ulysses).

@@ -8,7 +8,7 @@ delta is the sum of p dp along a row, which softmax's gradient asks for. That ro
 Three kernels: delta; dk and dv, by programs that hold a tile of keys and walk along the queries, of all query heads
 that share its head (a sum that no two programs write to); dq, by programs that hold a tile of queries and walk along
 the keys. The second and the third make z and dp twice: seven products instead of five, against forward's two. The same
-inputs give the same bits; `flash_one_walk` makes five products, and adds dq in another order each time.
+inputs give the same bits; `one_walk` makes five products, and adds dq in another order each time.
 
 Where lse and out are those of more keys than are at hand (a ring), the gradients are those of this block's part.
 """

@@ -122,7 +122,7 @@ def store_rows(rows, value, count, stride, HEAD_DIM: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def seen_keys(first_query, queries, keys, CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
-    """`attention_tiles.key_bounds`: tiles of keys up to the first number need no mask, those up to the second do."""
+    """`tiles.key_bounds`: tiles of keys up to the first number need no mask, those up to the second do."""
     if CAUSAL:
         last = tl.minimum(first_query + BLOCK_Q, queries)
         return tl.minimum(keys, first_query + 1) // BLOCK_K * BLOCK_K, tl.minimum(keys, last)

@@ -1,6 +1,6 @@
 """FlashAttention backward in one walk and five products, as FlashAttention-2 has it (Dao 2023, §3.1.2, algorithm 2).
 
-Programs hold a tile of keys and walk along the queries, as for dk and dv in `flash_backward`. Each adds its part of dq
+Programs hold a tile of keys and walk along the queries, as for dk and dv in `backward`. Each adds its part of dq
 to float32 sums in memory, by atomic additions: in an order that changes from run to run, and with it the last bits. A
 program that meets the diagonal first has the most queries, and begins first.
 """

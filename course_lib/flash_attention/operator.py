@@ -7,7 +7,7 @@
     use_flash_attention(model)                every layer of a `Transformer` computes with it
 
 Kept for backward: q, k, v, out and one number a query and head; with e bytes an element (2 s a + 2 s' kv) d e + 4 s a a
-sequence, where a stored softmax needs s s' a e more. Kernels: flash_forward, flash_one_walk, flash_backward, flash_hopper.
+sequence, where a stored softmax needs s s' a e more. Kernels: `forward`, `one_walk`, `backward`, `hopper`.
 Dao et al. 2022; Dao 2023.
 """
 

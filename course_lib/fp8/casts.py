@@ -2,7 +2,7 @@
 `turn_tiles`.
 
 `quantize` of PyTorch's operators reads and writes a matrix some ten times over. A kernel reads e bytes an element and
-writes 1 (`fp8_cast_kernels`):
+writes 1 (`cast_kernels`):
 
     tiles, squares, rows of up to 16,384 numbers    a program has whole blocks: one pass               e + 1 bytes
     the matrix, longer rows                         amax first, and then all over again              2 e + 1

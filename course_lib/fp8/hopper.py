@@ -3,12 +3,12 @@
     out[i, j] = Σ_p  scale_a[i, p] scale_b[j, p]  Σ_(k in piece p) a[i, k] b[j, k]
 
 The inner sum runs on FP8 tensor cores, into an accumulator that starts from zero; the outer one, the promotion, on the
-ordinary float32 units (`fp8_kernels`). For a tile of 128 x 128 and a piece of 128 an H100 needs 512 clocks of tensor
+ordinary float32 units (`kernels`). For a tile of 128 x 128 and a piece of 128 an H100 needs 512 clocks of tensor
 cores, and 128 of float32 units where a row has one factor, 256 where rows and columns have theirs. One after the other,
 tensor cores stand still for a fifth or a third of the time. So (1 is DeepSeek's: DeepSeek-V3 2024, §3.3.2)
 
 1. Two groups of four warps have half of the rows each: while one promotes, the other multiplies. A third group only
-   asks for tiles, by TMA (`warp_specialize`, as in `flash_hopper`): no addresses, no masks in the others' loop.
+   asks for tiles, by TMA (`warp_specialize`): no addresses, no masks in the others' loop.
 2. Scales are asked for before the product, and are there when it is done.
 3. A square has one scale, and a row of the tile one product of both: 1 float32 instruction a number, not 2.
 

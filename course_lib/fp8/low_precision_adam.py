@@ -16,7 +16,8 @@ the update. What still would round to 0 becomes the smallest number above it: a 
 What rounding to nearest does to means. A step changes v by (1 - beta2)(g^2 - v), so v falls by 5% at most with a beta2
 of 0.95, and by 0.1% with 0.999. Half a unit of bfloat16 is 0.2 to 0.4%: with 0.999, v never falls again. In 8 bits,
 half a unit of sqrt(v) is 3 to 6%, and 5% of v is 2.5% of it: a lone v stays where it is. `stochastic` rounds up or down
-with a probability that makes the mean right (`float_formats.stochastic_round`). Weights in bfloat16 need it the most.
+with a probability that makes the mean right (`mixed_precision.formats.stochastic_round`). Weights in bfloat16 need it
+the most.
 
 Who keeps what (m, v, master):
 

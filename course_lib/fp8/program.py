@@ -1,7 +1,7 @@
 """Train in FP8: `apply_fp8(model, recipe)`.
 
-The linear layers of a model's blocks get their three products in 8 bits (`fp8_linear`), quantized as a recipe says
-(`fp8_recipes`). Embedding, norms, attention, head and loss stay as they are, as in every recipe that has been published:
+The linear layers of a model's blocks get their three products in 8 bits (`linear`), quantized as a recipe says
+(`recipes`). Embedding, norms, attention, head and loss stay as they are, as in every recipe that has been published:
 they are small, or a rounding error there costs too much (DeepSeek-AI 2024, §3.3.1).
 
 Where the model is split over ranks, a scale for the whole matrix needs the amax of all its parts: one all-reduce of 4

@@ -7,7 +7,7 @@ A weight in FP8 is 8 bits and a scale, nothing else: no copy in more bits stands
 norms and head, which no recipe multiplies in FP8, are in BF16 where the recipe's weights have 8 bits. Without a master
 the weights themselves are what Adam changes.
 
-Bytes a parameter: as in `fp8_recipes`, plus 4 / 128 for each moment in FP8, less the gradients, of which one layer's
+Bytes a parameter: as in `recipes`, plus 4 / 128 for each moment in FP8, less the gradients, of which one layer's
 lives at a time where there is a buffer for sums. In a step, 4 bytes for the parameter that it is at.
 
 FP16 sums and masters have no scale of their own here, as FP8-LM's have: of a gradient that is divided by millions of
