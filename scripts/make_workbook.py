@@ -19,6 +19,7 @@ import difflib
 import hashlib
 import itertools
 import json
+import re
 import sys
 import uuid
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from pathlib import Path
 from export import NOTEBOOKS, ROOT, ExportError, read_notebook, write_atomically
 
 WORKBOOK = ROOT / "workbook"
+IMPORT = re.compile(r"\s*from course_(?:lib|kit)[\w.]* import (.+)")
 STEPS = "LockCells", "ClearSolutions", "ClearOutput", "ClearHiddenTests", "ComputeChecksums", "CheckCellMetadata"
 
 
@@ -150,13 +152,18 @@ def directives(cell: dict) -> str:
     return "".join(itertools.takewhile(lambda line: line.startswith("#|"), lines))
 
 
-def with_directives(cell: dict | None, base: dict | None, course: dict | None) -> dict | None:
-    """A cell that begins with the base's directives, with the course's: where a module goes is the course's matter, and
-    an answer goes with it.
+def with_places(cell: dict | None, base: dict | None, course: dict | None) -> dict | None:
+    """A cell with what is the course's matter where the learner has left it alone: the directives that say to which
+    module an answer goes, and the modules that names of the library are imported from.
     """
-    if None in (cell, base, course) or directives(cell) != directives(base):
+    if None in (cell, base, course):
         return cell
-    return {**cell, "source": directives(course) + cell["source"][len(directives(base)) :]}
+    old, new, source = directives(base), directives(course), cell["source"]
+    if directives(cell) == old:
+        source = new + source[len(old) :]
+    moved = {found[1]: line for line in course["source"].split("\n") if (found := IMPORT.match(line))}
+    moved = {line: moved.get(found[1], line) for line in base["source"].split("\n") if (found := IMPORT.match(line))}
+    return {**cell, "source": "\n".join(moved.get(line, line) for line in source.split("\n"))}
 
 
 def ordered(base: dict, learner: dict, course: dict, standing: dict) -> list[str]:
@@ -185,7 +192,7 @@ def merge(base: dict | None, learner: dict, course: dict) -> tuple[dict, list[st
     cells, left_out = {}, []
     for name in {**new, **mine, **old}:
         first, course_cell = old.get(name), new.get(name)
-        versions = *(with_directives(cell, first, course_cell) for cell in (first, mine.get(name))), course_cell
+        versions = *(with_places(cell, first, course_cell) for cell in (first, mine.get(name))), course_cell
         cell = settled(*versions)
         if cell is not None:
             cells[name] = cell

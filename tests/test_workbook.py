@@ -292,14 +292,18 @@ def test_an_exercise_pasted_under_a_new_id_is_still_that_exercise(course):
 
 
 def test_an_answer_goes_to_the_module_that_the_course_has_moved_it_to(course):
-    """The first line is the course's, all else the learner's, and nothing is left out."""
-    moved = "#| export tiny.numbers"
-    assert tiny_course.DOUBLE.startswith("#| export\n")
-    mine = "#| export\ndef double(n):\n    return n + n"
+    """Directives and the places of imports are the course's, all else is the learner's, and nothing is left out."""
+    given = tiny_course.DOUBLE.replace("def", "from course_lib.numbers import two\n\n\ndef", 1)
+    course.change("ex-01-1", given)
+    course.update()
+    mine = "#| export\nfrom course_lib.numbers import two\n\n\ndef double(n):\n    return n * two"
     course.save(edited(course, ex_01_1=mine, ex_01_2="#| export my_own\ndef half(n): return n / 2"))
-    course.change("ex-01-1", tiny_course.DOUBLE.replace("#| export", moved, 1))
+    moves = {"#| export": "#| export tiny.doubles", "course_lib.numbers": "course_lib.tiny.numbers"}
+    for old, new in moves.items():
+        given, mine = given.replace(old, new, 1), mine.replace(old, new, 1)
+    course.change("ex-01-1", given)
     assert course.update() == ["01_tiny: updated"]
-    assert course.cells()["ex-01-1"]["source"] == mine.replace("#| export", moved)
+    assert course.cells()["ex-01-1"]["source"] == mine
     assert course.cells()["ex-01-2"]["source"].startswith("#| export my_own\n")
 
 
