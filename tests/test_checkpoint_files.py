@@ -1,5 +1,6 @@
 """course_lib.checkpoint.files: killed at each operation on files, strangers' files, damage. No ranks, any machine."""
 
+import io
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from calls import said
 from course_lib.checkpoint.boxes import Box
@@ -353,7 +354,6 @@ def named(module: str, name: str, protocol: int) -> bytes:
 
 FORBIDDEN = [
     ("builtins", "eval"),
-    ("builtins", "getattr"),
     ("posix", "system"),
     ("os", "system"),
     ("torch", "load"),
@@ -383,6 +383,16 @@ def test_a_pickle_may_not_name_what_no_checkpoint_needs(tmp_path, module, name, 
     assert error == (
         f"CheckpointError: {tmp_path}/.metadata can't be read: it names {module}.{name}, which no checkpoint needs"
     )
+
+
+def test_a_getattr_reaches_members_of_enums_alone():
+    """Python 3.11.0 to 3.11.3 pickles a member so; with anything else it would be a way to whatever is named."""
+    member = _MEM_FORMAT_ENCODING.TORCH_CHANNELS_LAST
+    pickled = pickle.dumps(Calls(getattr, _MEM_FORMAT_ENCODING, member.name))
+    assert MetadataUnpickler(io.BytesIO(pickled)).load() is member
+    for planted in (Calls(getattr, Metadata, "__init__"), Calls(getattr, _MEM_FORMAT_ENCODING, "__init__")):
+        with pytest.raises((AttributeError, KeyError)):
+            MetadataUnpickler(io.BytesIO(pickle.dumps(planted))).load()
 
 
 def test_a_planted_call_is_not_made(tmp_path):

@@ -25,6 +25,7 @@ import os
 import pickle
 import shutil
 import stat
+from enum import EnumMeta
 from pathlib import Path
 
 import torch
@@ -147,6 +148,8 @@ class MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         """What the pickle names. Raises UnpicklingError for what has no business in metadata."""
         module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 has it
+        if (module, name) == ("builtins", "getattr"):
+            return EnumMeta.__getitem__  # up to Python 3.11.3, a member of an enum is pickled as getattr(enum, name)
         if name not in self.KNOWN.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
