@@ -2,13 +2,15 @@
 
     python -m torch.distributed.run … scripts/rank_entry.py [options] MODULE [options of the program]
 
-The launcher starts it through torchrun; the command that `--dry-run` prints starts it without the launcher. In order:
+The launcher starts it through torchrun, on the CPU in forks of a process that has imported PyTorch; the command that
+`--dry-run` prints starts it without the launcher. In order:
 
 1. Watch the launcher, so that no rank outlives it: a SIGKILL of torchrun leaves its ranks alive.
 2. Join the default process group: NCCL (or XCCL) on GPU number LOCAL_RANK, gloo on the CPU. There is one on a single
    rank too, so `main` and every `group=None` may rely on it; `main` does not initialise another.
 3. Lay the learner's modules over the reference's, import MODULE and call `main(options)`.
-4. End by destroying the group, flushing and `os._exit`: a gloo rank may abort while the interpreter shuts down.
+4. End by destroying the group, flushing and `os._exit`: a gloo rank may abort while the interpreter shuts down. A fork
+   hears first from torchrun that all ranks are through.
 
 An error goes to torchrun's error file and to the launcher's folder, which tells which rank was first.
 """
@@ -20,6 +22,7 @@ import gc
 import importlib
 import importlib.util
 import json
+import multiprocessing.util
 import os
 import shutil
 import signal
@@ -156,13 +159,19 @@ def end_group(how: signal.Signals) -> None:
 
 def watch_launcher(launcher: int, reports: Path | None) -> None:
     """Leave this rank's process number for the launcher, and end the rank within a second of the launcher's death."""
+    parent = multiprocessing.parent_process()  # of a fork: the launcher
+    with contextlib.suppress(OSError):  # not Linux
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")  # what ps and top call it
     if reports:
         (reports / f"{os.environ['LOCAL_RANK']}.json").unlink(missing_ok=True)  # of an attempt before this one
         mark = json.dumps({"process": os.getpid(), "job": job_here()})
         (reports / f"{os.environ['LOCAL_RANK']}.rank").write_text(mark, encoding="utf-8")
 
+    def alive() -> bool:
+        return parent.is_alive() if parent else os.getppid() == launcher
+
     def watch():
-        while os.getppid() == launcher:
+        while alive():
             time.sleep(0.5)
         if reports:
             shutil.rmtree(reports, ignore_errors=True)
@@ -176,11 +185,14 @@ def finish(status: int, reports: Path | None) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_group(signal.SIGTERM)
     if reports:
         (reports / f"{os.environ['LOCAL_RANK']}.rank").unlink(missing_ok=True)
-    os._exit(status)
+    if status or multiprocessing.parent_process() is None:
+        os._exit(status)
+    signal.signal(signal.SIGTERM, before)
+    multiprocessing.util.Finalize(None, os._exit, args=(0,), exitpriority=0)  # of a fork, once torchrun lets it go
 
 
 def main() -> None:
@@ -196,7 +208,12 @@ def main() -> None:
     sys.path.pop(0)  # the folder of scripts
     for stream in (sys.stdout, sys.stderr):  # whole lines: with torchrun's python -u the ranks' lines mix
         stream.reconfigure(line_buffering=True, write_through=False)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher alone answers Ctrl-C
+    if multiprocessing.parent_process():
+        os.setsid()  # as torchrun does for a program
+        # The end of the server that forks sends SIGINT: the watch is to end this rank, with what it has started.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher alone answers Ctrl-C
     faulthandler.enable(all_threads=False)
     watch_launcher(args.launcher, args.reports)
     try:

@@ -493,9 +493,10 @@ def running(tmp_path_factory):
         (course / name).mkdir()
     yield course
     left = processes_of(course)
+    ended = all_gone(left)  # multiprocessing's own end a moment after their launcher
     for process in left:
         process.kill()
-    assert left == []
+    assert ended
 
 
 def processes_of(course: Path) -> list[psutil.Process]:
@@ -567,7 +568,7 @@ def test_it_exports_and_runs(running):
     assert (status, sorted(out.splitlines()), err) == (0, lines, "")
     text = (running / "course_lib" / "toy.py").read_text()
     assert "return 2 * x" in text and "SOLUTION" not in text and "# %% ../notebooks/07_toy.ipynb #ex-07-1\n" in text
-    assert list((running / "tmp").iterdir()) == []
+    assert not [path for path in (running / "tmp").iterdir() if "torchinductor" not in path.name]  # PyTorch's cache
 
 
 def test_an_error_is_told_once_with_its_cell_also_on_a_bare_node(running):
@@ -580,7 +581,7 @@ def test_an_error_is_told_once_with_its_cell_also_on_a_bare_node(running):
         f'  in {TOY}, cell 5 (faults), line 7: raise ValueError("planted on rank 1")\n'
         f"  called from {TOY}, cell 6 (main), line 18: fail(rank)\n"
     )
-    assert list((running / "tmp").iterdir()) == []
+    assert not [path for path in (running / "tmp").iterdir() if "torchinductor" not in path.name]  # PyTorch's cache
 
 
 def test_a_restart_meets_no_address_of_before(running):
@@ -634,7 +635,8 @@ def test_signals(running):
     ranks[terminated] = terminated.waiting(1)
     others = [process for launch in ranks if launch is not killed_rank for process in ranks[launch]]
 
-    victim = next(found for found in ranks[killed_rank] if found.environ()["RANK"] == "1" and "toy" in found.cmdline())
+    marks = [json.loads(mark.read_text())["process"] for mark in (running / "tmp").glob("launch-*/1.rank")]
+    victim = next(found for found in ranks[killed_rank] if found.pid in marks)
     victim.kill()
     status, _, err = killed_rank.end()
     assert status == 1
@@ -658,7 +660,7 @@ def test_signals(running):
     orphaned.end()
     assert all_gone(ranks[orphaned]), "without their launcher"
     time.sleep(0.2)
-    assert list((running / "tmp").iterdir()) == []
+    assert not [path for path in (running / "tmp").iterdir() if "torchinductor" not in path.name]  # PyTorch's cache
 
 
 SWALLOWS = """\

@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -69,7 +70,7 @@ def trained(argv: list[str]) -> tuple[list[dict], str]:
 
 
 class Launch:
-    """A launch of notebook 10 in a process and a session of its own; its ranks carry `folder` in their command line."""
+    """A launch of notebook 10 in a process and a session of its own; all its processes have TMPDIR=folder."""
 
     def __init__(self, folder: Path, torchrun: list[str], program: list[str]):
         self.out = folder / "log.jsonl"
@@ -86,9 +87,10 @@ class Launch:
     def ranks(self) -> dict[int, psutil.Process]:
         """Its ranks that run, by RANK."""
         found = {}
-        for process in self.process.children():
-            with contextlib.suppress(psutil.Error, KeyError):
-                found[int(process.environ()["RANK"])] = process
+        for process in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if name := re.fullmatch(r"rank (\d+)", process.name()):
+                    found[int(name[1])] = process
         return found
 
     def after_step(self, step: int, layout: str = "") -> None:
@@ -106,13 +108,20 @@ class Launch:
 
 
 def left_of(folder: Path) -> list[psutil.Process]:
-    """The processes that carry a folder in their command line; a zombie has none."""
+    """The processes of launches that have a folder for their temporary files."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and any(str(folder) in word for word in process.cmdline()):
-                found += [] if gone(process) else [process]
+            if process.environ().get("TMPDIR") == str(folder) and not gone(process):
+                found.append(process)
     return found
+
+
+def none_left(folder: Path) -> bool:
+    """Whether all of them end; multiprocessing's own do so a moment after their launcher."""
+    with contextlib.suppress(AssertionError):
+        return wait_for(lambda: not left_of(folder), "some are left", within_s=20)
+    return False
 
 
 def gone(process: psutil.Process) -> bool:
@@ -126,10 +135,10 @@ def gone(process: psutil.Process) -> bool:
 def folder(tmp_path):
     """For launches; at the end no process of theirs may be left."""
     yield tmp_path
-    left = left_of(tmp_path)
-    for process in left:
+    ended = none_left(tmp_path)
+    for process in left_of(tmp_path):
         process.kill()
-    assert left == []
+    assert ended
 
 
 def test_a_job_goes_on_after_a_rank_is_killed(ranks, folder):
@@ -188,7 +197,7 @@ def test_a_job_goes_on_when_a_node_comes_and_when_it_is_lost(ranks, folder, port
     goes.process.kill()
     status, text = stays.end()
     assert status == 0, text
-    assert left_of(folder) == [] and all(gone(rank) for rank in lost.values())
+    assert none_left(folder) and all(gone(rank) for rank in lost.values())
 
     found = records(stays.out)
     steps, layouts = [record["step"] for record in found], [record["layout"] for record in found]
