@@ -309,8 +309,9 @@ def jobs(device_type: str) -> Iterator[Job]:
         yield Job(f"step: {way}", functools.partial(step, way, device), 40 if way == "compile" else 25)
     for words in LAYOUTS if on_gpu else ["tp2"]:
         yield Job(f"ranks: {words}", functools.partial(two_ranks, words, device), 30, alone=True)
+    small_run = [] if on_gpu else "--preset debug --batch 2 --seq 16".split()
     for notebook in ("04_data_parallel", "05_zero", "10_5d") if on_gpu else ("10_5d",):
-        yield Job(f"launcher: {notebook}", functools.partial(launcher, notebook, ["--steps", "3"]), 25)
+        yield Job(f"launcher: {notebook}", functools.partial(launcher, notebook, ["--steps", "3", *small_run]), 25)
     yield Job("memory", functools.partial(memory, device), 15)
     yield from (job for job in timed if not HEADLINES.match(job.name))
     names = [job.name for job in small]

@@ -61,6 +61,7 @@ def get_ready(backend: str) -> None:
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         gc.disable()
+        import ipykernel.debugger  # noqa: F401  each engine would import it, as it starts
         import ipyparallel.engine.app  # noqa: F401
         import torch._dynamo  # noqa: F401  every optimizer's first step wants it
         import torch.distributed  # noqa: F401
