@@ -4,6 +4,7 @@ Of bfloat16 numbers in float32, of float32 numbers in float64: by plain PyTorch,
 """
 
 import torch
+
 from kernel_runs import WIDER, draw_gradients
 
 

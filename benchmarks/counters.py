@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+
 from measure import gpu_word, save
 
 METRICS = {

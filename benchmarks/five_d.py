@@ -22,7 +22,6 @@ import statistics
 import sys
 import warnings
 
-import measure
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -40,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+import measure
 from course_kit.ranks import Ranks
 from course_lib.checkpoint.program import build_mesh, parallelize, whole_weights
 from course_lib.five_d.layouts import Layout
