@@ -31,6 +31,7 @@ def port():
 
 
 POOLS: list[Ranks] = []  # those of the tests that only call them
+DEADLINE_S = 300  # against a hang: a call with all schedules takes over a minute beside two other workers
 
 
 def pytest_runtest_setup(item):
@@ -53,7 +54,7 @@ def put_away() -> None:
 @pytest.fixture(scope="session")
 def ranks():
     """Four ranks on the CPU, for all tests that only call them; one that breaks them starts its own."""
-    with Ranks(4, "gloo", timeout_s=60) as four:
+    with Ranks(4, "gloo", timeout_s=DEADLINE_S) as four:
         POOLS.append(four)
         yield four
 
@@ -61,6 +62,6 @@ def ranks():
 @pytest.fixture(scope="session")
 def two():
     """Two ranks on the CPU: half the processes, where two tell as much."""
-    with Ranks(2, "gloo", timeout_s=60) as pair:
+    with Ranks(2, "gloo", timeout_s=DEADLINE_S) as pair:
         POOLS.append(pair)
         yield pair
