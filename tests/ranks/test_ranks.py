@@ -474,7 +474,7 @@ def test_a_hang_ends_in_every_ranks_line_and_the_next_call_works(function, expec
 
 
 def test_the_timeout_is_a_minute_unless_told_otherwise(ranks):
-    assert inspect.signature(Ranks).parameters["timeout_s"].default == 60 == ranks.timeout_s
+    assert inspect.signature(Ranks).parameters["timeout_s"].default == 60 < ranks.timeout_s
 
 
 def swallows() -> None:
