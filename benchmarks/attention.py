@@ -22,9 +22,10 @@ from unittest import mock
 
 import torch
 import triton
-
 from attention_cases import BACKENDS, SIZES, backend, cases, flops
 from attention_exact import exact
+from kernel_runs import Case, Comparison, random
+
 from course_kit.gpu.ablations import STEPS, undone
 from course_lib.flash_attention import forward as flash_forward
 from course_lib.flash_attention.first import first_attention
@@ -32,7 +33,6 @@ from course_lib.flash_attention.forward import FORWARD_CONFIGURATIONS, flash_for
 from course_lib.flash_attention.hopper import hopper_attention
 from course_lib.flash_attention.operator import flash_attention
 from course_lib.kernels.matmul import tunable
-from kernel_runs import Case, Comparison, random
 
 AIMS = {"forward": {"flash": 1.0, "cuDNN": 0.85}, "backward": {"flash": 0.9}}  # our speed by theirs
 AIM_HEAD, AIM_SEQUENCES = 128, range(2048, 16384 + 1)

@@ -20,13 +20,13 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
+from attention_exact import exact
+from kernel_runs import Case, random
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from attention_exact import exact
 from course_lib.flash_attention.operator import flash_attention, lengths_to_cu_seqlens, packed_attention
-from kernel_runs import Case, random
 
 if torch.cuda.is_available():  # on a CPU FlexAttention has no backward, and the compiler takes long
     flex_attention = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")

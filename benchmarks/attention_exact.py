@@ -4,7 +4,6 @@ Of bfloat16 numbers in float32, of float32 numbers in float64: by plain PyTorch,
 """
 
 import torch
-
 from kernel_runs import WIDER, draw_gradients
 
 

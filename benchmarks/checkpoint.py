@@ -37,11 +37,11 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import measure
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-import measure
 from course_kit.ranks import Ranks
 from course_lib.checkpoint.boxes import Box, own_share, state_boxes, weight_boxes
 from course_lib.checkpoint.checkpoints import Checkpoints, at_rest, load, save

@@ -8,11 +8,11 @@ the spread of that ratio is the noise. Times are rank 0's, medians of 9 pairs. O
 
 import torch
 import torch.distributed as dist
+from measure import paired, write
 
 from course_kit.ranks import Ranks
 from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
 from course_lib.collectives.rings import ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
-from measure import paired, write
 
 SIZES = (4 * 2**10, 2**20, 64 * 2**20)
 

@@ -20,6 +20,7 @@ import contextlib
 import sys
 import warnings
 
+import measure
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,7 +36,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import measure
 from course_kit.ranks import Ranks
 from course_lib.context_parallel.model import METHODS
 from course_lib.sequence_parallel.model import apply_sequence_parallel, gather_sequence

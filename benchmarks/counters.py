@@ -17,7 +17,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-
 from measure import gpu_word, save
 
 METRICS = {

@@ -11,11 +11,11 @@ are rank 0's, medians of PAIRS pairs, and of 9 for the modes naive and overlap.
 import statistics
 import warnings
 
+import measure
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-import measure
 from course_kit.ranks import Ranks
 from course_lib.data_parallel.replicas import DataParallel
 from course_lib.single_gpu.model import PRESETS, Transformer, loss

@@ -20,11 +20,11 @@ until all are done; peaks the least of PEAKS, the largest of all ranks.
 import sys
 import warnings
 
+import measure
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import measure
 from course_kit.ranks import Ranks
 from course_lib.collectives.traffic import count_traffic
 from course_lib.expert_parallel.exchange import exchanged

@@ -22,6 +22,7 @@ import statistics
 import sys
 import warnings
 
+import measure
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,7 +40,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-import measure
 from course_kit.ranks import Ranks
 from course_lib.checkpoint.program import build_mesh, parallelize, whole_weights
 from course_lib.five_d.layouts import Layout

@@ -22,6 +22,7 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
+from kernel_runs import DTYPES, WIDER, Case, random
 
 from course_lib.fp8.casts import quantize_both, quantize_delayed, quantize_fused, turn_tiles
 from course_lib.fp8.hopper import hopper_block_matmul
@@ -41,7 +42,6 @@ from course_lib.fp8.quantization import (
 )
 from course_lib.fp8.recipes import by_blocks, per_tensor
 from course_lib.fp8.scaled_matmul import fp8_matmul
-from kernel_runs import DTYPES, WIDER, Case, random
 
 torchao = importlib.util.find_spec("torchao")
 BLOCKS = {"tensor": TENSOR, "row": ROW, "1 x 128": TILE, "128 x 128": SQUARE}

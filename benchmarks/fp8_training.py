@@ -19,6 +19,7 @@ import itertools
 import statistics
 
 import torch
+from measure import save
 
 from course_lib.fp8.linear import update_scales
 from course_lib.fp8.operands import Cast
@@ -28,7 +29,6 @@ from course_lib.fp8.recipes import RECIPES, Recipe, by_blocks, per_tensor
 from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss, swiglu
 from course_lib.single_gpu.training import adamw, train_step
-from measure import save
 
 NAMES = ["BF16, FP32 accumulation", "Transformer Engine", "FP8-LM", "DeepSeek-V3", "nanotron"]
 ALL_FP32 = Recipe(None, torch.float32, torch.float32, None, None, torch.float32, torch.float32, "the control")

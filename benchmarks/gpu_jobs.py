@@ -30,13 +30,17 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-import triton
-from triton.runtime.autotuner import Autotuner
-
 import attention
 import fp8
 import kernels
+import torch
+import triton
+from gpu import Job, Skipped
+from kernel_runs import DTYPES, Case, Comparison, measure, working
+from measure import gpu_word, save
+from rank_steps import on_ranks
+from triton.runtime.autotuner import Autotuner
+
 from course_lib.flash_attention.operator import flash_attention
 from course_lib.fp8.linear import update_scales
 from course_lib.fp8.program import apply_fp8
@@ -48,10 +52,6 @@ from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
 from course_lib.single_gpu.model import PRESETS, Transformer
 from course_lib.single_gpu.profile import MemoryProfile
 from course_lib.single_gpu.training import adamw, train, train_step
-from gpu import Job, Skipped
-from kernel_runs import DTYPES, Case, Comparison, measure, working
-from measure import gpu_word, save
-from rank_steps import on_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPARISONS: dict[str, dict[str, Comparison]] = {  # by file and the key of its rows
@@ -111,7 +111,7 @@ def tests(marked: str, file: str) -> Iterator[dict]:
 
 def files_with(word: str) -> list[str]:
     return sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if word in path.read_text()
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py") if word in path.read_text()
     )
 
 
@@ -289,7 +289,7 @@ def jobs(device_type: str) -> Iterator[Job]:
     """All of them, in order."""
     device, on_gpu = torch.device(device_type), device_type == "cuda"
     yield Job("machine", functools.partial(machine, device), 15)
-    for file in files_with("mark.gpu") if on_gpu else ["tests/kernels/test_timing.py"]:
+    for file in files_with("mark.gpu") if on_gpu else ["tests/test_timing.py"]:
         yield Job(f"tests: {Path(file).stem}", functools.partial(tests, "gpu", file), 12)
     small = [
         Job(f"right: {case.kernel} {case.size}", functools.partial(right, case, each, device), 12, alone=on_gpu)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
+from kernel_runs import DTYPES, Case, random
 
 from course_lib.kernels.adamw_optimizer import update_many
 from course_lib.kernels.fused_adamw import adamw_step
@@ -22,7 +23,6 @@ from course_lib.kernels.fused_swiglu import swiglu as fused_swiglu
 from course_lib.kernels.matmul import matmul
 from course_lib.kernels.program import softmax
 from course_lib.single_gpu.model import PRESETS, Transformer, apply_rope, loss, swiglu
-from kernel_runs import DTYPES, Case, random
 
 liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel")  # it can't be interpreted
 if liger:

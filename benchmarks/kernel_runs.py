@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
+from measure import peak_mib
 
 from course_lib.kernels.roofline import Roofline
 from course_lib.kernels.timing import flusher, time_once
-from measure import peak_mib
 
 ROUNDS = {"cuda": 11, "cpu": 1}
 UNCOUNTED = {"cuda": 3, "cpu": 0}

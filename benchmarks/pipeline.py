@@ -22,12 +22,12 @@ import dataclasses
 import sys
 import warnings
 
+import measure
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _ComputationType
 
-import measure
 from course_kit.ranks import Ranks
 from course_lib.collectives.traffic import count_traffic
 from course_lib.pipeline.runner import PipelineRunner, split_stages

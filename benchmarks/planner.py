@@ -15,10 +15,10 @@ import json
 import statistics
 from pathlib import Path
 
+import measure
 import numpy as np
 import torch
 
-import measure
 from course_kit.planning.published_runs import errors_by_source, left_out, load_published
 from course_lib.best_config.calibration import MEMORY, MEMORY_PAIRS, TIME, cross_validate, fit
 from course_lib.best_config.clusters import CLUSTERS, Cluster

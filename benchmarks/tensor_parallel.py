@@ -15,6 +15,7 @@ import functools
 import sys
 import warnings
 
+import measure
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -29,7 +30,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import measure
 from course_kit.ranks import Ranks
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.tensor_parallel.model import apply_tensor_parallel

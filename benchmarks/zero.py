@@ -17,6 +17,7 @@ import statistics
 import sys
 import warnings
 
+import measure
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +25,6 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-import measure
 from course_kit.ranks import Ranks
 from course_lib.single_gpu.memory import param_count, state_bytes
 from course_lib.single_gpu.model import PRESETS, Transformer, loss

@@ -42,10 +42,12 @@ def exercises_of(name: str) -> str | None:
 
 
 def notebook_of(file: Path) -> str | None:
-    """The number of the notebook that a file of tests concerns: that of the package in whose folder it is, or the last
-    one that it imports from; None for the tests of scripts, and of instruments that know no notebook.
+    """The number of the notebook that a file of tests concerns: that of the module or package it is named after, or the
+    last one that it imports from; None for the tests of scripts, and of instruments that know no notebook.
     """
-    own = [ROOT / "course_lib" / file.parent.name / "__init__.py"]
+    named = re.sub(r"^test_|_ranks$", "", file.stem)
+    library = ROOT / "course_lib"
+    own = [*library.glob(f"*/{named}.py"), library / named / "__init__.py"]
     imported = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "course_lib":

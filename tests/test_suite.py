@@ -29,7 +29,7 @@ def test_another_word_gets_one_line_with_the_names(word, found):
 
 
 def test_each_notebook_has_tests_and_scripts_have_those_that_are_left():
-    concerned = {file.stem: suite.notebook_of(file) for file in TESTS.rglob("test_*.py")}
+    concerned = {file.stem: suite.notebook_of(file) for file in TESTS.glob("test_*.py")}
     assert set(concerned.values()) == {None, *suite.NOTEBOOKS}
     for name, number in {
         "test_zero_ranks": "05", "test_shards": "05", "test_expert_exchange_ranks": "08", "test_fp8_ranks": "14",
@@ -40,15 +40,15 @@ def test_each_notebook_has_tests_and_scripts_have_those_that_are_left():
 
 def test_what_counts_processes_runs_at_a_stretch_and_each_notebook_by_itself():
     units = {
-        "tests/zero/test_shards.py::test_x[1]": "tests/zero/test_shards.py",
+        "tests/test_shards.py::test_x[1]": "tests/test_shards.py",
         "notebooks/05_zero.ipynb::": "notebooks/05_zero.ipynb",
         "tests/test_exercises.py::test_every[05_zero]": "exercises of 05_zero",
         "tests/test_exercises.py::test_harness": "tests/test_exercises.py",
-        "tests/scripts/test_launch.py::test_y": "tests of processes",
-        "tests/ranks/test_ranks.py::test_z": "tests of processes",
+        "tests/test_launch.py::test_y": "tests of processes",
+        "tests/test_ranks.py::test_z": "tests of processes",
     }
     assert {nodeid: suite.unit(nodeid) for nodeid in units} == units
-    assert all(len([*TESTS.rglob(f"test_{name}.py")]) == 1 for name in suite.PROCESSES)
+    assert all((TESTS / f"test_{name}.py").exists() for name in suite.PROCESSES)
     assert sorted(suite.LONGEST_FIRST) == sorted(suite.NOTEBOOKS)
 
 
@@ -63,11 +63,11 @@ def collected(*nodeids: str, chosen: str | None) -> tuple[list[str], list[str]]:
 
 
 NODES = (
-    "tests/zero/test_zero.py::a",
+    "tests/test_zero.py::a",
     "tests/test_exercises.py::test_every[05_zero]",
     "tests/test_exercises.py::test_every[10_5d]",
     "tests/test_exercises.py::harness",
-    "tests/scripts/test_launch.py::b",
+    "tests/test_launch.py::b",
     "notebooks/05_zero.ipynb::",
     "notebooks/10_5d.ipynb::",
 )
