@@ -34,7 +34,7 @@ from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.data import TokenBatches
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE_S = 300  # a deadline for what hangs; a launch on a busy machine may take a minute
+PATIENCE_S = 600  # a deadline for what hangs; beside three others, all of a launch took three minutes
 RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=5"  # a busy launcher is not a lost one
 SMALL = "--preset debug --seq 32 --batch 8".split()
 
