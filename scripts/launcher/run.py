@@ -108,6 +108,7 @@ def fork_ranks(args: argparse.Namespace, folder: Path) -> None:
     """Have torchrun run the script in forks of a server that has imported what all ranks need."""
     args.run_path, args.start_method = True, "forkserver"
     forkserver.set_forkserver_preload(IMPORTED_ONCE)
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")  # it frees what ranks leave: no news for a user
     process.current_process()._config["tempdir"] = str(folder)  # one that also goes when the launcher is killed
     vars(sys.modules["__main__"]).pop("__file__", None)  # or each fork would first run the launcher's script
 
