@@ -106,6 +106,16 @@ def can_fork(folder: Path) -> bool:
 
 def fork_ranks(args: argparse.Namespace, folder: Path) -> None:
     """Have torchrun run the script in forks of a server that has imported what all ranks need."""
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
+
+    def poll(context, of_torch=MultiprocessContext._poll):
+        """torchrun waits for what a fork returns: a program that has ended itself by os._exit(0) returns nothing."""
+        for rank, each in enumerate(context._pc.processes):
+            if each.exitcode == 0:
+                context._return_values.setdefault(rank, None)
+        return of_torch(context)
+
+    MultiprocessContext._poll = poll
     args.run_path, args.start_method = True, "forkserver"
     forkserver.set_forkserver_preload(IMPORTED_ONCE)
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")  # it frees what ranks leave: no news for a user
