@@ -8,7 +8,9 @@ import pickle
 import resource
 import shutil
 import tempfile
+import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -476,3 +478,25 @@ def test_a_save_that_fails_is_a_line_and_training_goes_on(ranks, kind):
         line = f"checkpoint of step 2 failed: {found['failure']}; {last}"
         assert found["lines"] == found["all lines"] == ([line] if rank == 0 else [])
         assert found["left"] == ["step-000000001"] and found["names"] == ["step-000000001", "step-000000003"]
+
+
+def loses_a_rank(root) -> tuple[str, str | None]:
+    """On a rank: what the wait for a save raises, of which rank 0 has lost the others."""
+    checkpoints, whole_gather = Checkpoints(parallel_of("dp2"), root), dist.all_gather_object
+
+    def gather(*args, **kwargs):
+        if threading.current_thread() is checkpoints.thread and dist.get_rank() == 0:
+            raise RuntimeError("Connection reset by peer")
+        whole_gather(*args, **kwargs)
+
+    with mock.patch.object(dist, "all_gather_object", gather):
+        checkpoints.save(1)
+        with pytest.raises(RuntimeError) as raised:
+            checkpoints.wait()
+    return str(raised.value), checkpoints.failure
+
+
+def test_a_rank_that_lost_the_others_in_a_save_does_not_go_on(two, tmp_path):
+    """Or it would wait in a step for one that waits for it in the save. The other learns of it, as a lost peer."""
+    (first, none), (second, nothing) = two(loses_a_rank, tmp_path)
+    assert first == "Connection reset by peer" and "closed by peer" in second and none is nothing is None

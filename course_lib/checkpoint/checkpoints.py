@@ -133,18 +133,20 @@ class Checkpoints(HostCopies):
         self.root, self.keep, self.report, self.first = Path(root), keep, report, self.group.rank() == 0
         self.thread: threading.Thread | None = None
         self.failure: str | None = None
+        self.lost: Exception | None = None
 
     def save(self, step: int, about: dict | None = None) -> None:
         """Begin to save what the model is now. about: what JSON can hold; `load` returns it. Collective.
 
-        Waits for the save before this one, and for the copy. What fails is reported, and ends nothing.
+        Waits for the save before this one, and for the copy. What fails is reported, and ends nothing; a rank that is
+        lost is raised, as by any collective.
         """
         self.wait()
         self.failure = None
         model = {"config": dataclasses.asdict(self.parallel.config), "layout": str(self.parallel.layout)}
         try:
             work = self.stage(), step, (about or {}) | model | {"step": step}
-        except FAILURES as error:
+        except CheckpointError as error:
             return self.failed(step, error)
         self.thread = threading.Thread(target=self.write, args=work, daemon=True)
         self.thread.start()
@@ -165,10 +167,14 @@ class Checkpoints(HostCopies):
                     commit(saving, about | {"files": files}, self.keep)
 
             together(self.group, finish)
-        except FAILURES as error:
+        except (CheckpointError, CheckpointException) as error:  # of one rank, and all know it
             if self.first and saving:
                 shutil.rmtree(saving, ignore_errors=True)
             self.failed(step, error)
+        except Exception as error:  # of the group: a rank is lost, and this one tells no other but by giving it up
+            self.lost = error.with_traceback(None)  # which would keep the group alive, with its connections
+            dist.destroy_process_group(self.group)
+            self.group = None
 
     def failed(self, step: int, error: BaseException) -> None:
         """Remember it, and report it on rank 0."""
@@ -179,10 +185,12 @@ class Checkpoints(HostCopies):
             self.report(f"checkpoint of step {step} failed: {self.failure}; {good}")
 
     def wait(self) -> None:
-        """Until the last save is done or has failed."""
+        """Until the last save is done or has failed. Raises what the group raised, where a rank is lost."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None
+        if self.lost:
+            raise self.lost
 
     def close(self) -> None:
         """Wait, and give the group back. Collective."""
