@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from course_kit.ranks import Ranks, choose_backend
+from course_kit.ranks.calls import Call
 from course_kit.ranks.processes import wait_until_connected
 
 psutil = pytest.importorskip("psutil")  # a GPU node may have neither
@@ -496,12 +497,17 @@ def exits() -> None:
         os._exit(0)
 
 
+def does_not_fit() -> None:
+    dist.all_reduce(torch.zeros(8 if dist.get_rank() else 4))
+
+
 @pytest.mark.parametrize(
     "function, expected",
     [
         (swallows, [f"ranks 0, 1: {line(swallows, 3)}time.sleep(600)"]),
-        (kills_itself, ["rank 1: its process died", f"in barrier, {line(kills_itself, 3)}dist.barrier()"]),
-        (exits, ["rank 0: its process died", "rank 1: ended"]),
+        (kills_itself, ["rank 1: its process died", "SIGKILL", f"in barrier, {line(kills_itself, 3)}dist.barrier()"]),
+        (exits, ["rank 0: its process died", "it ended itself, with exit status 0", "rank 1: ended"]),
+        (does_not_fit, ["error: SIGABRT, compiled code gave up, as gloo does where a message"]),
     ],
 )
 def test_processes_that_are_lost_are_started_anew(function, expected, pair, monkeypatch):
@@ -515,6 +521,17 @@ def test_processes_that_are_lost_are_started_anew(function, expected, pair, monk
     monkeypatch.setattr(pair, "timeout_s", 60)
     assert pair(total) == [1, 1]
     assert not set(before) & set(pair(os.getpid)) and not any(map(psutil.pid_exists, before))
+
+
+def test_a_result_that_comes_between_two_looks_is_no_death():
+    """The client's thread brings it at any time."""
+    looks, outcome = iter([False, True, True]), {"result": b"", "sequence": 1, "groups": 1}
+    result = SimpleNamespace(
+        ready=lambda: next(looks), successful=lambda: True, get=lambda: outcome, wait=lambda timeout: None
+    )
+    call = Call(SimpleNamespace(alive=lambda rank: True, death=lambda rank: "of nothing"), 1)
+    call.pending = {0: result}
+    assert call.collect() == {} and call.collect() == {0: outcome} and not call.died
 
 
 # --- bad use

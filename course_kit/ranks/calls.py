@@ -17,10 +17,6 @@ from course_kit.ranks.report import BadCall, Interrupted, RankError, RanksHung, 
 GRACE_S = 0.5  # for the other ranks, after the first error: they may be about to end, or to fail as well
 CUT_S = 0.4  # for ranks that wait for others, once their connections are cut
 STOP_S = 3.0  # for all ranks, once they are interrupted
-DIED = (
-    "its process died without a Python error: a crash in compiled code, the machine out of memory, or (gloo) a message "
-    "that does not fit the tensor it should go into"
-)
 SHOW_S = 0.5  # between two looks at what the ranks print; a shorter call prints by rank, at its end
 
 
@@ -88,10 +84,12 @@ class Call:
         next(iter(self.pending.values())).wait(0.02)
         found = {}
         for rank in list(self.pending):
-            if self.pending[rank].ready() and self.pending[rank].successful():
+            ready = self.pending[rank].ready()  # asked once: it may become so at any time
+            if ready and self.pending[rank].successful():
                 found[rank] = self.pending.pop(rank).get()
-            elif self.pending[rank].ready() or not self.processes.alive(rank):
-                found[rank] = {"error": DIED, "lost_peer": False, "stack": [], "time_ns": time.time_ns()}
+            elif ready or not self.processes.alive(rank):
+                died = f"its process died without a Python error: {self.processes.death(rank)}"
+                found[rank] = {"error": died, "lost_peer": False, "stack": [], "time_ns": time.time_ns()}
                 self.died = True
                 del self.pending[rank]
         return found

@@ -20,6 +20,11 @@ START_S = 120.0  # at most, for all processes to start
 PING_S = 2.0  # until an engine is asked again whether it is there
 JOIN_S = 30.0  # at most, to form a process group
 ANSWER_S = 4.0  # at most, for the ranks to say where they are: on a busy machine their threads wait for their turn
+STATUS_S = 2.0  # at most, until the parent of a process that has died says of what
+DEATHS = {
+    signal.SIGKILL: "killed, as by a machine that is out of memory",
+    signal.SIGABRT: "compiled code gave up, as gloo does where a message does not fit the tensor it should go into",
+}
 NO_ANSWER = [["", 0, "no answer: it has just ended, or is busy in compiled code"]]
 
 PORTS = 24  # that the controller takes, or some fewer
@@ -110,6 +115,18 @@ class Processes:
             return psutil.Process(self.pids[rank]).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+    def death(self, rank: int) -> str:
+        """Of what a rank's process has died."""
+        file, deadline = self.folder / f"{self.pids[rank]}.status", time.monotonic() + STATUS_S
+        while not (text := file.read_text() if file.exists() else "").endswith("\n"):
+            if time.monotonic() > deadline:
+                return "of what is not known"
+            time.sleep(0.02)
+        if int(text) >= 0:
+            return f"it ended itself, with exit status {int(text)}"
+        number = signal.Signals(-int(text))
+        return f"{number.name}, {DEATHS.get(number, 'a crash in compiled code')}"
 
     def ask(self, what: str) -> None:
         """Leave a request for the ranks' watching threads."""

@@ -9,23 +9,18 @@ import gc
 import json
 import os
 import random
-import re
 import runpy
 import shutil
 import signal
-import socket
-import stat
 import sys
 import threading
 import time
-import traceback
 from pathlib import Path
 
+from course_kit.ranks.connections import cut_connections, sockets
+from course_kit.ranks.outcome import describe, frames_of, pickled_result, stack
+
 POLL_S = 0.1
-MAX_RESULT_MIB = 128
-LOST_PEER = re.compile(
-    "closed by peer|reset by peer|Broken pipe|remote process|communicator was aborted|is not connected"
-)
 
 
 def main() -> None:
@@ -46,7 +41,8 @@ def main() -> None:
     else:
         with ended_with(int(kernel), Path(folder)), contextlib.suppress(ChildProcessError):
             while True:
-                os.wait()
+                process, status = os.wait()
+                (Path(folder) / f"{process}.status").write_text(f"{os.waitstatus_to_exitcode(status)}\n")
 
 
 def get_ready(backend: str) -> None:
@@ -217,28 +213,6 @@ class Worker:
         cut_connections(self.own_sockets)
 
 
-def sockets() -> dict[int, int]:
-    """The open sockets of this process: file descriptor and inode."""
-    found = {}
-    for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            status = os.fstat(int(name))
-            if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
-
-
-def cut_connections(spared: set[int]) -> None:
-    """Shut every TCP connection of this process down, save for the inodes of `spared`: whoever waits on it wakes up."""
-    for descriptor, inode in sockets().items():
-        with contextlib.suppress(OSError):  # closed meanwhile, or a listening socket, which has no peer
-            connection = socket.socket(fileno=os.dup(descriptor))
-            with connection:
-                if inode not in spared and connection.family in (socket.AF_INET, socket.AF_INET6):
-                    connection.getpeername()
-                    connection.shutdown(socket.SHUT_RDWR)
-
-
 def set_seeds(seed: int) -> None:
     """Seed Python, NumPy and PyTorch, the same on every rank."""
     import numpy
@@ -261,54 +235,6 @@ def leave_other_groups() -> None:
         with contextlib.suppress(Exception):
             dist.destroy_process_group(others.pop())
     gc.collect()
-
-
-def pickled_result(result) -> bytes:
-    """The result as bytes. Raises ValueError where it can't be pickled or is larger than MAX_RESULT_MIB."""
-    import cloudpickle
-
-    try:
-        pickled = cloudpickle.dumps(result)
-    except Exception as error:
-        raise ValueError(f"the result (of type {type(result).__name__}) can't be sent back: {error}") from None
-    if len(pickled) > MAX_RESULT_MIB * 2**20:
-        size = f"{len(pickled) / 2**20:.0f} MiB"
-        raise ValueError(f"the result is too large: {size}, at most {MAX_RESULT_MIB} go back; return a part or a sum")
-    return pickled
-
-
-def frames_of(thread: int) -> list[traceback.FrameSummary]:
-    """The frames of a thread that runs, the outermost first. Reads no file: each read would give it the lock back."""
-    walk = list(traceback.walk_stack(sys._current_frames()[thread]))
-    return [traceback.FrameSummary(f.f_code.co_filename, n, f.f_code.co_name, lookup_line=False) for f, n in walk[::-1]]
-
-
-def stack(frames: list[traceback.FrameSummary]) -> list:
-    """File, line and function of each frame that is not of this module, the outermost first, from the call on."""
-    own = [i for i, frame in enumerate(frames) if frame.filename == __file__]
-    called = frames[own[0] :] if own else frames
-    return [[frame.filename, frame.lineno, frame.name] for frame in called if frame.filename != __file__]
-
-
-def describe(error: BaseException) -> dict:
-    """What a rank reports of its error."""
-    import cloudpickle
-
-    try:
-        text = str(error).split("\nException raised from ")[0].strip()  # what follows is torch's C++ stack
-    except Exception:
-        text = "(its text can't be read)"
-    try:
-        kind = cloudpickle.dumps(type(error))
-    except Exception:
-        kind = cloudpickle.dumps(RuntimeError)
-    return {
-        "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
-        "kind": kind,
-        "stack": stack(traceback.extract_tb(error.__traceback__)),
-        "time_ns": time.time_ns(),
-        "lost_peer": isinstance(error, RuntimeError) and bool(LOST_PEER.search(text)),
-    }
 
 
 _here = []  # the worker of this process; ipyparallel's calls come one at a time and find it here

@@ -18,7 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
-from course_kit.ranks.worker import LOST_PEER
+from course_kit.ranks.outcome import LOST_PEER
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 GRACE_S = 5.0  # how long a rank that only lost its peer waits for the peer's own end to be seen first

@@ -1,0 +1,61 @@
+"""What a rank sends back of a call: the pickled result, or a report of its error and of where it was."""
+
+import os
+import re
+import sys
+import time
+import traceback
+
+MAX_RESULT_MIB = 128
+LOST_PEER = re.compile(
+    "closed by peer|reset by peer|Broken pipe|remote process|communicator was aborted|is not connected"
+)
+HERE = os.path.dirname(__file__)
+
+
+def pickled_result(result) -> bytes:
+    """The result as bytes. Raises ValueError where it can't be pickled or is larger than MAX_RESULT_MIB."""
+    import cloudpickle
+
+    try:
+        pickled = cloudpickle.dumps(result)
+    except Exception as error:
+        raise ValueError(f"the result (of type {type(result).__name__}) can't be sent back: {error}") from None
+    if len(pickled) > MAX_RESULT_MIB * 2**20:
+        size = f"{len(pickled) / 2**20:.0f} MiB"
+        raise ValueError(f"the result is too large: {size}, at most {MAX_RESULT_MIB} go back; return a part or a sum")
+    return pickled
+
+
+def frames_of(thread: int) -> list[traceback.FrameSummary]:
+    """The frames of a thread that runs, the outermost first. Reads no file: each read would give it the lock back."""
+    walk = list(traceback.walk_stack(sys._current_frames()[thread]))
+    return [traceback.FrameSummary(f.f_code.co_filename, n, f.f_code.co_name, lookup_line=False) for f, n in walk[::-1]]
+
+
+def stack(frames: list[traceback.FrameSummary]) -> list:
+    """File, line and function of each frame that is not of this folder, the outermost first, from the call on."""
+    own = [os.path.dirname(frame.filename) == HERE for frame in frames]
+    called = range(own.index(True) if any(own) else 0, len(frames))
+    return [[frames[i].filename, frames[i].lineno, frames[i].name] for i in called if not own[i]]
+
+
+def describe(error: BaseException) -> dict:
+    """What a rank reports of its error."""
+    import cloudpickle
+
+    try:
+        text = str(error).split("\nException raised from ")[0].strip()  # what follows is torch's C++ stack
+    except Exception:
+        text = "(its text can't be read)"
+    try:
+        kind = cloudpickle.dumps(type(error))
+    except Exception:
+        kind = cloudpickle.dumps(RuntimeError)
+    return {
+        "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
+        "kind": kind,
+        "stack": stack(traceback.extract_tb(error.__traceback__)),
+        "time_ns": time.time_ns(),
+        "lost_peer": isinstance(error, RuntimeError) and bool(LOST_PEER.search(text)),
+    }
