@@ -725,6 +725,26 @@ print(before, kept())
 """
 
 
+def gloo_threads(groups: int) -> int:
+    """How many threads of this process serve connections, with so many more groups."""
+    made = [dist.new_group() for _ in range(groups)]
+    assert all(int(together(group)) == 2 for group in made)
+    names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return names.count("gloo_tcp_loop")
+
+
+def together(group) -> torch.Tensor:
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    return value
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_all_groups_of_a_process_share_one_thread(pair):
+    """It wakes up a hundred times a second, whatever there is to do."""
+    assert pair(gloo_threads, 0) == pair(gloo_threads, 3) == [1, 1]
+
+
 def test_nothing_is_kept_of_a_closed_group_of_ranks():
     """Files, threads, and children with zombies, of a process that does nothing else."""
     done = subprocess.run([sys.executable, "-c", CLOSES], capture_output=True, text=True, timeout=3 * PATIENCE_S)

@@ -17,6 +17,8 @@ from course_kit.ranks.report import BadCall, Interrupted, RankError, RanksHung, 
 GRACE_S = 0.5  # for the other ranks, after the first error: they may be about to end, or to fail as well
 CUT_S = 0.4  # for ranks that wait for others, once their connections are cut
 STOP_S = 3.0  # for all ranks, once they are interrupted
+LOOK_S = 0.1  # at a rank that has not ended
+ALIVE_S = 0.5  # between two looks at whether its process is there
 SHOW_S = 0.5  # between two looks at what the ranks print; a shorter call prints by rank, at its end
 
 
@@ -26,6 +28,7 @@ class Call:
     def __init__(self, processes: "Processes", number: int):
         self.processes, self.number = processes, number
         self.pending, self.outcomes, self.places, self.died = {}, {}, {}, False
+        self.next_look_alive = 0.0
 
     def start(self, payload: bytes, seed: int) -> None:
         self.pending = dict(enumerate(self.processes.apply(worker.run, self.number, payload, seed)))
@@ -81,13 +84,15 @@ class Call:
 
     def collect(self) -> dict[int, dict]:
         """The outcomes of ranks that have ended since the last time, after a moment's wait for them."""
-        next(iter(self.pending.values())).wait(0.02)
-        found = {}
+        next(iter(self.pending.values())).wait(LOOK_S)
+        found, look_alive = {}, time.monotonic() > self.next_look_alive
+        if look_alive:
+            self.next_look_alive = time.monotonic() + ALIVE_S
         for rank in list(self.pending):
             ready = self.pending[rank].ready()  # asked once: it may become so at any time
             if ready and self.pending[rank].successful():
                 found[rank] = self.pending.pop(rank).get()
-            elif ready or not self.processes.alive(rank):
+            elif ready or look_alive and not self.processes.alive(rank):
                 died = f"its process died without a Python error: {self.processes.death(rank)}"
                 found[rank] = {"error": died, "lost_peer": False, "stack": [], "time_ns": time.time_ns()}
                 self.died = True

@@ -67,7 +67,7 @@ class Processes:
         config.ControllerLauncher.controller_cmd = [*command, "1", "ipyparallel.controller"]
         config.EngineLauncher.engine_cmd = [*command, str(n), "ipyparallel.engine", "--IPEngine.enable_nanny=False"]
         # An engine counts as registered after a heartbeat, which comes every 3 s unless told otherwise.
-        beats = ["--IPController.use_threads=True", "--HeartMonitor.period=200"]
+        beats = ["--IPController.use_threads=True", "--HeartMonitor.period=500"]
         beats += ["--HeartMonitor.max_heartmonitor_misses=1000"]
         first = free_ports(PORTS)
         ports = [f"--IPController.ports={first}-{first + PORTS - 1}"]

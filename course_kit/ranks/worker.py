@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from course_kit.ranks.connections import cut_connections, sockets
+from course_kit.ranks.connections import cut_connections, share_gloo_device, sockets
 from course_kit.ranks.outcome import describe, frames_of, pickled_result, stack
 
 POLL_S = 0.1
@@ -85,8 +85,10 @@ def ended_with(parent: int, folder: Path):
 
 def end_with_parent(parent: int, folder: Path, over: threading.Event) -> None:
     own, others = os.getpgrp(), set()
-    while os.getppid() == parent and folder.is_dir():
-        others |= {int(mark.stem) for mark in folder.glob("*.process")} - {own}
+    while os.getppid() == parent and os.path.isdir(folder):
+        with contextlib.suppress(OSError):  # removed meanwhile
+            marks = [name for name in os.listdir(folder) if name.endswith(".process")]
+            others |= {int(mark.removesuffix(".process")) for mark in marks} - {own}
         if over.wait(0.5):
             return
     for process in others:
@@ -108,6 +110,7 @@ class Worker:
         # Open for good: loggers keep the stream that they find in a call.
         self.out = open(self.folder / f"rank-{rank}.out", "a", encoding="utf-8", errors="replace", buffering=1)
         self.lock = threading.Lock()  # held while that number changes, and while a call is broken off
+        self.in_call = threading.Event()  # an idle rank costs nothing
         self.own_sockets = set(sockets().values())  # of ipyparallel
         self.main_thread = threading.main_thread().ident
         threading.Thread(target=self.watch, daemon=True).start()
@@ -121,6 +124,8 @@ class Worker:
             dist.destroy_process_group()
         if self.backend != "gloo":
             torch.accelerator.set_device_index(self.rank)
+        else:
+            share_gloo_device()
         store = dist.FileStore(str(self.folder / f"store-{attempt}"), self.world_size)
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.world_size)}
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
@@ -142,6 +147,7 @@ class Worker:
                 outcome = describe(error)
             finally:
                 self.interruptible = False
+                self.in_call.clear()
                 with self.lock:
                     self.call = None
                 self.out.flush()
@@ -158,6 +164,7 @@ class Worker:
 
         try:
             self.call, self.interruptible = call, True
+            self.in_call.set()
             torch.set_num_threads(1)
             if self.backend != "gloo":
                 torch.accelerator.set_device_index(self.rank)
@@ -186,9 +193,8 @@ class Worker:
             return new
 
         while True:
+            self.in_call.wait()
             time.sleep(POLL_S)
-            if self.call is None:  # idle ranks cost nothing
-                continue
             with self.lock:  # the call can't end, and the next one begin, in the middle of this
                 if asked("where"):
                     self.answer(f"where-{self.call}", stack(frames_of(self.main_thread)))
@@ -226,7 +232,7 @@ def set_seeds(seed: int) -> None:
 def leave_other_groups() -> None:
     """Destroy the groups that a call has made, so that the next one starts with the default group alone.
 
-    Each has threads that wake up a hundred times a second. A DeviceMesh is a reference cycle, so they are collected.
+    Each has threads and connections. A DeviceMesh is a reference cycle, so they are collected.
     """
     import torch.distributed as dist
 
