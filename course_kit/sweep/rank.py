@@ -18,6 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
+from course_kit.ranks.connections import share_gloo_device
 from course_kit.ranks.outcome import LOST_PEER
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
@@ -33,6 +34,7 @@ def join_group() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type not in BACKENDS:
         torch.set_num_threads(1)  # a rank is a core, in every layout
+        share_gloo_device()
         dist.init_process_group("gloo")
         return f"{platform.machine()} CPU, {os.cpu_count()} cores"
     local_rank = int(os.environ["LOCAL_RANK"])
