@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
 
 from calls import said
 from course_lib.checkpoint.checkpoints import load, save
@@ -27,6 +26,13 @@ from course_lib.single_gpu.model import to_hf as model_to_hf
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 44, "vocab": 97, "rope_theta": 500.0}
 MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 32}
+
+
+def theirs_of(folder, **options):
+    """What transformers makes of a folder. Imported here: it takes seconds, and each rank imports this module."""
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder, **options)
 
 
 def parallel_of(words: str, tied: bool, moe: dict | None = None, seed: int = 0, **sizes):
@@ -79,7 +85,7 @@ def test_transformers_reads_what_to_hf_writes(checkpoints, tmp_path, name, file_
     """As many files as it takes; logits are those of our model, within 1e-5; weights are the same in each bit."""
     (folders, models), out = checkpoints, tmp_path / "model"
     to_hf(folders[name], out, file_bytes=file_bytes)
-    theirs, info = LlamaForCausalLM.from_pretrained(out, output_loading_info=True)
+    theirs, info = theirs_of(out, output_loading_info=True)
     assert not any(info.values()), info
     expected = model_to_hf(models[name]).state_dict()
     assert theirs.dtype == torch.float32 and theirs.config.tie_word_embeddings == (name == "tied")
@@ -102,7 +108,7 @@ def test_to_hf_in_bfloat16(checkpoints, tmp_path):
     """Each weight is rounded once, and the model is loaded as such."""
     folders, models = checkpoints
     to_hf(folders["untied"], tmp_path / "model", torch.bfloat16, file_bytes=20_000)
-    theirs, expected = LlamaForCausalLM.from_pretrained(tmp_path / "model"), model_to_hf(models["untied"]).state_dict()
+    theirs, expected = theirs_of(tmp_path / "model"), model_to_hf(models["untied"]).state_dict()
     assert theirs.dtype == torch.bfloat16
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in theirs.state_dict().items())
 
@@ -128,7 +134,7 @@ def test_every_layout_starts_from_the_weights_of_transformers(ranks, checkpoints
     ):
         ours, own = tmp_path / name, tmp_path / f"{name} of theirs"
         to_hf(folders[name], ours, file_bytes=20_000)
-        theirs = LlamaForCausalLM.from_pretrained(ours)
+        theirs = theirs_of(ours)
         theirs.save_pretrained(own)
         loss = F.cross_entropy(theirs(inputs).logits.flatten(0, 1), targets.flatten()).item()
         ways += [(text, name == "tied", folder) for text, folder in zip(texts, [ours, own] * 2, strict=True)]
