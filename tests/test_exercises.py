@@ -1,9 +1,10 @@
-"""Every exercise of every notebook: its check advises on the blank, catches wrong answers and passes the solution.
+"""Every exercise of every notebook: its check advises on the blank, catches wrong answers and passes right ones.
 
 A notebook runs once, in one kernel: its checks and the cells that they depend on (`needed_cells`), those tagged
 measurement left out; nbmake runs all of it. At each check the exercise is put in blank, then as each wrong answer of
 `wrong_answers/NN.py`, and the check must fail every time; then the notebook's own objects are put back, and it must
-pass. A wrong answer is the whole source of the exercise's cell, under a heading `# %% 01.2 what is wrong with it`. How
+pass; as it must with each right answer of `right_answers/NN.py`, if there is one: the same in another style. An answer is the
+whole source of the exercise's cell, under a heading `# %% 01.2 what is wrong with it`, or what is other about it. How
 long each check took is in the report of the suite. Needs no GPU.
 """
 
@@ -27,7 +28,8 @@ from needed_cells import bound_names, needed_cells
 from tiny_course import ROOT, code
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ANSWERS = ROOT / "tests" / "wrong_answers"
+WRONG, RIGHT = (ROOT / "tests" / kind for kind in ("wrong_answers", "right_answers"))
+FEWEST = {"wrong": 3, "right": 1}
 HEADING = re.compile(r"^# %% (\d\d\.\d+) (\S.*)$")
 CELL_LIMIT_S = 100  # against a hang: none takes a tenth of it
 HANGS_S = 3  # the deadline of an answer that is said to hang: a learner's is longer, and nobody learns from this one
@@ -124,11 +126,14 @@ def kernel(folder: Path, project: Path):
         running.manager.shutdown_kernel(now=True)
 
 
-def read_answers(file: Path, names: list[str]) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
-    """The wrong answers of a file, as (what is wrong, source), by exercise; and what is the matter with the file."""
+def read_answers(file: Path, names: list[str], kind: str) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
+    """The wrong or right answers of a file, as (what is wrong or other, source), by exercise; and what is the matter
+    with the file.
+    """
     answers, faults = {name: [] for name in names}, []
     if not file.exists():
-        return answers, [f"{file.name} is missing: it holds the wrong answers that the checks must catch"]
+        missing = [f"{file.name} is missing: it holds the wrong answers that the checks must catch"]
+        return answers, missing if kind == "wrong" else []
     for block in re.split(r"(?m)^(?=# %%)", file.read_text(encoding="utf-8"))[1:]:
         heading, _, source = block.partition("\n")
         found = HEADING.match(heading)
@@ -138,8 +143,8 @@ def read_answers(file: Path, names: list[str]) -> tuple[dict[str, list[tuple[str
             faults.append(f"{file.name}: there is no exercise {found[1]}")
         else:
             answers[found[1]].append((found[2], source.strip()))
-    few = {name: len(given) for name, given in answers.items() if len(given) < 3}
-    return answers, faults + [f"{name} has {count} wrong answers; it needs 3 or more" for name, count in few.items()]
+    few = {name: len(given) for name, given in answers.items() if len(given) < (least := FEWEST[kind])}
+    return answers, faults + [f"{name} has {n} {kind} answers; it needs {least} or more" for name, n in few.items()]
 
 
 def cells_to_run(notebook: dict, solved: dict[str, dict], variants: dict[str, list[str]]) -> list[dict]:
@@ -175,27 +180,43 @@ def answer_faults(what: str, failure: Failure | None) -> list[str]:
     return []
 
 
-def check_faults(
-    kernel: Kernel, name: str, solved: str, blank: str, answers: list[tuple[str, str]], check: str
-) -> list[str]:
-    """What is wrong with a check, tried on the blank and each wrong answer; the solution's objects are put back."""
-    variants = [("the blank", blank), *answers]
-    names = sorted(bound_names(solved).union(*(bound_names(source) for _, source in variants)))
+@contextmanager
+def instead(kernel: Kernel, sources: list[str]):
+    """A function that puts an answer in place of the solution, whose objects are put back at the end."""
+    names = sorted(set().union(*map(bound_names, sources)))
     forget = f"[globals().pop(name, None) for name in {names}]\n"
     kernel.run(f"_solved = {{name: globals()[name] for name in {names} if name in globals()}}")
-    faults = []
-    for what, source in variants:
-        failure = kernel.run(forget + source)
-        if failure and (source != blank or failure.kind != "NotImplementedError"):
-            faults.append(f"the cell of '{what}' fails by itself: {failure}")
-            continue
-        if "hangs" in what:
-            kernel.run(f"_patience, ranks.timeout_s = ranks.timeout_s, {HANGS_S}")
-        failure = kernel.run_check(check, name, what)
-        if "hangs" in what:
-            kernel.run("ranks.timeout_s = _patience")
-        faults += blank_faults(failure) if source == blank else answer_faults(what, failure)
+    yield lambda source: kernel.run(forget + source)
     kernel.run(forget + "globals().update(_solved)")
+
+
+def wrong_faults(
+    kernel: Kernel, name: str, solved: str, blank: str, answers: list[tuple[str, str]], check: str
+) -> list[str]:
+    """What is wrong with a check, tried on the blank and each wrong answer."""
+    variants, faults = [("the blank", blank), *answers], []
+    with instead(kernel, [solved, *(source for _, source in variants)]) as put:
+        for what, source in variants:
+            failure = put(source)
+            if failure and (source != blank or failure.kind != "NotImplementedError"):
+                faults.append(f"the cell of '{what}' fails by itself: {failure}")
+                continue
+            if "hangs" in what:
+                kernel.run(f"_patience, ranks.timeout_s = ranks.timeout_s, {HANGS_S}")
+            failure = kernel.run_check(check, name, what)
+            if "hangs" in what:
+                kernel.run("ranks.timeout_s = _patience")
+            faults += blank_faults(failure) if source == blank else answer_faults(what, failure)
+    return faults
+
+
+def right_faults(kernel: Kernel, name: str, solved: str, answers: list[tuple[str, str]], check: str) -> list[str]:
+    """What is wrong with a check, tried on right answers that are not the solution."""
+    faults = []
+    with instead(kernel, [solved, *(source for _, source in answers)]) as put:
+        for what, source in answers:
+            if failure := put(source) or kernel.run_check(check, name, what):
+                faults.append(f"the right answer '{what}' fails: {failure}")
     return faults
 
 
@@ -212,24 +233,30 @@ def solution_faults(kernel: Kernel, check: str, note: Path) -> list[str]:
 
 
 def exercise_faults(
-    path: Path, answers_file: Path, folder: Path, project: Path = ROOT, note_seconds=lambda what, seconds: None
+    path: Path, wrong: Path, right: Path, folder: Path, project: Path = ROOT, note_seconds=lambda what, seconds: None
 ) -> list[str]:
     """Run the checks of the notebook at `path` and try each; one line for each thing wrong with its exercises."""
     notebook = read_notebook(path)
     handed_out = {cell["id"]: cell["source"] for cell in blank_notebook(path)["cells"]}
     solved = exercises(notebook)
-    answers, faults = read_answers(answers_file, list(solved))
+    wrong_answers, faults = read_answers(wrong, list(solved), "wrong")
+    right_answers, more_faults = read_answers(right, list(solved), "right")
+    faults += more_faults
     unchecked = set(solved)
-    variants = {name: [handed_out[solved[name]["id"]], *(source for _, source in answers[name])] for name in solved}
+    variants = {
+        name: [handed_out[solved[name]["id"]], *(source for _, source in wrong_answers[name] + right_answers[name])]
+        for name in solved
+    }
     with kernel(folder, project) as running:
         for cell in cells_to_run(notebook, solved, variants):
             name = exercise_name(cell, "check")
             if name in solved:
                 unchecked.discard(name)
                 blank, check = handed_out[solved[name]["id"]], handed_out[cell["id"]]  # a learner sees no hidden tests
-                found = check_faults(running, name, solved[name]["source"], blank, answers[name], check)
-                note = folder / "workbook" / ".progress" / f"{name}.json"
+                source, note = solved[name]["source"], folder / "workbook" / ".progress" / f"{name}.json"
+                found = wrong_faults(running, name, source, blank, wrong_answers[name], check)
                 found += solution_faults(running, cell["source"], note)
+                found += right_faults(running, name, source, right_answers[name], cell["source"])
                 faults += [f"{name}: {fault}" for fault in found]
             elif failure := running.run(cell["source"]):
                 return [*faults, f"cell {cell['id']} fails: {failure}"]
@@ -239,14 +266,16 @@ def exercise_faults(
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_every_check_fails_on_the_blank_catches_wrong_answers_and_passes_the_solution(path, tmp_path, record_property):
-    faults = exercise_faults(path, ANSWERS / f"{path.stem[:2]}.py", tmp_path, note_seconds=record_property)
+def test_every_check_fails_on_the_blank_catches_wrong_answers_and_passes_right_ones(path, tmp_path, record_property):
+    wrong, right = (kind / f"{path.stem[:2]}.py" for kind in (WRONG, RIGHT))
+    faults = exercise_faults(path, wrong, right, tmp_path, note_seconds=record_property)
     assert not faults, "\n".join(["", *faults])
 
 
-def test_every_file_of_wrong_answers_belongs_to_a_notebook():
-    stray = {file.stem for file in ANSWERS.glob("*.py")} - {path.stem[:2] for path in NOTEBOOKS}
-    assert not stray, f"wrong_answers/ has files for notebooks that are not there: {stray}"
+@pytest.mark.parametrize("folder", [WRONG, RIGHT], ids=lambda folder: folder.name)
+def test_every_file_of_answers_belongs_to_a_notebook(folder):
+    stray = {file.stem for file in folder.glob("*.py")} - {path.stem[:2] for path in NOTEBOOKS}
+    assert not stray, f"{folder.name}/ has files for notebooks that are not there: {stray}"
 
 
 # The harness itself, on a tiny notebook. `check` here is the course's own.
@@ -281,12 +310,19 @@ guess = 0
 """
 
 
-def tiny_faults(tmp_path: Path, cells: list[dict], answers: str | None = GOOD_ANSWERS) -> list[str]:
-    """What the harness finds in a tiny notebook."""
+def tiny_faults(
+    tmp_path: Path, cells: list[dict], wrong: str | None = GOOD_ANSWERS, right: str | None = ""
+) -> list[str]:
+    """What the harness finds in a tiny notebook. right: answers besides the solutions; None: there is no file."""
     path = tiny_course.write(tmp_path / "notebooks" / "01_tiny.ipynb", cells)
-    if answers is not None:
-        (tmp_path / "01.py").write_text(answers)
-    return exercise_faults(path, tmp_path / "01.py", tmp_path)
+    files = tmp_path / "wrong.py", tmp_path / "right.py"
+    if right is not None:
+        solutions = exercises({"cells": cells}).items()
+        right += "".join(f"# %% {name} the solution\n{cell['source']}\n" for name, cell in solutions)
+    for file, text in zip(files, (wrong, right)):
+        if text is not None:
+            file.write_text(text)
+    return exercise_faults(path, *files, tmp_path)
 
 
 def test_the_harness_finds_nothing_wrong_with_good_exercises(tmp_path):
@@ -297,7 +333,8 @@ def test_the_harness_finds_nothing_wrong_with_good_exercises(tmp_path):
     cells += exercise(4, "x = 1", "if x != 1: raise TimeoutError('rank 1 still waits for rank 0, in send')")
     cells += exercise(5, "y = 1", "assert same, 'the notebook goes on as before'; assert y == 1, 'it should be one'")
     more = "".join(f"# %% 01.4 hangs\nx = {number}\n# %% 01.5 no\ny = {number}\n" for number in (2, 3, 4))
-    assert tiny_faults(tmp_path, cells, GOOD_ANSWERS + more) == []
+    right = "# %% 01.1 a sum\ndouble = lambda number: number + number\n# %% 01.3 of two numbers\nguess = 2 + 3\n"
+    assert tiny_faults(tmp_path, cells, GOOD_ANSWERS + more, right) == []
 
 
 def exercise(number: int, solved: str, assertion: str, name: str = "") -> list[dict]:
@@ -366,7 +403,10 @@ def test_the_harness_finds_every_planted_fault(tmp_path, monkeypatch):
     for number, (solved, assertion, wrong, _) in enumerate(PLANTED, start=1):
         cells += exercise(number, solved, assertion)
         answers += "".join(f"# %% 01.{number} answer {i}\n{source}\n" for i, source in enumerate(wrong))
-    faults = tiny_faults(tmp_path, cells, answers)
+    right = "# %% 01.1 as a float\nx = 1.0\n# %% 01.2 otherwise\nx = 1\n# %% 01.3 more precise\nx = 1.01\n"
+    faults = tiny_faults(tmp_path, cells, answers, right)
+    assert any(fault.startswith("01.3: the right answer 'more precise' fails: AssertionError") for fault in faults)
+    assert not any("as a float" in fault or "otherwise" in fault for fault in faults)
     for number, (_, _, _, expected) in enumerate(PLANTED, start=1):
         mine = [fault for fault in faults if fault.startswith((f"01.{number}:", f"01.{number} "))]
         assert any(expected in fault for fault in mine), f"expected '{expected}', found {mine}"
@@ -382,10 +422,13 @@ def test_the_harness_finds_faults_round_the_exercises(tmp_path):
         *exercise(3, "x = 1", "assert x == one, 'it should be one'"),
     ]
     answers = "# %% 01.1 a\nx = 2\n# %% 01.1 b\nx = 3\n# %% 01.1 c\nx = 4\n# %% 01.9 d\nx = 5\n# %% wrong\nx = 6\n"
-    faults = tiny_faults(tmp_path, cells, answers + "".join(f"# %% 01.2 {i}\nx = {i}\n" for i in (2, 3, 4)))
+    faults = tiny_faults(
+        tmp_path, cells, answers + "".join(f"# %% 01.2 {i}\nx = {i}\n" for i in (2, 3, 4)), "# %% 01.8 of another\n"
+    )
     for expected in (
-        "01.py: there is no exercise 01.9",
-        "01.py: '# %% wrong' is no heading such as",
+        "wrong.py: there is no exercise 01.9",
+        "right.py: there is no exercise 01.8",
+        "wrong.py: '# %% wrong' is no heading such as",
         '01.1: its check does not note that it passes: with check("01.1")',
         "01.2: blank, its check shows a bare error instead of advice: NameError",
         "01.3 has 0 wrong answers",
@@ -396,8 +439,8 @@ def test_the_harness_finds_faults_round_the_exercises(tmp_path):
 
 def test_the_harness_finds_missing_answers_and_a_missing_check(tmp_path):
     cells = [code("ex-01-1", "### BEGIN SOLUTION\nx = 1\n### END SOLUTION")]
-    assert tiny_faults(tmp_path, cells, answers=None) == [
-        "01.py is missing: it holds the wrong answers that the checks must catch",
+    assert tiny_faults(tmp_path, cells, wrong=None, right=None) == [
+        "wrong.py is missing: it holds the wrong answers that the checks must catch",
         "01.1: no check",
     ]
 

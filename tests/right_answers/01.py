@@ -1,0 +1,191 @@
+"""Right answers in another style than the solutions, that the checks of notebook 01 must accept."""
+
+# %% 01.1 window by window into memory that is there
+class TokenBatches:
+    """Endless batches of `tokens` ([n]) for one rank: pairs of inputs and targets, each [batch, seq], int64."""
+
+    def __init__(self, tokens: torch.Tensor, batch: int, seq: int, rank: int = 0, world_size: int = 1, seed: int = 0):
+        self.tokens, self.batch, self.seq = tokens, batch, seq
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.windows = (len(tokens) - 1) // seq
+        self.position = 0  # samples that all ranks together have consumed
+        self.shuffled = (None, None)  # the epoch whose order is at hand, and that order
+        if self.windows < 1:
+            raise ValueError(f"{len(tokens)} tokens hold no window of {seq} + 1 tokens")
+        if batch < 1 or not 0 <= rank < world_size:
+            raise ValueError(
+                f"batch {batch}, rank {rank} of {world_size}: batch must be 1 or more, and rank below world_size"
+            )
+
+    def order(self, epoch: int) -> list[int]:
+        """The window numbers of `epoch`, shuffled by the seed and the epoch alone."""
+        if self.shuffled[0] != epoch:
+            generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
+            self.shuffled = (epoch, torch.randperm(self.windows, generator=generator).tolist())
+        return self.shuffled[1]
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's next inputs and targets, each [batch, seq], int64."""
+        inputs = torch.empty(self.batch, self.seq, dtype=torch.int64)
+        targets = torch.empty_like(inputs)
+        for row in range(self.batch):
+            epoch, place = divmod(self.position + self.rank * self.batch + row, self.windows)
+            start = self.order(epoch)[place] * self.seq
+            inputs[row] = self.tokens[start : start + self.seq]
+            targets[row] = self.tokens[start + 1 : start + 1 + self.seq]
+        self.position += self.world_size * self.batch
+        return inputs, targets
+
+    def state_dict(self) -> dict[str, int]:
+        """What brings a run back to this sample, on any number of ranks."""
+        return {"position": self.position, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on where `state` was taken."""
+        self.position, self.seed, self.shuffled = state["position"], state["seed"], (None, None)
+
+
+# %% 01.2 the halves exchanged, one of them negated
+def rope_angles(positions: torch.Tensor, config: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin of the angle of each position and pair, float32."""
+    pairs = torch.arange(0, config.head_dim, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[..., None].float() * config.rope_theta ** (-pairs / config.head_dim)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + d/2) of x: [b, s, a, d] by its angle; cos, sin: [s, d/2] or [b, s, d/2], in x's dtype."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    cos, sin = (torch.cat((each, each), dim=-1)[..., None, :] for each in (cos, sin))
+    return x * cos + turned * sin
+
+
+# %% 01.3 two thirds
+mlp_share_guess = 2 / 3
+
+
+# %% 01.4 from the shapes of the weights
+def parameter_parts(config: ModelConfig) -> dict[str, int]:
+    """Parameters of each part."""
+    hidden, kv_width = config.hidden, config.kv_heads * config.head_dim
+    table = config.vocab * hidden
+    parts = dict(q_o=hidden * hidden + hidden * hidden, kv=hidden * kv_width + hidden * kv_width)
+    parts["mlp"] = sum([hidden * config.ffn_hidden] * 3)
+    parts |= {"norms": hidden + hidden, "final_norm": hidden, "embedding": table, "head": table}
+    if config.tied:
+        parts["head"] = 0
+    return parts
+
+
+# %% 01.5 a loop over what ZeRO deals out
+POLICIES = {
+    "fp32": (4, 4, 8),
+    "bf16": (2, 2, 12),
+    "bf16, fp32 gradients": (2, 6, 12),
+    "bf16, no master weights": (2, 2, 8),
+}
+
+
+def state_bytes(params: int, policy: str = "bf16", zero_stage: int = 0, dp: int = 1) -> dict[str, float]:
+    """Bytes of parameters, gradients and optimizer states on one GPU that holds `params` parameters."""
+    found = {}
+    kinds = ("parameters", "gradients", "optimizer states")
+    for kind, dealt_from, size in zip(kinds, (3, 2, 1), POLICIES[policy]):
+        found[kind] = size * params
+        if zero_stage >= dealt_from:
+            found[kind] /= dp
+    return found
+
+
+# %% 01.6 keeps what it is given
+def saved_bytes(module: nn.Module, forward) -> int:
+    """Bytes of the storages that autograd keeps after `forward()`, each counted once."""
+    own = [parameter.untyped_storage().data_ptr() for parameter in module.parameters()]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda kept: kept):
+        out = forward()
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    del out
+    return sum(size for place, size in storages.items() if place not in own)
+
+
+# %% 01.7 case by case
+def gpt_activation_bytes(
+    layers: int,
+    hidden: int,
+    heads: int,
+    batch: int,
+    seq: int,
+    recompute: str = "none",
+    tp: int = 1,
+    sp: bool = False,
+    cp: int = 1,
+) -> float:
+    """Activation bytes of a GPT in 16-bit precision."""
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute={recompute!r}: it is none, selective or full")
+    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
+    sbh = seq * batch * hidden / cp
+    if recompute == "full":
+        factor = 2 / tp if sp else 2
+    elif recompute == "selective":
+        factor = whole + split
+    else:
+        factor = whole + split + 5 * heads * seq / (hidden * tp)
+    return layers * sbh * factor
+
+
+# %% 01.8 tensor by tensor
+def layer_activations(
+    config: ModelConfig, seq: int, e: int = 2, flash: bool = True, fused_norm: bool = True
+) -> dict[str, int]:
+    """Bytes a token that one layer of `Transformer` keeps for backward."""
+    hidden = config.hidden
+    a_norm = e * hidden + 4 if fused_norm else 4 * hidden + 4 * hidden + 4
+    if flash:
+        q_and_out, k_and_v, lse = 2 * hidden * e, 2 * config.kv_heads * config.head_dim * e, 4 * config.heads
+        attention = q_and_out + k_and_v + lse
+    else:
+        scores = config.heads * seq * e
+        attention = scores + hidden * e * 4
+    return {"mlp": config.ffn_hidden * e * 4, "attention": attention, "norm outputs": hidden * e * 2, "norms": a_norm * 2}
+
+
+# %% 01.9 the other case first
+def category(allocation: Allocation) -> str:
+    """One of CATEGORIES."""
+    lives_on = allocation.saved or allocation.outlived_forward
+    made_in_forward = not allocation.in_backward
+    return allocation.owner or ("activations" if lives_on and made_in_forward else "temporary")
+
+
+# %% 01.10 as a fraction
+second_step_factor = 7 / 5
+
+
+# %% 01.11 a running mean
+@torch.no_grad()
+def evaluate_fixed(model, batches, count):
+    """Mean loss over `count` batches, a scalar tensor without a graph; memory does not grow with `count`."""
+    mean = torch.zeros((), device=device)
+    for number in range(1, count + 1):
+        inputs, targets = next(batches)
+        mean += (loss(model(inputs.to(device)), targets.to(device)) - mean) / number
+    return mean
+
+
+# %% 01.12 twice forward, and once more
+def flops_per_token(config: ModelConfig, seq: int) -> float:
+    """Floating-point operations of forward and backward for one token."""
+    forward = 2 * param_count(config) + 4 * config.layers * config.hidden * seq
+    return 3 * forward
+
+
+def mfu(config: ModelConfig, seq: int, tokens_per_s: float, peak: float) -> float:
+    """Model FLOPs utilisation of one device, 0 to 1."""
+    achieved = flops_per_token(config, seq) * tokens_per_s
+    return achieved / peak

@@ -1,0 +1,437 @@
+"""Right answers in another style than the solutions, that the checks of notebook 10 must accept."""
+
+# %% 10.1 by strides, and by a view of all ranks
+def coordinates(rank: int, layout: Layout) -> dict[str, int]:
+    """Where a rank stands on each axis, {"dp": …, "pp": …, "cp": …, "tp": …}: dp outermost, tp innermost."""
+    return dict(
+        dp=rank // (layout.pp * layout.cp * layout.tp),
+        pp=rank // (layout.cp * layout.tp) % layout.pp,
+        cp=rank // layout.tp % layout.cp,
+        tp=rank % layout.tp,
+    )
+
+
+def groups_along(layout: Layout, *axes: str) -> list[list[int]]:
+    """The ranks in groups, ascending: in a group are those that differ in these axes alone. E.g. ("dp", "cp")."""
+    order = ("dp", "pp", "cp", "tp")
+    ranks = torch.arange(layout.ranks).view([getattr(layout, axis) for axis in order])
+    fixed = [place for place, axis in enumerate(order) if axis not in axes]
+    moving = [place for place, axis in enumerate(order) if axis in axes]
+    size = layout.ranks
+    for place in fixed:
+        size //= ranks.shape[place]
+    return ranks.permute(*fixed, *moving).reshape(-1, size).tolist()
+
+
+# %% 10.2 rules in a list, in other words
+def check_ranks(layout: Layout, world_size: int) -> None:
+    """Raise ValueError where a number is below 1, or the degrees do not make up the ranks that there are."""
+    for name in ("dp", "pp", "cp", "tp", "ep", "micro_batch", "virtual"):
+        if getattr(layout, name) < 1:
+            raise ValueError(f"{name} is {getattr(layout, name)}: make it 1 or more")
+    dp, rest = divmod(world_size, layout.pp * layout.cp * layout.tp)
+    if rest:
+        raise ValueError(
+            f"pp {layout.pp} x cp {layout.cp} x tp {layout.tp} does not divide the {world_size} ranks: change one of them"
+        )
+    if dp != layout.dp:
+        raise ValueError(f"dp {layout.dp} makes {layout.ranks} ranks, there are {world_size}: set dp {dp}")
+    if dp // layout.ep * layout.ep != dp:
+        raise ValueError(f"dp {dp} is no multiple of ep {layout.ep}: choose another ep")
+
+
+def check_pairs(layout: Layout) -> None:
+    """Raise ValueError where two settings do not go together. The message names both, and which one to change."""
+    stage, pipeline = layout.zero_stage, layout.pp > 1
+    rules = [
+        (stage not in range(4), f"zero_stage is {stage}: choose 0, 1, 2 or 3"),
+        (layout.sequence_parallel and layout.tp < 2, "sequence_parallel needs tp above 1, and tp is 1: change tp"),
+        (
+            stage == 3 and pipeline and not layout.keep_gathered,
+            f"with zero_stage 3, pp {layout.pp} gathers anew for each micro-batch: set zero_stage 1, or keep_gathered",
+        ),
+        (
+            layout.keep_gathered and not (stage == 3 and pipeline),
+            f"keep_gathered needs zero_stage 3 (it is {stage}) and pp above 1 (it is {layout.pp}): drop keep_gathered",
+        ),
+        (
+            layout.schedule == "dualpipe" and stage == 3 and pipeline,
+            "dualpipe holds each stage twice, zero_stage 3 not even once: another schedule, or zero_stage 1",
+        ),
+        (
+            layout.recompute == "selective" and layout.cp > 1,
+            f"selective recompute saves nothing with cp {layout.cp}: set recompute to full or none",
+        ),
+    ]
+    for broken, message in rules:
+        if broken:
+            raise ValueError(message)
+
+
+# %% 10.3 the groups of several axes made rank by rank
+def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
+    """The groups of a layout over all ranks of the default group: dp outermost, then pp, cp, tp. Collective."""
+    check_ranks(layout, dist.get_world_size())
+    if device_type is None:
+        device_type = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
+    shape = [layout.dp // layout.ep, layout.ep, layout.pp, layout.cp, layout.tp]
+    cube = init_device_mesh(device_type, tuple(shape), mesh_dim_names=AXES)
+
+    def joined(*axes):
+        moving = [AXES.index(axis) for axis in axes]
+        fixed = [place for place in range(len(AXES)) if place not in moving]
+        size = 1
+        for place in moving:
+            size *= shape[place]
+        rows = cube.mesh.permute(*fixed, *moving).reshape(-1, size)
+        return dist.new_subgroups_by_enumeration(rows.tolist())[0]
+
+    replicas = joined("copies", "ep", "cp")
+    tokens = joined("copies", "ep", "cp", "tp") if layout.sequence_parallel else replicas
+    pp, cp, tp, ep = (cube.get_group(axis) for axis in ("pp", "cp", "tp", "ep"))
+    return Mesh(cube, joined("copies", "ep"), pp, cp, tp, ep, replicas, joined("copies", "cp"), tokens)
+
+
+# %% 10.4 kind by kind
+def copies(kind, layout):
+    """(ranks that have the same numbers, ranks over which their gradient is summed) of matrix, norm, router, expert."""
+    replicas = layout.dp * layout.cp
+    if kind == "matrix":
+        return replicas, replicas
+    if kind == "expert":
+        return replicas // layout.ep, replicas // layout.ep
+    return replicas * layout.tp, replicas * (layout.tp if layout.sequence_parallel else 1)
+
+
+# %% 10.5 a table of verbs
+def split_model(
+    config: ModelConfig, layout: Layout, mesh: Mesh, extra: Iterable[Callable] = (), moe: dict | None = None
+) -> nn.Module:
+    """A `Transformer` on the meta device, split over tp, ep and cp by the verbs of notebooks 06 to 08, in their order."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    cut, mixed = layout.tp > 1, moe is not None
+    verbs = [
+        (mixed, lambda: apply_moe(model, **moe)),
+        (cut, lambda: apply_tensor_parallel(model, mesh.tp)),
+        (layout.sequence_parallel, lambda: apply_sequence_parallel(model, mesh.tp, mesh.tokens)),
+        (mixed, lambda: apply_expert_parallel(model, mesh.ep, mesh.experts, mesh.tokens, mesh.tp if cut else None)),
+        (layout.cp > 1, lambda: apply_context_parallel(model, mesh.cp, layout.cp_method, layout.cp_order)),
+    ]
+    for wanted, verb in verbs:
+        if wanted:
+            verb()
+    for verb in extra:
+        verb(model)
+    return model
+
+
+# %% 10.6 counts ranks by the world's size
+class ParallelModel(ParallelSteps):
+    """What `parallelize` returns: `loss, norm = parallel.step(inputs, targets)`."""
+
+    def gradients(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Forward and backward: the gradient of the mean loss over all target tokens of the whole batch."""
+        layout, mesh, runner = self.layout, self.mesh, self.runner
+        sequences, length = inputs.shape
+        check_sizes(layout, None, length)
+        micro_batches, rest = divmod(sequences, layout.micro_batch)
+        if rest:
+            raise ValueError(f"micro_batch {layout.micro_batch} does not divide {sequences} sequences")
+        if micro_batches != runner.m:
+            runner.use(schedule_of(layout, micro_batches))
+        for router in routers_of(runner.stages):
+            router.loss_weight = 1 / micro_batches
+        inputs = shard_sequence(inputs, mesh.cp, layout.order)
+        targets = shard_sequence(targets, mesh.cp, layout.order)
+        count = targets.ne(IGNORED).sum(dtype=torch.float32)
+        dist.all_reduce(count, group=mesh.replicas)
+        mean_count = torch.clamp(count, min=1).div(dist.get_world_size(mesh.replicas))
+        quiet = None if layout.zero_stage >= 2 else self.sharding.no_sync
+        places = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
+        loss = runner.step(inputs, targets, self.dtype, mean_count, quiet, places)
+        self.sharding.finish()
+        dist.all_reduce(loss)
+        return loss * mesh.pp.size() / dist.get_world_size()
+
+
+# %% 10.7 stage by stage of ZeRO
+def parallelize(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    extra: Iterable[Callable] = (),
+    *,
+    moe: dict | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings,
+) -> ParallelModel:
+    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group."""
+    check_layout(config, layout, dist.get_world_size(), moe=moe)
+    model = split_model(config, layout, mesh, extra, moe)
+    schedule = schedule_of(layout, 2 * layout.pp)
+    stages = split_stages(model, stages_of(schedule))
+    own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
+    for stage in own.values():
+        apply_recompute(stage, layout.recompute)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss
+    if layout.tp > 1:
+        loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
+    with torch.device(mesh.device_mesh.device_type):
+        if layout.zero_stage < 3:
+            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+            runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+            if layout.zero_stage:
+                optimizer = ZeroOptimizer(
+                    runner.stages, optimizer_cls, mesh.replicas, stage=layout.zero_stage, **settings
+                )
+                sharding = optimizer
+            else:
+                sharding = DataParallel(runner.stages, mesh.replicas)
+                optimizer = optimizer_cls(runner.stages.parameters(), **settings)
+        else:
+            sharding, sharded = shard_stages(own, layout, mesh, schedule, init, dtype)
+            runner = PipelineRunner(sharded, schedule, mesh.pp, loss_of, mesh.replicas)
+            optimizer = optimizer_cls(list(runner.stages.parameters()), **settings)
+            if layout.keep_gathered:
+                runner.prepare = sharding.gather
+    return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
+
+
+# %% 10.8 computed from the sizes
+batch, seq, hidden, heads = 2, 16, 32, 4
+apart = [batch, seq // 2, hidden]
+shapes = {name: list(apart) for name in ("attention_norm", "o_proj", "mlp_norm", "mlp")}
+shapes["core"] = [batch, seq, heads // 2, hidden // heads]
+
+
+# %% 10.9 shortened
+def weights_over_activations(params, hidden, tokens, ranks):
+    """Numbers sent by ZeRO-3 over those of a pipeline, on `ranks` ranks with a micro-batch of `tokens` tokens each."""
+    return 1.5 * params / (hidden * tokens * ranks)
+
+
+# %% 10.10 unit by unit
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import Unit
+
+
+class KeptGathers(FullyShard):
+    """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
+
+    def gather(self) -> None:
+        """Before a step, on all ranks: start all all-gathers, in the order of forward."""
+        self._start(self.root)
+        for unit in self.units:
+            self._start(unit)
+        self.open = [unit for unit in self.units]
+        for part in self.root.parts:
+            part.buffer.wait()
+
+    def _start(self, unit: Unit) -> None:
+        for part in unit.parts:
+            part.buffer.gather()
+            part.register(part.whole)
+
+    def before_forward(self, unit: Unit) -> None:
+        """Wait until the unit's values are there; leave its parameters alone: a split pass has stand-ins there."""
+        for buffer in [part.buffer for part in unit.parts]:
+            buffer.wait()
+
+    def backward_begins(self, unit: Unit) -> None:
+        """Everything is there, and nothing is sent before finish()."""
+
+
+# %% 10.11 by the square of a cosine, and by exact fractions
+import math
+from fractions import Fraction
+
+
+def learning_rate(step: int, peak: float, warmup: int, steps: int, least: float = 0.1) -> float:
+    """The learning rate of a step, which count from 1."""
+    if step >= steps > warmup:
+        return least * peak
+    if step >= warmup:
+        share = math.cos(math.pi / 2 * (step - warmup) / max(1, steps - warmup)) ** 2
+        return peak * share + least * peak * (1 - share)
+    return step / warmup * peak
+
+
+def batch_at(step: int, start: int, full: int, ramp: int) -> int:
+    """Sequences of a step, which count from 1."""
+    if ramp < step:
+        return full
+    grown = math.floor(start + (full - start) * Fraction(step - 1, ramp))
+    return grown - grown % start
+
+
+# %% 10.12 a group at a time, by a function of its own
+def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> list[str]:
+    """What keeps the ranks from going on: a line for each group whose ranks do not agree."""
+    began = {rank: min((flight.time_ns for flight in flights), default=0) for rank, flights in records.items()}
+
+    def line_of(name: str, ranks: list[int]) -> str | None:
+        by_number = {}
+        lowest = []
+        for rank in ranks:
+            own = [flight for flight in records.get(rank, []) if flight.group == name]
+            lowest += [min(flight.number for flight in own)] if own else []
+            for flight in own:
+                by_number.setdefault(flight.number, {})[rank] = flight
+        for number in sorted(by_number):
+            if number < max(lowest):
+                continue
+            there = by_number[number]
+            earliest = min(flight.time_ns for flight in there.values())
+            missing = [rank for rank in ranks if rank not in there and began.get(rank, 0) <= earliest]
+            kinds = {}
+            for rank in sorted(there, key=ranks.index):
+                kinds.setdefault(described(there[rank]), []).append(rank)
+            if missing or len(kinds) > 1:
+                text = f"group {ranks}, number {number}: "
+                text += "; ".join(f"{who} in {what}" for what, who in kinds.items())
+                return text + (f"; not there: {missing}" if missing else "")
+        return None
+
+    lines = (line_of(name, ranks) for name, ranks in groups.items())
+    return [line for line in lines if line]
+
+
+# %% 10.13 the ranks of the circle in another order
+verdict = dict(A=("left", [7]), B=("circle", [4, 1]), C=("alone", [7]))
+
+
+# %% 10.14 sorts those that came
+from collections import defaultdict
+
+
+def lateness(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> dict[int, float]:
+    """For how many seconds others have waited for each rank."""
+    arrivals = defaultdict(list)
+    for rank in records:
+        for flight in records[rank]:
+            arrivals[flight.group, flight.number].append((flight.time_ns, rank))
+    waited = {rank: 0.0 for rank in records}
+    for (group, _), came in arrivals.items():
+        size = len(groups[group]) if group in groups else 0
+        if size < 2 or len(came) < size:
+            continue
+        came.sort()
+        middle = (came[(size - 1) // 2][0] + came[size // 2][0]) / 2
+        waited[came[-1][1]] += (came[-1][0] - middle) * 1e-9
+    return waited
+
+
+# %% 10.15 a function for who is reached
+def bytes_across(traffic: Traffic, slots: list[int], ranks_per_node: int) -> int:
+    """Bytes of `traffic` that leave a node. slots: by rank; node n has the slots from n · ranks_per_node on."""
+    node = [slot // ranks_per_node for slot in slots]
+
+    def leaving(record) -> int:
+        rank = record.rank
+        if record.collective == "send":
+            return record.bytes if node[record.peer] != node[rank] else 0
+        if record.collective in {"all_reduce", "all_gather", "reduce_scatter"}:
+            after = [other for other in record.group if slots[other] > slots[rank]]
+            following = min(after or record.group, key=slots.__getitem__)
+            return record.bytes if node[following] != node[rank] else 0
+        others = [other for other in record.group if other != rank]
+        away = len([other for other in others if node[other] != node[rank]])
+        return record.bytes * away // len(others) if others else 0
+
+    return sum(map(leaving, traffic.records))
+
+
+# %% 10.16 by powers and exponentials
+import math
+
+
+def save_interval(save_s: float, mtbf_s: float) -> float:
+    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
+    return (2 * save_s * mtbf_s) ** 0.5
+
+
+def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
+    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
+    rate = 1 / mtbf_s
+    useful = rate * interval_s * math.exp(-rate * restart_s) / math.expm1(rate * (interval_s + save_s))
+    return 1 - useful
+
+
+# %% 10.17 rows put together, seeds by another hash
+import hashlib
+
+import torch
+
+
+def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
+    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens."""
+    rows = []
+    for number, row in enumerate(inputs, start=first):
+        generator = torch.Generator()
+        generator.manual_seed(int.from_bytes(hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4], "big"))
+        chosen = torch.rand(row.shape, generator=generator) < rate
+        rows.append(torch.where(chosen, torch.randint(0, vocab, row.shape, generator=generator), row))
+    return torch.stack(rows)
+
+
+# %% 10.18 the largest aligned box first
+def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    boxes, at = [], first
+    while at < last:
+        offsets = tuple(at // stride % size for stride, size in zip(strides, shape))
+        for axis, stride in enumerate(strides):
+            if at % stride == 0 and at + stride <= last:
+                count = min((last - at) // stride, shape[axis] - offsets[axis])
+                boxes.append((offsets, (1,) * axis + (count,) + tuple(shape[axis + 1 :])))
+                at += count * stride
+                break
+        else:
+            return [((), ())]  # a tensor without dimensions
+    return boxes
+
+
+# %% 10.19 narrows both, a dimension at a time
+def fill(wanted: list[Box], saved: list[Box]) -> None:
+    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
+    for target in wanted:
+        for source in saved:
+            into, out_of = target.values, source.values
+            for dim, (here, there) in enumerate(zip(target.offsets, source.offsets)):
+                begin = max(here, there)
+                length = min(here + target.values.shape[dim], there + source.values.shape[dim]) - begin
+                if length <= 0:
+                    break
+                into, out_of = into.narrow(dim, begin - here, length), out_of.narrow(dim, begin - there, length)
+            else:
+                into.copy_(out_of)
+
+
+# %% 10.20 with open and replace
+def commit(saving: Path, about: dict, keep: int) -> Path:
+    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`."""
+    root, final = saving.parent, saving.parent / saving.stem
+    with open(saving / ABOUT, "w") as out:
+        out.write(sealed(about))
+    for path in (saving / ABOUT, saving):
+        flush(path)
+    saving.replace(final)
+    flush(root)
+    kept = {final, *[folder for folder in complete(root).values() if folder != final][::-1][: max(0, keep - 1)]}
+    for folder in complete(root).values():
+        if folder not in kept:
+            folder.replace(folder.with_suffix(DELETING))
+    for folder in sorted(root.glob("*" + DELETING)):
+        shutil.rmtree(folder, ignore_errors=True)
+    return final
+
+
+# %% 10.21 one at a time
+forgot = {}
+forgot["A"] = "optimizer"
+forgot["B"] = "step"
+forgot["C"] = "position"
