@@ -3,9 +3,9 @@
 A notebook runs once, in one kernel: its checks and the cells that they depend on (`needed_cells`), those tagged
 measurement left out; nbmake runs all of it. At each check the exercise is put in blank, then as each wrong answer of
 `wrong_answers/NN.py`, and the check must fail every time; then the notebook's own objects are put back, and it must
-pass; as it must with each right answer of `right_answers/NN.py`, if there is one: the same in another style. An answer is the
-whole source of the exercise's cell, under a heading `# %% 01.2 what is wrong with it`, or what is other about it. How
-long each check took is in the report of the suite. Needs no GPU.
+pass; as it must with each right answer of `right_answers/NN.py`, if there is one: the same in another style. An answer
+is the whole source of the exercise's cell, under a heading `# %% 01.2 what is wrong with it`, or what is other about
+it. How long each check took is in the report of the suite. Needs no GPU.
 """
 
 import ast

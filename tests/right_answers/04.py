@@ -1,0 +1,291 @@
+"""Right answers in another style than the solutions, that the checks of notebook 04 must accept."""
+
+
+# %% 04.1 one product
+def accumulation_steps(batch_tokens: int, seq: int, micro_batch: int, dp: int) -> int:
+    """Micro-batches of `micro_batch` sequences that each of `dp` GPUs works through in a step of `batch_tokens` tokens.
+
+    Raises ValueError where batch_tokens is no multiple of seq x micro_batch x dp.
+    """
+    per_step = seq * micro_batch * dp
+    if batch_tokens < per_step or batch_tokens % per_step:
+        raise ValueError(f"a step of {batch_tokens} tokens is no multiple of {seq} x {micro_batch} x {dp} = {per_step}")
+    return batch_tokens // per_step
+
+
+# %% 04.2 divided first
+def average_gradients(module: nn.Module, group=None) -> None:
+    """Replace each gradient by its mean over the ranks of the group."""
+    for gradient in [parameter.grad for parameter in module.parameters() if parameter.grad is not None]:
+        gradient.div_(dist.get_world_size(group))
+        dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group)
+
+
+# %% 04.3 from bytes
+# Set gigabytes_sent: what each of 64 GPUs sends in a step.
+gigabytes_sent = 2 * (64 - 1) / 64 * 2 * 8.03e9 / 1e9
+
+
+# %% 04.4 a queue of works
+def overlap_gradients(module: nn.Module, group=None):
+    """From now on each backward starts an all-reduce as soon as a gradient is complete. Returns finish(), to be called
+    after each backward: it waits until every gradient is the mean over the group.
+    """
+    from_backward = []
+
+    def reduce_now(parameter):
+        gradient = parameter.grad
+        gradient.mul_(1 / dist.get_world_size(group))
+        from_backward.append(dist.all_reduce(gradient, group=group, async_op=True))
+
+    for parameter in filter(lambda p: p.requires_grad, module.parameters()):
+        parameter.register_post_accumulate_grad_hook(reduce_now)
+
+    def finish():
+        while from_backward:
+            from_backward.pop(0).wait()
+
+    return finish
+
+
+# %% 04.5 the kinds apart, then in order
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# Of each mode: whether buckets hold up to bucket_mb (else a parameter each), and whether they start during backward.
+MODES = {"naive": (False, False), "overlap": (False, True), "bucket": (True, True)}
+
+
+def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
+    """Parameters whose gradients are reduced together, at most `bucket_bytes` unless one alone is larger.
+
+    In the order in which backward completes them: from the last parameter to the first, a bucket's place being that of
+    its last one. Only parameters of one dtype, device and `reduce_group` share a bucket.
+    """
+    order = list(parameters)[::-1]
+    kinds = {}
+    for number, parameter in enumerate(order):
+        kind = parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None)
+        kinds.setdefault(kind, []).append((number, parameter))
+    closed = []
+    for members in kinds.values():
+        current, held = [], 0
+        for number, parameter in members:
+            size = parameter.numel() * parameter.element_size()
+            if current and held + size > bucket_bytes:
+                closed.append(current)
+                current, held = [], 0
+            current.append((number, parameter))
+            held += size
+        closed.append(current)
+    closed.sort(key=lambda bucket: bucket[-1][0])
+    return [[parameter for _, parameter in bucket] for bucket in closed]
+
+
+# %% 04.6 what is missing, one by one
+class Bucket:
+    """Gradients that one all-reduce sums: views of a flat buffer [all their elements, then a flag for each parameter].
+
+    The summed flag tells a rank without a gradient whether another rank had one. Gradients are multiplied by `scale`
+    before the sum. `reduce_dtype`: that of the scaling, the transfer and the sum, in a copy, rounded back at the end.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], group, scale: float, reduce_dtype: torch.dtype | None = None):
+        self.parameters, self.group = parameters, group
+        first, numels = parameters[0], [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(numels) + len(numels), dtype=first.dtype, device=first.device)
+        *pieces, self.flags = self.flat.split([*numels, len(numels)])
+        strides = [torch.empty_like(parameter, device="meta").stride() for parameter in parameters]
+        views = (piece.as_strided(p.shape, s) for piece, p, s in zip(pieces, parameters, strides, strict=True))
+        self.views = dict(zip(parameters, views, strict=True))
+        self.reduce_dtype = reduce_dtype or first.dtype
+        in_place = self.reduce_dtype == first.dtype  # then gradients are scaled while they are stored, else in the copy
+        self.scale, self.copy_scale = (scale, 1.0) if in_place else (1.0, scale)
+        self.missing = set(parameters)  # those that have no final gradient yet
+        self.work = self.sent = None
+
+    def store(self, parameter: nn.Parameter, scale: float) -> None:
+        """Have the gradient, times `scale`, in the buffer, and `parameter.grad` a view of it."""
+        view = self.views[parameter]
+        if parameter.grad is not view:  # fresh from backward: zero_grad() has taken the view away
+            torch.mul(parameter.grad, scale, out=view)
+            parameter.grad = view
+        elif scale != 1.0:  # backward has added to what was there
+            view.mul_(scale)
+
+    def launch(self) -> None:
+        """Start the all-reduce: with zeros for a parameter that has no gradient, not even of earlier micro-batches."""
+        self.flags.fill_(1)
+        for flag, parameter in zip(self.flags, self.parameters):
+            if parameter not in self.missing:
+                continue
+            if parameter.grad is None:
+                flag.zero_()
+                self.views[parameter].fill_(0)
+            else:
+                self.store(parameter, self.scale)
+        if self.reduce_dtype == self.flat.dtype:
+            self.sent = self.flat
+        else:
+            self.sent = self.flat.to(self.reduce_dtype) * self.copy_scale
+        self.work = dist.all_reduce(self.sent, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait for the all-reduce. A parameter that was used on other ranks alone gets their mean, one that was used on
+        no rank keeps None; for such a parameter only, a flag is read on the host.
+        """
+        self.work.wait()
+        if self.sent is not self.flat:
+            self.flat.copy_(self.sent)
+        for i, parameter in enumerate(self.parameters if self.missing else ()):
+            if parameter.grad is None and self.flags[i] > 0:
+                parameter.grad = self.views[parameter]
+        self.missing = set(self.parameters)
+        self.work = self.sent = None
+
+
+# %% 04.7 returns early
+class Reducer:
+    """The buckets of a model. They start in the same order on all ranks, each after those before it.
+
+    Otherwise ranks that use different parameters would start different all-reduces, and wait for each other for ever.
+    `names`: of the parameters to reduce, by parameter; the rest: as of DataParallel.
+    """
+
+    def __init__(self, names: dict[nn.Parameter, str], group, mode: str, bucket_mb: float, reduce_dtype):
+        self.names, (in_buckets, self.launches_early) = names, MODES[mode]
+        self.buckets, self.bucket_of, self.launched = [], {}, 0
+        for parameters in make_buckets(names, bucket_mb * 1e6 if in_buckets else 0):
+            reduce_group = getattr(parameters[0], "reduce_group", group)
+            bucket = Bucket(parameters, reduce_group, 1 / group.size(), reduce_dtype)
+            self.buckets.append(bucket)
+            self.bucket_of.update(dict.fromkeys(parameters, bucket))
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is a final gradient since the last finish()."""
+        return any(len(bucket.missing) < len(bucket.parameters) for bucket in self.buckets)
+
+    def add(self, parameter: nn.Parameter, final: bool) -> None:
+        """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready."""
+        bucket = self.bucket_of[parameter]
+        if parameter.grad.layout != torch.strided:
+            raise ValueError(f"{self.names[parameter]} has a sparse gradient: use a layer with sparse=False")
+        if parameter not in bucket.missing:
+            raise RuntimeError(
+                f"a second gradient for {self.names[parameter]} before finish(): run all but a step's last backward in "
+                "no_sync(), and use a parameter in one reentrant checkpoint only"
+            )
+        if not final:
+            bucket.store(parameter, 1.0)
+            return
+        bucket.store(parameter, bucket.scale)
+        bucket.missing.discard(parameter)
+        if self.launches_early:
+            for ready in self.buckets[self.launched :]:
+                if ready.missing:
+                    break
+                ready.launch()
+                self.launched += 1
+
+    def finish(self) -> None:
+        """Launch the other buckets, and wait for all."""
+        for bucket in self.buckets[self.launched :]:
+            bucket.launch()
+        for bucket in self.buckets:
+            bucket.finish()
+        self.launched = 0
+
+
+# %% 04.8 the last micro-batch apart
+from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
+
+
+def parallel_accumulate(
+    dp: DataParallel, micro_batches, dtype: torch.dtype = torch.float32, loss_of=summed_loss
+) -> torch.Tensor:
+    """Forward and backward of this rank's micro-batches, then finish(): the gradient of the mean loss over all target
+    tokens of all ranks; one micro-batch or more; dtype, loss_of: as of `accumulate`. Returns that loss, the same on all
+    ranks.
+    """
+    micro_batches = list(micro_batches)
+    counts = torch.stack([targets.ne(IGNORED).sum() for _, targets in micro_batches])
+    tokens = counts.sum(dtype=torch.float32)
+    dist.all_reduce(tokens, op=dist.ReduceOp.SUM, group=dp.group)
+    n = dist.get_world_size(dp.group)
+    share = torch.clamp(tokens, min=1.0) / n
+    *early, last = micro_batches
+    loss = torch.zeros_like(tokens)
+    if early:
+        with dp.no_sync():
+            loss = loss + accumulate(dp, early, dtype, tokens=share, loss_of=loss_of)
+    loss = loss + accumulate(dp, [last], dtype, tokens=share, loss_of=loss_of)
+    dp.finish()
+    loss /= n
+    dist.all_reduce(loss, group=dp.group)
+    return loss
+
+
+# %% 04.9 all at once
+def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
+    """(step, rank) where a replica's norm first leaves the others'; norms[rank][step], of three or more ranks."""
+    table = np.array(norms, dtype=float)  # [ranks, steps]
+    usual = np.median(table, axis=0)
+    same = np.abs(table - usual) <= 1e-4 * np.abs(usual)
+    places = np.argwhere(~same.T)
+    return tuple(int(place) for place in places[0]) if len(places) else None
+
+
+# %% 04.10 largest and smallest apart, by a sum of products with a pattern
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+
+
+def out_of_step(module: nn.Module, group=None) -> list[str]:
+    """Names of the parameters and buffers whose bits are not the same on all ranks of the group; 16 bytes a tensor are
+    sent. The same list on all ranks.
+
+    Compares a checksum of each tensor: its bits as whole numbers, weighted by place, summed modulo 2**64.
+    """
+    named = list(module.named_parameters()) + list(module.named_buffers())
+
+    def checksum(tensor):
+        bits = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()]).reshape(-1)
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+        for start in range(0, len(bits), 2**20):
+            part = bits[start : start + 2**20].to(torch.int64)
+            places = torch.arange(start + 1, start + 1 + len(part), device=tensor.device)
+            total += torch.sum(part * (2 * places + 1))
+        return total
+
+    sums = torch.stack([checksum(tensor) for _, tensor in named])
+    both = torch.cat([sums, -sums])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    most, least = both[: len(sums)], -both[len(sums) :]
+    return [name for (name, _), differs in zip(named, (most != least).tolist()) if differs]
+
+
+# %% 04.11 two times
+def overlap_ratio(tokens: int, dp: int, bandwidth: float, peak: float, gradient_bytes: int = 2) -> float:
+    """Time of the gradients' all-reduce over that of the backward beside it; up to 1 it can be hidden.
+
+    tokens: of one GPU's (last) micro-batch; bandwidth: bytes a second of a GPU (bus bandwidth); peak: floating-point
+    operations a second. The Ultra-Scale Playbook, appendix A3, corrected: the parameters cancel.
+    """
+    communication_s = gradient_bytes * (dp - 1) / dp * 2 / bandwidth  # of one parameter
+    backward_s = 4 * tokens / peak
+    return communication_s / backward_s
+
+
+# %% 04.12 all that divide, then the largest
+def recipe(sequences: int, gpus: int, largest_micro_batch: int) -> tuple[int, int, int]:
+    """(dp, micro_batch, accumulation steps): most GPUs first, then the largest micro-batch."""
+    best = max(
+        (dp, size)
+        for dp in range(1, gpus + 1)
+        for size in range(1, largest_micro_batch + 1)
+        if sequences % (dp * size) == 0
+    )
+    return best[0], best[1], sequences // (best[0] * best[1])
