@@ -1,0 +1,436 @@
+"""Right answers in another style than the solutions, that the checks of notebook 06 must accept."""
+
+
+# %% 06.1 into one tensor, and by a product with the transpose
+def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> torch.Tensor:
+    """x · weightᵀ [n, out], whole on every rank, each of which does an N-th of the multiplications.
+
+    x: [n, in] and weight: [out, in], whole on every rank; how: "columns" or "rows".
+    """
+    n, rank = group.size(), group.rank()
+    if how == "rows":
+        columns = x.shape[1] // n
+        own = slice(rank * columns, (rank + 1) * columns)
+        total = x[:, own] @ weight[:, own].t()
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=group)
+        return total
+    mine = x @ weight.chunk(n)[rank].t()
+    of_all = [torch.zeros_like(mine) for _ in range(n)]
+    dist.all_gather(of_all, mine.contiguous(), group=group)
+    return torch.cat(of_all, 1)
+
+
+# %% 06.2 other copies
+import torch
+import torch.distributed as dist
+
+
+class CopyToGroup(torch.autograd.Function):
+    """f: nothing in forward; in backward the sum of the gradients over the group."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group) -> torch.Tensor:
+        ctx.members = group
+        return x.view(x.shape)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        summed = torch.empty_like(gradient, memory_format=torch.contiguous_format).copy_(gradient)
+        dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=ctx.members)
+        return summed, None
+
+
+class SumOverGroup(torch.autograd.Function):
+    """f*: the sum over the group in forward; nothing in backward."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group) -> torch.Tensor:
+        summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        summed.copy_(x)
+        dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=group)
+        return summed
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        return gradient, None
+
+
+def copy_to_group(x: torch.Tensor, group) -> torch.Tensor:
+    """x, whole on all ranks, on its way into split work: its gradient is summed over the group."""
+    return x if group.size() == 1 else CopyToGroup.apply(x, group)
+
+
+def sum_over_group(x: torch.Tensor, group) -> torch.Tensor:
+    """The sum of the ranks' x, as a new tensor (x itself in a group of one); each rank's x gets the sum's gradient."""
+    return x if group.size() == 1 else SumOverGroup.apply(x, group)
+
+
+# %% 06.3 by einsum, the sum on its way first
+def silu_gradient(u: torch.Tensor) -> torch.Tensor:
+    """The derivative of silu at u."""
+    share = u.sigmoid()
+    return share * (1 + u * (1 - share))
+
+
+def mlp_backward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, grad_y: torch.Tensor, group) -> tuple:
+    """Gradients of x (whole), a and b (this rank's), where y = sum over the ranks of silu(x · aᵀ) · bᵀ.
+
+    x, grad_y: [n, h], the same on all ranks; a: [ffn/N, h] and b: [h, ffn/N], this rank's.
+    """
+    u = torch.einsum("nh,fh->nf", x, a)
+    grad_u = torch.einsum("nh,hf->nf", grad_y, b) * silu_gradient(u)
+    grad_x = torch.einsum("nf,fh->nh", grad_u, a)
+    sum_of_x = dist.all_reduce(grad_x, group=group, async_op=True)
+    grad_a = torch.einsum("nf,nh->fh", grad_u, x)
+    grad_b = torch.einsum("nh,nf->hf", grad_y, u * u.sigmoid())
+    sum_of_x.wait()
+    return grad_x, grad_a, grad_b
+
+
+# %% 06.4 a sum of products
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+class ColumnProducts(torch.autograd.Function):
+    """x · weightᵀ for each weight; in backward the sum of x's gradient over the group travels beside the products that
+    make the weights' gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """x: [..., in], of two dimensions or more; weights: [out, in]; returns one [..., out] for each weight."""
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        flat_x = x.reshape(-1, x.shape[-1])
+        flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+        total = None
+        if ctx.needs_input_grad[0]:
+            total = torch.mm(flat[0], weights[0])
+            for gradient, weight in list(zip(flat, weights))[1:]:
+                total += torch.mm(gradient, weight)
+            on_its_way = dist.all_reduce(total, group=ctx.group, async_op=True)
+        of_weights = []
+        for wanted, gradient in zip(ctx.needs_input_grad[2:], flat):
+            of_weights.append(torch.mm(gradient.t(), flat_x) if wanted else None)
+        if total is not None:
+            on_its_way.wait()
+            total = total.reshape(x.shape)
+        return (total, None, *of_weights)
+
+
+# %% 06.5 by a product
+class RowParallelLinear(nn.Module):
+    """`linear` with its weight split over `group` along the input: this rank's input [..., in/N] to all of the output
+    [..., out].
+
+    chunks: into how many parts the rows of x are cut, each summed over the group while the next is multiplied.
+    """
+
+    def __init__(self, linear: nn.Linear, group: dist.ProcessGroup | None = None, chunks: int = 1):
+        super().__init__()
+        self.group, self.chunks = group or dist.group.WORLD, chunks
+        self.leave = sum_over_group  # f*; notebook 07 puts another one in its place
+        self.weight = shard_parameter(linear.weight, TensorShard.of(linear.in_features, self.group, dim=1))
+        self.bias = linear.bias  # whole: all ranks add the same one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.chunks > 1:
+            x, weight = as_autocast(x, self.weight)
+            out = RowProduct.apply(x, self.group, weight, self.chunks)
+            return out if self.bias is None else out + self.bias.to(out.dtype)
+        partial = torch.matmul(x, self.weight.transpose(0, 1))
+        whole = self.leave(partial, self.group)
+        if self.bias is not None:
+            whole = whole + self.bias.to(whole.dtype)
+        return whole
+
+
+# %% 06.6 layer by layer
+def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
+    """What each of the layers, all over one group, makes of x [..., in]: [..., out/N] each; for all of them together
+    one all-reduce in backward.
+    """
+
+    weights, biases = [], []
+    for layer in layers:
+        weight, bias = layer.weight, layer.bias
+        if layer.replicas:
+            weight = copy_to_group(weight, layer.replicas.copies)
+            bias = bias if bias is None else copy_to_group(bias, layer.replicas.copies)
+        weights.append(weight)
+        biases.append(bias)
+    first = layers[0]
+    x, *weights = as_autocast(x, *weights)
+    made = []
+    for out, bias in zip(first.products.apply(x, first.group, *weights), biases):
+        made.append(out if bias is None else out + bias.to(out.dtype))
+    return tuple(made)
+
+
+# %% 06.7 zeros where another rank has the row
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+class VocabParallelEmbedding(nn.Module):
+    """`embedding` with its rows split over `group`: tokens [...] to all of the hidden states [..., h].
+
+    Of `embedding` it takes the weight alone, no padding_idx or max_norm. A token outside of the vocabulary gives zeros.
+    """
+
+    def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup | None = None):
+        super().__init__()
+        self.group, self.leave = group or dist.group.WORLD, sum_over_group
+        self.shard = TensorShard.of(embedding.num_embeddings, self.group)
+        self.weight = shard_parameter(embedding.weight, self.shard)  # [v/N, h]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        last = self.shard.start + self.shard.size
+        here = (tokens >= self.shard.start) & (tokens < last)
+        places = torch.where(here, tokens - self.shard.start, 0)
+        found = F.embedding(places, self.weight)
+        return self.leave(torch.where(here.unsqueeze(-1), found, torch.zeros_like(found)), self.group)
+
+
+# %% 06.8 two sums side by side
+def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the targets [n] among this rank's tokens (0 for others), and which targets are elsewhere."""
+    rows = targets - shard.start
+    elsewhere = (rows < 0) | (rows >= shard.size)
+    return rows.masked_fill_(elsewhere, 0), elsewhere
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once.
+
+    IGNORED targets pass through, as if their logit were the maximum: whoever calls masks their losses.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        ctx.dtype = logits.dtype
+        top = logits.max(dim=1).values.float()
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=shard.group)
+        rows, elsewhere = local_rows(targets, shard)
+        kept = logits.float() - top.unsqueeze(1) if logits.dtype == torch.float32 else logits - top.unsqueeze(1)
+        both = torch.zeros(2, len(logits), dtype=torch.float32, device=logits.device)
+        both[1] = torch.where(elsewhere, 0.0, kept.gather(1, rows.unsqueeze(1)).squeeze(1))
+        kept.exp_()
+        both[0] = kept.sum(dim=1)
+        dist.all_reduce(both, op=dist.ReduceOp.SUM, group=shard.group)
+        if ctx.needs_input_grad[0]:
+            kept /= both[0].unsqueeze(1)
+            kept[torch.arange(len(rows), device=rows.device), rows] -= (~elsewhere).to(kept.dtype)
+            ctx.save_for_backward(kept)
+        return both[0].log() - both[1]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        (kept,) = ctx.saved_tensors
+        kept *= gradient.unsqueeze(1)
+        return kept.to(ctx.dtype), None, None
+
+
+# %% 06.9 by names
+def apply_tensor_parallel(
+    model: nn.Module, group: dist.ProcessGroup | None = None, chunks: int = 1, gather_logits: bool = False
+) -> nn.Module:
+    """Split the matrices of a `Transformer` over the ranks of `group`, in place; returns the model.
+
+    All ranks give it the same tokens, and come with the same random state where there is dropout. It returns this
+    rank's logits [b, s, v/N], for vocab_parallel_cross_entropy, or all of them with gather_logits. chunks: see
+    RowParallelLinear. The model may be on the meta device (then `tensor_shards.materialize` it). Weights of q, k, v,
+    gate and up are used without calling their layers: hooks on these do not run, and a layer that is replaced later is
+    not noticed. Collective over the default group where there are more ranks than K/V heads.
+
+    Raises ValueError, and changes nothing, where the group's size does not fit the model or the model is split already.
+    """
+    group, config = group or dist.group.WORLD, model.config
+    check_degree(config, group.size())
+    if any(hasattr(parameter, "tensor_shard") for parameter in model.parameters()):
+        raise ValueError("the model is split already")
+    copies = group.size() // config.kv_heads
+    replicas = replicas_of(group, copies) if copies > 1 else None
+    column = {"q_proj": None, "k_proj": replicas, "v_proj": replicas, "gate_proj": None, "up_proj": None}
+    for block in model.blocks:
+        for module in [*block.modules()]:
+            if module is not block.attention and not isinstance(module, MLP):
+                continue
+            together = []
+            for name, child in [*module.named_children()]:
+                if name in column:
+                    split = ColumnParallelLinear(child, group, column[name])
+                    together.append(split)
+                    setattr(module, name, split)
+                elif name in ("o_proj", "down_proj"):
+                    setattr(module, name, RowParallelLinear(child, group, chunks))
+            module.project = functools.partial(project_together, layers=together)
+    if model.embedding is not None:
+        model.embedding = VocabParallelEmbedding(model.embedding, group)
+    if model.head is not None:
+        head = ColumnParallelLinear(model.head, group, gather_output=gather_logits)
+        if config.tied and model.embedding is not None:
+            head.weight = model.embedding.weight
+        model.head = head
+    return model
+
+
+# %% 06.10 step by step
+# Set gigabytes_sent: what each of 8 GPUs sends in a forward and backward.
+sums = 4 * 32 + 2
+bytes_of_one = 8192 * 4096 * 2
+gigabytes_sent = sums * bytes_of_one * 2 * (8 - 1) / 8 / 10**9
+
+
+# %% 06.11 from what differs
+import math
+
+
+def diagnose(first_loss: float, expected: float, differing: list[str]) -> str:
+    """ "right", "row layer" (does not sum as it should), "f" (is missing) or "copies" (of K/V heads not in sync)."""
+    norms = [name for name in differing if "norm" in name]
+    if not math.isclose(first_loss, expected, rel_tol=1e-4):
+        return "row layer"
+    elif norms:
+        return "f"
+    elif differing:
+        return "copies"
+    return "right"
+
+
+# %% 06.12 the chunks put together
+class RowProduct(torch.autograd.Function):
+    """x · weightᵀ summed over the group, in chunks of x's rows: the sum of one travels while the next is multiplied."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group, weight: torch.Tensor, chunks: int) -> torch.Tensor:
+        """x: [..., in/N], weight: [out, in/N]; returns [..., out]."""
+        ctx.save_for_backward(x, weight)
+        rows = x.reshape(-1, x.shape[-1])
+        sums = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+        waiting, start = [], 0
+        for part in rows.chunk(chunks):
+            end = start + part.shape[0]
+            torch.matmul(part, weight.t(), out=sums[start:end])
+            waiting.append(dist.all_reduce(sums[start:end], group=group, async_op=True))
+            start = end
+        [work.wait() for work in waiting]
+        return sums.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        row = gradient.flatten(0, -2)
+        grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = row.t() @ x.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_weight, None
+
+
+# %% 06.13 the state after one draw
+import contextlib
+import zlib
+
+
+def generators() -> list[torch.Generator]:
+    """The generators that this process draws from by default: the CPU's, and the current GPU's where it is in use."""
+    own = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        own.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return own
+
+
+@contextlib.contextmanager
+def own_randomness(group: dist.ProcessGroup | None = None):
+    """Inside, each rank of the group draws random numbers of its own; afterwards all go on as one.
+
+    All ranks come with generators in the same state (the same seed, and the same draws since), which decides what is
+    drawn inside. Also a decorator: `attention.core = own_randomness(group)(core_with_dropout)`.
+    """
+    group = group or dist.group.WORLD
+    after = {}
+    for generator in generators():
+        own_seed = zlib.crc32(bytes([group.rank() % 256, group.rank() // 256]) + bytes(generator.get_state().tolist()))
+        torch.rand((), device=generator.device, generator=generator)
+        after[generator] = generator.get_state()
+        generator.manual_seed(own_seed)
+    try:
+        yield
+    finally:
+        for generator in after:
+            generator.set_state(after[generator])
+
+
+# %% 06.14 a dictionary
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.tensor_parallel.shards import TensorShard
+
+
+class PartitionedCheckpoint(Recomputed):
+    """A function that is run again in backward, from arguments of which each rank of `group` keeps a part."""
+
+    def __init__(self, function, group: dist.ProcessGroup):
+        super().__init__(function)
+        self.group = group
+
+    def __call__(self, *arguments):
+        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
+            return super().__call__(*arguments)
+
+    def pack(self, tensor: torch.Tensor):
+        """What is kept of an argument."""
+        if tensor.numel() == 0 or not tensor.requires_grad:
+            return tensor
+        flat = tensor.detach().reshape(-1)
+        shard = TensorShard.of(len(flat), self.group)
+        return {"part": shard.cut(flat).clone(), "shard": shard, "shape": tensor.shape}
+
+    def unpack(self, kept) -> torch.Tensor:
+        """The argument. Collective."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        return kept["shard"].gather(kept["part"]).reshape(kept["shape"])
+
+
+def apply_partitioned_recompute(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
+    """Recompute each of `model.blocks` from an input that is shared out over `group`, whose ranks all have the same.
+
+    Replaces an earlier mode of recompute.apply_recompute, which undoes it. Returns the model. Raises ValueError for a
+    model that is sequence parallel (notebook 07): there each rank has other hidden states, a part of all, already.
+    """
+    leaving = {module.leave.__name__ for module in model.modules() if hasattr(module, "leave")}
+    if leaving - {"sum_over_group"}:
+        raise ValueError("the model is sequence parallel: what its ranks have between the layers is in parts already")
+    apply_recompute(model, "none")
+    for block in model.blocks:
+        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
+    return model
+
+
+# %% 06.15 two times
+def all_reduce_ratio(
+    hidden: int, tp: int, bandwidth: float, peak: float, layer_params: int | None = None, element_bytes: int = 2
+) -> float:
+    """Time of a layer's two all-reduces in forward over that of its products, on `tp` GPUs; in backward it is half.
+
+    bandwidth: bytes a second of a GPU (bus bandwidth); peak: floating-point operations a second; layer_params: 12 h²
+    where None. The Ultra-Scale Playbook, appendix A3, for a whole layer and in bytes.
+    """
+    if layer_params is None:
+        layer_params = 12 * hidden * hidden
+    of_a_token = 2 * 2 * (tp - 1) / tp * hidden * element_bytes / bandwidth
+    products = 2 * layer_params / tp / peak
+    return of_a_token / products

@@ -1,0 +1,393 @@
+"""Right answers in another style than the solutions, that the checks of notebook 08 must accept."""
+
+
+# %% 08.1 a mask
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+
+def top_k_gates(scores: torch.Tensor, ranking: torch.Tensor, k: int) -> torch.Tensor:
+    """Gates [..., E] of the k experts that stand highest in `ranking` [..., E], 0 for the others.
+
+    Those of the chosen are above 0: their scores [..., E], for k > 1 divided by their sum.
+    """
+    places = torch.topk(ranking, k, dim=-1)[1]
+    mask = torch.zeros_like(scores).scatter_(-1, places, 1.0)
+    least = torch.finfo(scores.dtype).tiny
+    kept = scores * mask
+    if k != 1:
+        kept = kept / kept.sum(dim=-1, keepdim=True).clamp_min(least)
+    return torch.where(mask > 0, kept.clamp_min(least), torch.zeros_like(kept))
+
+
+# %% 08.2 by number, a list of parts
+def loop_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: int) -> torch.Tensor:
+    """One expert after the other. x: [t, h]; gates: [t, E]; returns [t, h]."""
+    x, gate, up, down = experts.weights(x)
+    parts = x.new_zeros(x.shape, dtype=gates.dtype)
+    for number in range(gates.shape[1]):
+        (rows,) = torch.where(gates.detach()[:, number] != 0)
+        chosen = x.index_select(0, rows)
+        hidden = swiglu(chosen @ gate[number].t(), chosen @ up[number].t())
+        made = (hidden @ down[number].t()) * gates[rows, number].unsqueeze(1)
+        parts = torch.index_add(parts, 0, rows, made.to(parts.dtype))
+    return parts.to(x.dtype)
+
+
+# %% 08.3 the choices by a stable sort
+def sorted_choices(gates: torch.Tensor, choices: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """expert [choices] and token [choices] of all choices, by expert; and where each expert's end, int32 [E]."""
+    chosen = gates.detach() != 0  # [t, E]
+    numbers = chosen.t().flatten().to(torch.int8).argsort(descending=True, stable=True)[:choices]
+    expert = torch.div(numbers, len(gates), rounding_mode="floor")
+    return expert, numbers - expert * len(gates), chosen.sum(dim=0).cumsum(dim=0).to(torch.int32)
+
+
+def grouped_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: int) -> torch.Tensor:
+    """Tokens sorted by expert, three products for all. x: [t, h]; gates: [t, E]; returns [t, h]."""
+    x, *weights = experts.weights(x)
+    expert, token, ends = sorted_choices(gates, choices)
+    rows = x[token]
+    gated, raised = (grouped_products(rows, weight, ends) for weight in weights[:2])
+    out = grouped_products(swiglu(gated, raised), weights[2], ends)
+    out = out * gates[token, expert].unsqueeze(1)
+    return AddByToken.apply(out, token, x.shape[0]).to(x.dtype)
+
+
+# %% 08.4 batches of products
+def batched_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, slots: int) -> torch.Tensor:
+    """Each expert computes `slots` rows, those of its largest gates. x: [t, h]; gates: [t, E]; returns [t, h]."""
+    x, gate, up, down = experts.weights(x)
+    best = torch.topk(gates, min(slots, x.shape[0]), dim=0)
+    token, row_gates = best.indices.t(), best.values.t()  # [E, slots]
+    rows = x[token]
+    hidden = swiglu(torch.bmm(rows, gate.mT), torch.bmm(rows, up.mT))
+    out = torch.bmm(hidden, down.mT) * row_gates.unsqueeze(-1)
+    return AddByToken.apply(out.reshape(-1, x.shape[1]), token.reshape(-1), x.shape[0]).to(x.dtype)
+
+
+# %% 08.5 another order
+def run_here(x: torch.Tensor, gates: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+    """All experts are on this rank. x: [b, s, h]; gates: [b, s, E]; returns [b, s, h]."""
+    flat_x, flat_gates = x.reshape(-1, x.shape[-1]), gates.reshape(-1, gates.shape[-1])
+    tokens = flat_x.shape[0]
+    if routing.capacity is not None:
+        return batched_experts(experts, flat_x, flat_gates, routing.slots(tokens)).reshape(x.shape)
+    return experts(flat_x, flat_gates, tokens * routing.top_k).reshape(x.shape)
+
+
+def apply_moe(
+    model: Transformer,
+    experts: int,
+    top_k: int,
+    ffn_hidden: int | None = None,
+    shared: int = 0,
+    seed: int = 0,
+    **routing,
+) -> Transformer:
+    """Put a mixture in the place of each block's MLP, in place; returns the model. Arguments: see MoE; seed: of its
+    initial values (init_parameter). The model may be on the meta device. First of all verbs.
+
+    `model.active_config` has the sizes of what one token goes through. Raises ValueError, and changes nothing, where
+    the numbers do not fit together, or a block has no MLP of the model's own.
+    """
+    if not all(type(block.mlp) is MLP and isinstance(block.mlp.down_proj, nn.Linear) for block in model.blocks):
+        raise ValueError("a block's MLP is split or replaced already: apply_moe comes first")
+    Routing(experts, top_k, **routing)
+    for number, block in enumerate(model.blocks):
+        old = block.mlp.down_proj.weight
+        with torch.device(old.device):
+            mixture = MoE(model.config, experts, top_k, ffn_hidden=ffn_hidden, shared=shared, **routing)
+        for parameter in mixture.parameters():
+            parameter.data = parameter.data.to(dtype=old.dtype)
+        for name, parameter in mixture.named_parameters():
+            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
+        block.mlp = mixture
+    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
+    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    return model
+
+
+# %% 08.6 layers of both kinds
+from course_lib.single_gpu.memory import parameter_parts
+
+
+def mixture_params(
+    config: ModelConfig,
+    experts: int,
+    top_k: int,
+    ffn_hidden: int | None = None,
+    shared: int = 0,
+    dense_layers: int = 0,
+    attention: int | None = None,
+) -> tuple[int, int]:
+    """Parameters of a mixture, and those among them that one token goes through.
+
+    dense_layers: how many layers keep the MLP of `config`; attention: parameters of a layer's attention, where it is
+    another than the course's.
+    """
+    parts, h = parameter_parts(config), config.hidden
+    of_expert = 3 * h * (config.ffn_hidden if ffn_hidden is None else ffn_hidden)
+    around = parts["norms"] + (attention if attention is not None else parts["q_o"] + parts["kv"])
+    outside = sum(parts[name] for name in ("embedding", "head", "final_norm"))
+
+    def total(of_each_layer):
+        mixed = (config.layers - dense_layers) * (around + h * experts + of_expert * (of_each_layer + shared))
+        return outside + mixed + dense_layers * (around + parts["mlp"])
+
+    return total(experts), total(top_k)
+
+
+# %% 08.7 read off by hand
+# Set diagnosis: for each letter one of "sound", "detached", "rewarded", "normalised".
+diagnosis = {"A": None, "B": None, "C": None, "D": None}
+diagnosis = {}
+for letter in lab_runs:
+    _, counts, norms = lab_runs[letter]
+    tokens = counts[:, 1].sum(axis=1)
+    share = counts[-10:, 1].mean(axis=0).max() / tokens.max()
+    still = bool((norms < 1e-6).all())
+    diagnosis[letter] = (
+        ("normalised" if tokens.max() == 1024 else "detached") if still else ("rewarded" if share > 0.4 else "sound")
+    )
+
+
+# %% 08.8 by a product of vectors
+def balance_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """E sum f_i P_i, a scalar: 1 for even shares. scores: [..., E]; counts: [E], the choices of each expert, of these
+    tokens or of all ranks' (then the mean of the ranks' losses is the loss of all tokens).
+    """
+    experts = counts.numel()
+    probabilities = scores / scores.sum(dim=-1, keepdim=True)
+    mean = probabilities.reshape(-1, experts).mean(dim=0)
+    frequencies = counts.to(mean.dtype) / counts.sum()
+    return experts * torch.dot(frequencies, mean)
+
+
+def z_loss(logits: torch.Tensor) -> torch.Tensor:
+    """Mean (log sum exp logits)² over the tokens, a scalar. logits: [..., E]."""
+    return torch.mean(torch.logsumexp(logits, dim=-1) ** 2)
+
+
+# %% 08.9 both in one place
+class RouterLoss(torch.autograd.Function):
+    """The gates, unchanged. Backward gives `extra` the gradient router.loss_weight, as if it had been added to the
+    loss, and adds `counts` to router.counts: once for each micro-batch, even where forward is replayed.
+    """
+
+    @staticmethod
+    def forward(ctx, gates: torch.Tensor, extra: torch.Tensor, counts: torch.Tensor, router: Router) -> torch.Tensor:
+        ctx.of_router = router, counts
+        return gates.view(gates.shape)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        router, counts = ctx.of_router
+        if router.counts is None:
+            router.counts = counts.clone()
+        else:
+            router.counts = router.counts + counts
+        return gradient, torch.full((), router.loss_weight, dtype=gradient.dtype, device=gradient.device), None, None
+
+
+# %% 08.10 a table that is filled
+def routers_of(model: nn.Module) -> list[Router]:
+    """The routers of a model, in order."""
+    return [module for module in model.modules() if isinstance(module, Router)]
+
+
+@torch.no_grad()
+def take_counts(model: nn.Module) -> torch.Tensor:
+    """How many tokens chose each expert, by router [R, E], in all backwards since the last call and on all ranks of the
+    routers' batch_group, which is the same for all. Collective over it.
+    """
+    routers = routers_of(model)
+    if len(routers) == 0:
+        return torch.empty(0, 0, dtype=torch.int64)
+    table = torch.zeros(len(routers), routers[0].bias.numel(), dtype=torch.int64, device=routers[0].bias.device)
+    for row, router in zip(table, routers):
+        if router.counts is not None:
+            row += router.counts
+        router.counts = None
+    group = routers[0].batch_group
+    if group:
+        dist.all_reduce(table, op=dist.ReduceOp.SUM, group=group)
+    return table
+
+
+@torch.no_grad()
+def update_bias(model: nn.Module, counts: torch.Tensor, rate: float) -> None:
+    """After a step, move each expert's bias by `rate`: down where it had more than the mean of `counts` [R, E], up
+    where it had less. Wang et al. 2024, algorithm 1.
+    """
+    for router, row in zip(routers_of(model), counts):
+        excess = row - row.float().mean()
+        router.bias -= rate * torch.sign(excess)
+
+
+# %% 08.11 where, and the tokens in a row
+def within_capacity(gates: torch.Tensor, slots: int) -> torch.Tensor:
+    """The gates [..., E], 0 where an expert has had `slots` tokens already; earlier tokens come first."""
+    flat = gates.detach().reshape(-1, gates.shape[-1])
+    before = torch.cumsum((flat > 0).int(), dim=0).reshape(gates.shape)
+    return torch.where(before > slots, torch.zeros_like(gates), gates)
+
+
+# %% 08.12 started in a loop
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.tensor_parallel.linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    """Rows of each tensor [sum(sends), ...] to the ranks of the group, the first sends[0] to rank 0 and so on; returns
+    of each what has come, rank by rank [sum(receives), ...]. Collective, both times.
+    """
+
+    @staticmethod
+    def forward(ctx, group, sends: list[int], receives: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.members, ctx.rows = group, (sends, receives)
+        came, works = [], []
+        for tensor in tensors:
+            into = torch.empty((sum(receives), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+            sent = tensor.contiguous()
+            works.append((sent, dist.all_to_all_single(into, sent, output_split_sizes=receives, input_split_sizes=sends, group=group, async_op=True)))
+            came.append(into)
+        for _, work in works:
+            work.wait()
+        return tuple(came)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        sends, receives = ctx.rows
+        return (None, None, None, *Exchange.apply(ctx.members, receives, sends, *gradients))
+
+
+# %% 08.13 one index into tokens and ranks
+def exchanged(
+    x: torch.Tensor, gates: torch.Tensor, choices: int | None, group: dist.ProcessGroup, compute: Callable
+) -> torch.Tensor:
+    """What the experts of all ranks make of this rank's tokens: [t, h], in autocast's dtype where it is on.
+
+    x: [t, h]; gates: [t, E]: those of rank i's experts are the i-th of n equal parts; choices: not needed here, so that
+    an exchange can be the `compute` of another. compute(rows [r, h], gates [r, E/n], choices) -> [r, h] is called on
+    what has come. Ranks may have different numbers of tokens. Collective, backward too.
+    """
+    (x,), n = as_autocast(x), group.size()
+    by_rank_gates = gates.view(len(gates), n, gates.shape[1] // n).transpose(0, 1)  # [n, t, E/n]
+    chosen = by_rank_gates.detach() != 0
+    goes = chosen.any(dim=-1)  # [n, t]
+    sends, receives, arriving = read_sizes(goes.sum(dim=1), chosen.sum(dim=1).sum(dim=1), group)
+    number = torch.nonzero_static(goes.flatten(), size=sum(sends)).flatten()
+    token = number % len(x)
+    sent_gates = by_rank_gates.flatten(0, 1).index_select(0, number)
+    came, came_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), sent_gates)
+    made = compute(came, came_gates, arriving)
+    return AddByToken.apply(Exchange.apply(group, receives, sends, made)[0], token, len(x))
+
+
+# %% 08.14 by a product of shares
+# Set copies: by (experts, k, ranks), how many other ranks a token goes to on average.
+copies = {(8, 2, 4): None, (8, 2, 8): None, (256, 8, 8): None}
+for experts, k, ranks in copies:
+    outside, none = experts - experts // ranks, 1.0
+    for drawn in range(k):
+        none *= (outside - drawn) / (experts - drawn)
+    copies[experts, k, ranks] = (ranks - 1) * (1 - none)
+
+
+# %% 08.15 by an additive mask
+def within_nodes(ranking: torch.Tensor, nodes: int, limit: int, k: int) -> torch.Tensor:
+    """The ranking [..., E], -inf outside of the `limit` nodes with the best sum of their ceil(k / limit) best. The
+    experts of a node are one of `nodes` equal parts. DeepSeek-V3 2024, §2.1.2.
+    """
+    size = ranking.shape[-1] // nodes
+    parts = ranking.view(*ranking.shape[:-1], nodes, size)
+    strength = parts.topk(math.ceil(k / limit), dim=-1)[0].sum(dim=-1)
+    best = strength.topk(limit, dim=-1)[1]
+    outside = torch.ones_like(strength, dtype=torch.bool).scatter_(-1, best, False)
+    return torch.where(outside.repeat_interleave(size, dim=-1), -math.inf, ranking)
+
+
+# %% 08.16 weight by weight
+def apply_expert_parallel(
+    model: nn.Module,
+    group: dist.ProcessGroup | list[dist.ProcessGroup] | None = None,
+    reduce_group: dist.ProcessGroup | None = None,
+    batch_group: dist.ProcessGroup | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+) -> nn.Module:
+    """Spread the experts of each mixture of a `Transformer` over the ranks of `group`, in place; returns the model.
+
+    group: ranks with different tokens; or a list of two, the nodes (ranks of one number in each) and the ranks of a
+    node: then tokens cross to a node once. reduce_group: the ranks that hold the same experts, dp/ep of them; None:
+    this one alone. batch_group: all ranks whose tokens make up the batch, the tensor-parallel ones too where they split
+    the sequence; None: those of a single `group`. tp_group: ranks that share each expert's matrices; they have the same
+    tokens, or parts of the same sequences under sequence parallelism. After apply_moe, apply_tensor_parallel and
+    apply_sequence_parallel. The model may be on the meta device (then `materialize` it). Without a reduce_group
+    collective over the default group.
+
+    Raises ValueError, and changes nothing, where there is no mixture, the ranks do not divide it, or batch_group is
+    missing or does not fit.
+    """
+    groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
+    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    if not blocks:
+        raise ValueError("the model has no mixture of experts: apply_moe comes first")
+    ep, tp = functools.reduce(lambda size, each: size * each.size(), groups, 1), tp_group.size() if tp_group else 1
+    for block in blocks:
+        check_split(block.mlp, ep, tp)
+    if batch_group is None and len(groups) > 1:
+        raise ValueError("two hops: name the batch_group, all ranks whose tokens make up the batch")
+    batch_group = batch_group or groups[0]
+    for block in blocks:
+        check_batch_group(block, batch_group)
+    reduce_group = reduce_group or dist.new_subgroups(group_size=1)[0]
+    for block in blocks:
+        if in_sequence_parts(block):  # each tensor-parallel rank routes a part of a sequence
+            block.mlp.router.parts = block.attention.o_proj.group.size()
+    for block in blocks:
+        mixture = block.mlp
+        enter, leave = borders(block, tp_group)
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            linear = getattr(mixture.experts, name)
+            cuts = [(each, 0) for each in groups]
+            if tp_group is not None:
+                cuts.append((tp_group, 2 if name == "down_proj" else 1))
+            weight = shard_nested(linear.weight, cuts)
+            weight.reduce_group = reduce_group
+            linear.weight = weight
+        mixture.router.batch_group = batch_group
+        mixture.router.weight.reduce_group = batch_group
+        run = mixture.experts
+        for place in range(len(groups) - 1, -1, -1):
+            run = functools.partial(exchanged, compute=run, group=groups[place])
+        mixture.run = functools.partial(run_exchanged, leave=leave, enter=enter, compute=run)
+    return model
+
+
+# %% 08.17 two times of a number
+def dispatch_ratio(
+    copies: float,
+    top_k: int,
+    ffn_hidden: int,
+    bandwidth: float,
+    peak: float,
+    dispatch_bytes: float = 2,
+    combine_bytes: float = 2,
+) -> float:
+    """Time of dispatch and combine over that of the experts between them, in forward; hidden size and tokens cancel.
+
+    copies: to how many other ranks (or nodes) a token goes; top_k: experts of a token, shared ones too; bandwidth:
+    bytes a second of a GPU on the link that is crossed; peak: floating-point operations a second; bytes: of a number.
+    """
+    exchange_s = copies * (dispatch_bytes + combine_bytes) / bandwidth
+    products_s = 2 * 3 * ffn_hidden * top_k / peak
+    return exchange_s / products_s

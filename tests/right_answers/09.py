@@ -1,0 +1,493 @@
+"""Right answers in another style than the solutions, that the checks of notebook 09 must accept."""
+
+
+# %% 09.1 sizes first
+import copy
+import itertools
+
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+
+def split_layers(layers: int, stages: int) -> list[range]:
+    """Which layers each stage has, in order; the embedding and the head count as a layer each, larger stages are in the
+    middle.
+
+    Raises ValueError where there are fewer things than stages.
+    """
+    things = layers + 2
+    if stages < 1 or stages > things:
+        raise ValueError(f"{stages} stages for {things} things, the embedding and the head among them: make it 1 to {things}")
+    sizes = [things // stages] * stages
+    more = things % stages
+    first_larger = (stages - more + 1) // 2
+    for stage in range(first_larger, first_larger + more):
+        sizes[stage] += 1
+    found, begin = [], -1  # the embedding comes before layer 0
+    for size in sizes:
+        found.append(range(max(begin, 0), min(begin + size, layers)))
+        begin += size
+    return found
+
+
+# %% 09.2 a new object for each stage
+def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
+    """The p·v stages of a `Transformer`, in order; v: stages a rank. They share its layers, under the same names.
+
+    After tensor, sequence, expert and context parallelism; the model may be on the meta device. `blocks` of a stage has
+    gaps: iterate over it, or look a layer up by name. A weight that is both
+    embedding and head gets the attribute `stages`, (0, p·v - 1). Raises ValueError where p or v is below 1 and where
+    there are too few layers.
+    """
+    if p < 1 or v < 1:
+        raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
+    count = p * v
+    parts = split_layers(len(model.blocks), count)
+    tied = model.head.weight is model.embedding.weight
+    stages = []
+    for number in range(count):
+        stage = type(model).__new__(type(model))
+        for key, value in model.__dict__.items():
+            stage.__dict__[key] = value.copy() if isinstance(value, dict) else value
+        stage.__dict__["_modules"] = {}
+        first, final = number == 0, number == count - 1
+        blocks = nn.ModuleList()
+        for layer in parts[number]:
+            blocks.add_module(f"{layer}", model.blocks[layer])
+        stage.embedding = model.embedding if first else None
+        stage.blocks = blocks
+        stage.norm = model.norm if final else None
+        stage.head = model.head if final else None
+        stages.append(stage)
+    if tied and count > 1:
+        model.head.weight.stages = 0, count - 1
+    return stages
+
+
+# %% 09.3 by the type of x
+class StagePass:
+    """One micro-batch in one stage. x: tokens [b, s] or hidden states [b, s, h]; more: the stage's other arguments
+    (positions); `out`: what finish(stage(x, *more)) is, without its graph, to be sent and dropped.
+    """
+
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
+        self.x = x.detach()
+        if self.x.is_floating_point():
+            self.x.requires_grad = True
+        result = finish(self.run(stage, *more))
+        self.edge = get_gradient_edge(result) if result.requires_grad else None
+        self.out = result.detach()
+
+    def run(self, stage: nn.Module, *more) -> torch.Tensor:
+        """The stage's output."""
+        return stage(self.x, *more)
+
+    def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Adds to the weights' gradients; gradient: of `out`. Returns that of x [b, s, h], None for tokens."""
+        edge, self.edge = self.edge, None
+        if edge is None:
+            return None
+        torch.autograd.backward(edge, gradient)
+        found = self.x.grad
+        self.x.grad = None
+        return found
+
+
+# %% 09.4 one list, forwards taken when due
+def in_turn(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> list[Action]:
+    """`ahead` forwards (all, where there are fewer), then a forward and a backward in turn, then the other backwards;
+    there are as many of both.
+    """
+    count = len(forwards)
+    ahead = min(count, ahead)
+    order = list(forwards[:ahead])
+    for number in range(count):
+        if number + ahead < count:
+            order.append(forwards[number + ahead])
+        order += backwards[number]
+    return order
+
+
+def one_f_one_b(p: int, m: int) -> Schedule:
+    """One forward, one backward: rank r begins with p - 1 - r forwards. Narayanan et al. 2021, §2.2."""
+    check_sizes(p, m)
+    schedule = []
+    for rank in range(p):
+        forwards = [Action("F", rank, number) for number in range(m)]
+        backwards = [[Action("B", rank, number)] for number in range(m)]
+        schedule.append(in_turn(forwards, backwards, ahead=p - rank - 1))
+    return schedule
+
+
+# %% 09.5 what is wanted, in order
+class Progress:
+    """What of a schedule is done."""
+
+    def __init__(self, schedule: Schedule):
+        self.m = 1 + max(action.micro_batch for actions in schedule for action in actions)
+        self.last = max(action.stage for actions in schedule for action in actions)
+        entries = (self.last + 1) * self.m  # one for each stage and micro-batch, a stage's micro-batches together
+        self.forward, self.backward = bytearray(entries), bytearray(entries)
+
+    def mark(self, action: Action) -> None:
+        """It is done. (Nothing waits for a W.)"""
+        kind, stage, micro_batch = action
+        if kind != "W":
+            done = self.forward if kind == "F" else self.backward
+            done[stage * self.m + micro_batch] = 1
+
+    def missing(self, action: Action) -> tuple[bool, int, int] | None:
+        """What must be done before and is not: (whether that is a forward, stage, micro-batch); None: nothing."""
+        kind, stage, micro_batch = action
+        wanted = []
+        if kind == "F":
+            if stage:
+                wanted.append((True, stage - 1, micro_batch))
+        elif kind == "W":
+            wanted.append((False, stage, micro_batch))
+        else:
+            wanted.append((True, stage, micro_batch))
+            if stage < self.last:
+                wanted.append((False, stage + 1, micro_batch))
+        for forward, of_stage, number in wanted:
+            done = self.forward if forward else self.backward
+            if not done[of_stage * self.m + number]:
+                return forward, of_stage, number
+        return None
+
+
+# %% 09.6 counts by stage
+def validate(schedule: Schedule, m: int | None = None) -> list[int]:
+    """How many micro-batches' activations each rank holds at most, those of each of its stages counted apart.
+
+    m: how many micro-batches there are; None: as many as the largest number says. Raises ValueError where a stage does
+    not do each of them once, on one rank, as F and B or as F, I and W, and where the ranks end in a deadlock.
+    """
+    actions = [(rank, action) for rank, each in enumerate(schedule) for action in each]
+    if not actions:
+        raise ValueError("there is no action in the schedule")
+    for rank, (kind, stage, number) in actions:
+        if stage < 0 or number < 0:
+            raise ValueError(f"rank {rank}: {kind} of stage {stage}, micro-batch {number}: they count from 0")
+    stages = max(action.stage for _, action in actions) + 1
+    largest = max(action.micro_batch for _, action in actions) + 1
+    m = largest if m is None else m
+    table = {}
+    for rank, (kind, stage, number) in actions:
+        kinds, ranks = table.setdefault((stage, number), ([], set()))
+        kinds.append(kind)
+        ranks.add(rank)
+    for stage in range(stages):
+        for number in range(max(m, largest)):
+            kinds, ranks = table.get((stage, number), ([], set()))
+            if number >= m or sorted(kinds) not in (["B", "F"], ["F", "I", "W"]):
+                raise ValueError(f"stage {stage}, micro-batch {number} of {m}: {sorted(kinds)} instead of F, B or F, I, W")
+            if len(ranks) != 1:
+                raise ValueError(f"stage {stage}, micro-batch {number}: more than one rank, {sorted(ranks)}")
+    collections.deque(play(schedule), maxlen=0)  # a deadlock raises
+    most = []
+    for each in schedule:
+        held = highest = 0
+        for action in each:
+            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            highest = max(highest, held)
+        most.append(highest)
+    return most
+
+
+# %% 09.7 the source first
+def simulate(schedule: Schedule, t_f=1, t_i=1, t_w=1, t_comm=0, t_pair=None) -> Simulation:
+    """Play a schedule in time: B takes t_i + t_w; what another rank has made arrives t_comm later.
+
+    Times are numbers, those of an action in any stage, or sequences with one for each stage. t_pair: time of an
+    Overlapped forward and the backward after it, which begin and end together; None: the sum of both. Raises
+    ValueError for a deadlock.
+    """
+    m, stages = (1 + max(action[i] for actions in schedule for action in actions) for i in (2, 1))
+    by_stage = [time if isinstance(time, Sequence) else [time] * stages for time in (t_f, t_i, t_w)]
+    times = dict(zip("FIW", by_stage, strict=True)) | {"B": [i + w for i, w in zip(*by_stage[1:], strict=True)]}
+    ended_f, ended_b, on = ([0] * (stages * m) for _ in range(3))
+    free, busy = [0] * len(schedule), [0] * len(schedule)
+    starts, ends = ([[] for _ in schedule] for _ in range(2))
+    for rank, first, end in play(schedule):
+        start, duration = free[rank], 0
+        for kind, stage, micro_batch in schedule[rank][first:end]:
+            duration, place = duration + times[kind][stage], stage * m + micro_batch
+            source = None
+            if kind == "F":
+                on[place] = rank
+                if stage > 0:
+                    source, ended = place - m, ended_f
+            elif kind != "W" and stage < stages - 1:
+                source, ended = place + m, ended_b
+            if source is not None:
+                arrives = ended[source] + (t_comm if on[source] != rank else 0)
+                start = max(start, arrives)
+        duration = t_pair if t_pair is not None and end > first + 1 else duration
+        free[rank] = finish = start + duration
+        busy[rank] += duration
+        for kind, stage, micro_batch in schedule[rank][first:end]:
+            if kind != "W":
+                (ended_f if kind == "F" else ended_b)[stage * m + micro_batch] = finish
+            starts[rank].append(start)
+            ends[rank].append(finish)
+    return Simulation(schedule, starts, ends, busy)
+
+
+# %% 09.8 counted up
+# Set micro_batches and slower.
+micro_batches = next(m for m in range(1, 1000) if 10 * 15 <= m + 15)
+slower = 1 - 39 / 47
+
+
+# %% 09.9 case by case
+class PipelineRunner(PipelineSteps):
+    """Runs a schedule on this rank's stages. Its constructor is collective over the default group.
+
+    stages: all or this rank's own, a list or by number; group: the pipeline's ranks, in order; loss_of(what the last
+    stage returns, targets): the sum of the losses; dp_group: see the module. `stages` is a ModuleDict of its own ones.
+    Raises ValueError where stages, schedule and group do not fit.
+    """
+
+    def run(self, action: Action) -> None:
+        """Carry out one action: take what it needs from `self.mail`, and put there what it makes for others."""
+        kind, stage, number = action
+        first, final = stage == 0, stage == self.last
+
+        def send_back(gradient):
+            if not first:
+                self.mail.put("B", stage - 1, number, gradient)
+
+        match kind:
+            case "F":
+                x = self.inputs[number] if first else self.mail.take("F", stage, number)
+                cls = SplitPass if (stage, number) in self.split else StagePass
+                with self.autocast:
+                    passed = cls(self.stages[f"{stage}"], x, self.finish(stage, number), *self.more[number])
+                self.passes[stage, number] = passed
+                out, passed.out = passed.out, None
+                if final:
+                    self.loss.add_(out)
+                else:
+                    self.mail.put("F", stage + 1, number, out)
+            case "W":
+                passed = self.passes.pop((stage, number))
+                passed.weight_gradients()
+            case "I":
+                gradient = self.loss.new_ones(()) if final else self.mail.take("B", stage, number)
+                send_back(self.passes[stage, number].input_gradient(gradient))
+            case "B":
+                gradient = self.loss.new_ones(()) if final else self.mail.take("B", stage, number)
+                send_back(self.passes.pop((stage, number)).backward(gradient))
+
+
+# %% 09.10 run by run
+def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
+    """1F1B with v stages a rank: stage s is on rank s mod p. Narayanan et al. 2021, §2.2; Llama Team 2024, §3.3.2.
+
+    run: micro-batches in a row that go through a stage before the next one; p, also the default: depth first; m:
+    breadth first. With v = 1 it is one_f_one_b. Raises ValueError where a run is shorter than p or does not divide m.
+    """
+    check_sizes(p, m, v)
+    run = p if run is None else run
+    if v == 1:
+        return one_f_one_b(p, m)
+    if run < p or m % run:
+        raise ValueError(f"interleaved: a run has p = {p} micro-batches or more and divides m = {m}, and is {run}")
+    def order(chunks):
+        """(chunk, micro-batch), a run of each chunk after the other."""
+        return [(chunk, first + i) for first in range(0, m, run) for chunk in chunks for i in range(run)]
+
+    schedule = []
+    for rank in range(p):
+        forwards = [Action("F", rank + p * chunk, i) for chunk, i in order(list(range(v)))]
+        backwards = [[Action("B", rank + p * chunk, i)] for chunk, i in order(list(range(v))[::-1])]
+        schedule.append(in_turn(forwards, backwards, 2 * (p - rank - 1) + run * (v - 1)))
+    return schedule
+
+
+# %% 09.11 one gradient at a time
+import collections
+import weakref
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.overrides import TorchFunctionMode
+
+
+class Linear(torch.autograd.Function):
+    """x · weightᵀ + bias, whose backward makes the gradients that it is asked for, and no others."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x: [..., in]; weight: [out, in]; bias: [out]; returns [..., out], all in x's dtype (of autocast)."""
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        found = [None, None, None]
+        if ctx.needs_input_grad[0]:
+            found[0] = torch.matmul(gradient, weight.to(gradient.dtype))
+        if any(ctx.needs_input_grad[1:]):
+            flat = gradient.reshape(-1, gradient.shape[-1])
+            if ctx.needs_input_grad[1]:
+                found[1] = torch.mm(flat.t(), x.reshape(-1, x.shape[-1]))
+            if ctx.needs_input_grad[2]:
+                found[2] = flat.sum(dim=0)
+        return tuple(found)
+
+
+# %% 09.12 names what is asked
+class SplitPass(InputFirst):
+    """A StagePass whose backward is input_gradient and, any time after it, weight_gradients."""
+
+    @torch.no_grad()
+    def weight_gradients(self) -> None:
+        """W: adds to the weights' gradients, and fires their hooks."""
+        weights = {stand_in: weight for stand_in, weight in zip(self.stand_ins, self.weights)}
+        uses = {}
+        for later in self.laters:
+            for _, behind in later.edges.values():
+                uses[behind] = uses.get(behind, 0) + 1
+        while len(self.laters) > 0:
+            later = self.laters.pop()
+            gradients = later.run()
+            for number in later.edges:
+                gradient, (edge, behind) = gradients[number], later.edges[number]
+                if gradient is None:
+                    continue
+                target = edge
+                if hasattr(edge.node, "variable"):
+                    gradient = gradient.to(behind.dtype)
+                    if uses[behind] == 1 and behind.grad is None:
+                        target = weights[behind]
+                torch.autograd.backward(target, gradient, retain_graph=True)
+        for stand_in in weights:
+            if stand_in.grad is not None:
+                torch.autograd.backward(weights[stand_in], stand_in.grad)
+        self.stand_ins, self.weights = (), ()
+
+
+# %% 09.13 the W's that are due
+def put_off(p: int, m: int, k: int) -> Schedule:
+    """1F1B with k times as many forwards ahead, whose rank r does its W's k r micro-batches late."""
+    check_sizes(p, m)
+    schedule = []
+    for rank in range(p):
+        waiting, backwards = [], []
+        for i in range(m):
+            waiting.append(Action("W", rank, i))
+            backwards.append([Action("I", rank, i)])
+            if len(waiting) > k * rank:
+                backwards[-1].append(waiting.pop(0))
+        forwards = [Action("F", rank, i) for i in range(m)]
+        schedule.append(in_turn(forwards, backwards, k * (p - rank - 1)) + waiting)
+    return schedule
+
+
+def zero_bubble_h1(p: int, m: int) -> Schedule:
+    """ZB-H1: a third of 1F1B's bubble where F, I, W take the same time; a rank holds p. Qi et al. 2023, §2.1."""
+    return put_off(p, m, 1)
+
+
+def zero_bubble_h2(p: int, m: int) -> Schedule:
+    """ZB-H2: no bubble where F, I, W take the same time, m is at least 2p - 1; a rank holds 2p - 1. Qi et al., §2.2."""
+    return put_off(p, m, 2)
+
+
+# %% 09.14 one kind after the other
+class Greedy:
+    """Builds a schedule in time: each rank takes what can start first."""
+
+    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
+        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
+        self.live, self.ahead, self.fill = live, ahead, fill
+        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
+        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
+
+    def arrival(self, kind: str, rank: int, i: int):
+        """When micro-batch i can begin its F or I on a rank, as far as others are concerned; None: not known yet."""
+        before = rank - 1 if kind == "F" else rank + 1
+        if not 0 <= before < self.p:
+            return 0
+        ended = self.ended.get((kind, before, i))
+        return None if ended is None else ended + self.t_comm
+
+    def options(self, rank: int) -> dict:
+        """What the rank could do next: F, I or W, and when it could begin."""
+        done, now = self.done[rank], self.free[rank]
+        possible = {}
+        held = done["F"] - done["W"]
+        may_forward = done["F"] < self.m and held < self.live and done["F"] - done["I"] < self.ahead[rank]
+        for kind, may in (("F", may_forward), ("I", done["I"] < done["F"])):
+            arrival = self.arrival(kind, rank, done[kind]) if may else None
+            if arrival is not None:
+                possible[kind] = max(arrival, now)
+        if done["W"] < done["I"]:
+            idle = min(possible.values()) - now if possible else math.inf
+            if held >= self.live or (idle > 0 and idle >= self.fill * self.times["W"][rank]):
+                possible["W"] = now
+        return possible
+
+    def run(self) -> Schedule:
+        """The whole schedule."""
+        for _ in range(3 * self.p * self.m):
+            start, order, rank = min(
+                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
+            )
+            kind = "IFW"[order]
+            i = self.done[rank][kind]
+            self.done[rank][kind] += 1
+            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
+            self.schedule[rank].append(Action(kind, rank, i))
+        return self.schedule
+
+
+# %% 09.15 sets of stages
+def holders(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of the pipeline that have one of these stages, in order."""
+    found = []
+    for rank in range(len(schedule)):
+        if {action.stage for action in schedule[rank]} & set(stages):
+            found.append(rank)
+    return tuple(found)
+
+
+def final_backwards(stages: nn.ModuleDict, actions: list[Action]) -> set[int]:
+    """Indices of the actions after which weights have their whole gradient: the last B or W of each stage; of stages
+    that share a weight, the last of all.
+    """
+    ends = {}
+    for place, action in enumerate(actions):
+        if action.kind in ("B", "W"):
+            ends[action.stage] = place
+    own = {stage: set(stages[str(stage)].parameters()) for stage in ends}
+    found = set()
+    for stage, place in ends.items():
+        shared = [ends[other] for other in ends if own[other] & own[stage]]
+        if place == max(shared + [place]):
+            found.add(place)
+    return found
+
+
+# %% 09.16 by keyword
+# Set who, a dict of four letters.
+who = dict(A="scaled", B="cut", C="lost", D="sound")
+
+
+# %% 09.17 two times
+def pipeline_ratio(hidden: int, layers: float, bandwidth: float, peak: float, number_bytes: float = 2) -> float:
+    """Time to send a hidden state over that of the next stage's forward; up to 1 it can be hidden. Tokens cancel.
+
+    layers: of the stage; bandwidth: bytes a second of the link; peak: floating-point operations a second. The
+    Ultra-Scale Playbook, appendix A3 (16 h² weights a layer), corrected: bytes, not numbers.
+    """
+    sent_s = hidden * number_bytes / bandwidth
+    computed_s = 2 * 16 * hidden**2 * layers / peak
+    return sent_s / computed_s
