@@ -41,6 +41,30 @@ def test_it_looks_through_the_language_once_however_many_functions_are_called():
         launch(3)
 
 
+def test_types_are_made_once_however_many_programs_run():
+    launch(1)
+    with mock.patch.object(tl.core, "validate_block_shape", side_effect=AssertionError("a type was made again")):
+        launch(3)
+
+
+def test_types_are_tritons():
+    """Blocks that differ in one thing alone, each asked for twice, sizes as integers and as constants."""
+    far = tl.pointer_type(tl.float32, address_space=3)
+    types = [tl.float32, tl.int32, tl.pointer_type(tl.float32), far, tl.pointer_type(tl.float32, const=True)]
+    for element, sizes in [(each, sizes) for each in types for sizes in ((4, 8), (8, 4), (32,))] * 2:
+        for shape in (sizes, [tl.constexpr(size) for size in sizes]):
+            block = tl.block_type(element, list(shape))
+            assert block.element_ty == element and block.name == f"<{block.shape}, {element}>" and block.numel == 32
+            made = tl.tensor(None, block)
+            assert [*block.shape] == [size.value for size in made.shape] == [*sizes]
+            assert made.numel.value == 32 and made.dtype == element and made.type is block
+    assert tl.tensor(None, tl.int32).numel.value == 1 and len(tl.tensor(None, tl.int32).shape) == 0
+    for wrong, error in (([], TypeError), ([3], ValueError), ([0.5], TypeError)):
+        for _ in range(2):
+            with pytest.raises(error):
+                tl.block_type(tl.float32, wrong)
+
+
 def test_it_replaces_once_a_launch(monkeypatch):
     changes = []
     scope = interpreter.interpreter._LangPatchScope
