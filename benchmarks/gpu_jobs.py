@@ -68,7 +68,7 @@ SECONDS |= {"rungs": 90}
 MISSED = {"kernels": kernels.missed, "attention": attention.missed, "fp8": fp8.missed}
 STEP_AIMS = {"eager": 1.15, "compile": 1.0}
 LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3")  # pipelines send to one rank, which gloo cannot from a GPU
-LARGE = {"cuda": ("bench-1B", 4, 4096, 12), "cpu": ("debug", 2, 16, 2)}  # preset, batch, sequence, steps
+LARGE = {"cuda": ("bench-1B", 4, 4096, 12), "cpu": ("debug", 1, 8, 2)}  # preset, batch, sequence, steps
 TOLERANCE = 1e-4  # of losses and weights on two ranks, whose sums have another order
 
 
@@ -247,9 +247,14 @@ def memory(device: torch.device) -> Iterator[dict]:
         assert abs(counted / row["allocated"] - 1) < 0.1, row
 
 
+def sanitizer() -> str | None:
+    """Where compute-sanitizer is."""
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+
+
 def sanitized(tool: str, device: str, names: list[str]) -> Iterator[dict]:
     """Errors that compute-sanitizer finds in the `right` jobs. Raises AssertionError where there are any."""
-    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    program = sanitizer()
     if not program:
         raise Skipped("compute-sanitizer is not installed")
     command = [program, "--tool", tool, "--print-limit", "20", sys.executable, str(ROOT / "benchmarks/gpu.py")]
@@ -316,8 +321,9 @@ def jobs(device_type: str) -> Iterator[Job]:
     yield from (job for job in timed if not HEADLINES.match(job.name))
     names = [job.name for job in small]
     for tool in ("memcheck", "racecheck"):
-        yield Job(f"sanitizer: {tool}", functools.partial(sanitized, tool, device_type, names), 150, alone=True)
-    yield Job("sectors", sectors, 60, alone=True)
+        its_run = functools.partial(sanitized, tool, device_type, names)
+        yield Job(f"sanitizer: {tool}", its_run, 150, alone=bool(sanitizer()))
+    yield Job("sectors", sectors, 60, alone=bool(shutil.which("ncu")))
     if on_gpu:
         for file in files_with("DEVICE = "):
             yield Job(f"tests of kernels: {Path(file).stem}", functools.partial(tests, "device", file), 20, limit_s=300)

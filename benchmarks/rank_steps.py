@@ -1,6 +1,7 @@
 """Three training steps of a layout on ranks of this machine, without ipyparallel or torchrun: for gpu_jobs.py.
 
-A module of its own, for each rank is a process that imports it. All ranks may have their tensors on one GPU, over gloo.
+A module of its own, for each rank on a GPU is a process that imports it. All may have their tensors on one GPU, over
+gloo.
 """
 
 import tempfile
@@ -36,5 +37,6 @@ def on_ranks(words: str, device_type: str) -> list[tuple[list[float], dict[str, 
     """What the ranks of a layout leave."""
     with tempfile.TemporaryDirectory() as folder:
         count = Layout.parse(words).ranks
-        torch.multiprocessing.spawn(on_rank, (words, device_type, folder), count)
+        start = "spawn" if device_type == "cuda" else "fork"  # CUDA does not live on in a fork
+        torch.multiprocessing.start_processes(on_rank, (words, device_type, folder), count, start_method=start)
         return [torch.load(f"{folder}/{rank}.pt") for rank in range(count)]

@@ -718,6 +718,10 @@ def test_weights_are_quantized_once_for_all_micro_batches(casts, kernels, monkey
     twin = copy.deepcopy(model)
     weights = [layer.weight for layer in model if hasattr(layer, "weight")]
     seen = Counter()
+
+    def few_rows(micro_batch):
+        return an_input(seed=micro_batch)[:, :3]
+
     quantize_of = fp8_linear.Caster.quantize
 
     def counted(caster, x, *more):
@@ -727,10 +731,10 @@ def test_weights_are_quantized_once_for_all_micro_batches(casts, kernels, monkey
     monkeypatch.setattr(fp8_linear.Caster, "quantize", counted)
     for step in range(2):
         for micro_batch in range(2):
-            twin(an_input(seed=micro_batch)).square().sum().backward()
+            twin(few_rows(micro_batch)).square().sum().backward()
         with quantized_once(model):
             for micro_batch in range(2):
-                model(an_input(seed=micro_batch)).square().sum().backward()
+                model(few_rows(micro_batch)).square().sum().backward()
             assert seen == Counter({0: 1, 1: 1})
         seen.clear()
         for mine, other in zip(model.parameters(), twin.parameters(), strict=True):

@@ -104,5 +104,5 @@ def test_workbooks_hold_the_cells_that_nbgrader_releases(tmp_path):
 
 
 def test_a_notebook_of_the_course_is_graded(tmp_path):
-    """Four exercises of the first one: that all checks fail on the blank and pass solved is in test_exercises."""
-    assert_graded(Teacher(tmp_path, NOTEBOOKS[0]), NOTEBOOKS[0], 4)
+    """Two exercises of the first one: that all checks fail on the blank and pass solved is in test_exercises."""
+    assert_graded(Teacher(tmp_path, NOTEBOOKS[0]), NOTEBOOKS[0], 2)
