@@ -2,10 +2,11 @@
 
 A notebook runs once, in one kernel: its checks and the cells that they depend on (`needed_cells`), those tagged
 measurement left out; nbmake runs all of it. At each check the exercise is put in blank, then as each wrong answer of
-`wrong_answers/NN.py`, and the check must fail every time; then the notebook's own objects are put back, and it must
-pass; as it must with each right answer of `right_answers/NN.py`, if there is one: the same in another style. An answer
-is the whole source of the exercise's cell, under a heading `# %% 01.2 what is wrong with it`, or what is other about
-it. How long each check took is in the report of the suite. Needs no GPU.
+`wrong_answers/NN.py`, and the check must fail every time; then with each right answer of `right_answers/NN.py`, the
+same in another style, and it must pass. Then the notebook's own objects are put back: they are tried where there is no
+right answer, and else nbmake tries them. An answer is the whole source of the exercise's cell, under a heading
+`# %% 01.2 what is wrong with it`, or what is other about it. How long each check took is in the report of the suite.
+Needs no GPU.
 """
 
 import ast
@@ -210,25 +211,29 @@ def wrong_faults(
     return faults
 
 
-def right_faults(kernel: Kernel, name: str, solved: str, answers: list[tuple[str, str]], check: str) -> list[str]:
-    """What is wrong with a check, tried on right answers that are not the solution."""
+def right_faults(
+    kernel: Kernel, name: str, solved: str, answers: list[tuple[str, str]], check: str, note: Path
+) -> list[str]:
+    """What is wrong with a check, tried on right answers; `note` is the file it must write."""
     faults = []
     with instead(kernel, [solved, *(source for _, source in answers)]) as put:
         for what, source in answers:
-            if failure := put(source) or kernel.run_check(check, name, what):
-                faults.append(f"the right answer '{what}' fails: {failure}")
+            if failure := put(source):
+                faults.append(f"the cell of '{what}' fails by itself: {failure}")
+            else:
+                faults += pass_faults(kernel, name, f"'{what}'", check, note)
     return faults
 
 
-def solution_faults(kernel: Kernel, check: str, note: Path) -> list[str]:
-    """What is wrong with how a check answers the solution; `note` is the file it must write."""
-    failure, faults = kernel.run_check(check, note.stem, "the solution"), []
-    if failure:
-        return [f"solved, its check fails: {failure}"]
+def pass_faults(kernel: Kernel, name: str, what: str, check: str, note: Path) -> list[str]:
+    """What is wrong with how a check answers what is right."""
+    if failure := kernel.run_check(check, name, what):
+        return [f"{what} fails: {failure}"]
+    faults = []
     if kernel.remarks:
         faults.append(f"nbgrader gives no points for a check that writes to stderr or has a value: {kernel.remarks[0]}")
     if not note.exists() or not json.loads(note.read_text())["passed"]:
-        faults.append(f'its check does not note that it passes: with check("{note.stem}")')
+        faults.append(f'its check does not note that it passes: with check("{name}")')
     return faults
 
 
@@ -255,8 +260,10 @@ def exercise_faults(
                 blank, check = handed_out[solved[name]["id"]], handed_out[cell["id"]]  # a learner sees no hidden tests
                 source, note = solved[name]["source"], folder / "workbook" / ".progress" / f"{name}.json"
                 found = wrong_faults(running, name, source, blank, wrong_answers[name], check)
-                found += solution_faults(running, cell["source"], note)
-                found += right_faults(running, name, source, right_answers[name], cell["source"])
+                if right_answers[name]:
+                    found += right_faults(running, name, source, right_answers[name], cell["source"], note)
+                else:
+                    found += pass_faults(running, name, "the solution", cell["source"], note)
                 faults += [f"{name}: {fault}" for fault in found]
             elif failure := running.run(cell["source"]):
                 return [*faults, f"cell {cell['id']} fails: {failure}"]
@@ -380,13 +387,13 @@ PLANTED = [
         ["z = 2"] + ["x = 2"] * 2,
         "the wrong answer 'answer 0' crashes instead of being caught: NameError",
     ),
-    ("x = 1", "assert x == 2, 'it should be two'", ["x = 3"] * 3, "solved, its check fails: AssertionError: Exercise"),
+    ("x = 1", "assert x == 2, 'it should be two'", ["x = 3"] * 3, "'the solution' fails: AssertionError: Exercise"),
     ("x = 1", "assert x == 1, 'it should be one'", ["x = 2"] * 2, "has 2 wrong answers; it needs 3 or more"),
     (
         "x = 1",
         "import time; time.sleep(60 * (globals().get('x') == 3)); assert x == 1, 'it should be one'",
         ["x = 3"] + ["x = 2"] * 2,
-        "the wrong answer 'answer 0' crashes instead of being caught: TimeoutError: no end after 10 s",
+        "the wrong answer 'answer 0' crashes instead of being caught: TimeoutError: no end after 25 s",
     ),
     (
         "x = 1",
@@ -398,14 +405,14 @@ PLANTED = [
 
 
 def test_the_harness_finds_every_planted_fault(tmp_path, monkeypatch):
-    monkeypatch.setattr("test_exercises.CELL_LIMIT_S", 10)
+    monkeypatch.setattr("test_exercises.CELL_LIMIT_S", 25)
     cells, answers = [code("setup", "from course_kit.checks import check")], ""
     for number, (solved, assertion, wrong, _) in enumerate(PLANTED, start=1):
         cells += exercise(number, solved, assertion)
         answers += "".join(f"# %% 01.{number} answer {i}\n{source}\n" for i, source in enumerate(wrong))
     right = "# %% 01.1 as a float\nx = 1.0\n# %% 01.2 otherwise\nx = 1\n# %% 01.3 more precise\nx = 1.01\n"
     faults = tiny_faults(tmp_path, cells, answers, right)
-    assert any(fault.startswith("01.3: the right answer 'more precise' fails: AssertionError") for fault in faults)
+    assert any(fault.startswith("01.3: 'more precise' fails: AssertionError") for fault in faults), faults
     assert not any("as a float" in fault or "otherwise" in fault for fault in faults)
     for number, (_, _, _, expected) in enumerate(PLANTED, start=1):
         mine = [fault for fault in faults if fault.startswith((f"01.{number}:", f"01.{number} "))]
