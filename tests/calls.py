@@ -1,9 +1,21 @@
-"""What tests on several ranks ask of a call: its peak memory, and what it raises."""
+"""What tests on several ranks ask of a call: its peak memory, what it raises, and a short text to train on."""
 
+import functools
 import inspect
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.data import corpus
+
+beginning = functools.cache(corpus)
+
+
+def short_corpus(characters: int = 200_000):
+    """Inside, programs train on the beginning of the corpus: to find and read it takes longer than a short training."""
+    return mock.patch.object(single_gpu, "corpus", lambda: beginning(characters))
 
 
 def peak_bytes(run) -> int:

@@ -130,14 +130,16 @@ def one_process(
         found |= {f"gradient {step} {name}": p.grad.clone() for name, p in model.named_parameters()}
         found[f"norm {step}"] = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         stepper.step()
-        move_biases(model)
+        move_biases(model, step)
     return found | {f"weight {name}": tensor for name, tensor in model.state_dict().items()}
 
 
-def move_biases(model: Transformer) -> None:
-    """After a step, where there are mixtures. Collective over their batch_group."""
+def move_biases(model: Transformer, step: int) -> None:
+    """After a step, where there are mixtures; each time farther, so that none comes back to 0. Collective over their
+    batch_group.
+    """
     if routers_of(model):
-        update_bias(model, take_counts(model), BIAS_RATE)
+        update_bias(model, take_counts(model), BIAS_RATE * (step + 1))
 
 
 def on_ranks(
@@ -216,7 +218,7 @@ def in_replicas(
             found[f"norm {step}"] = clip_grad_norm_(wrapped.parameters(), MAX_NORM)
         stepper.step()
         stepper.zero_grad()
-        move_biases(model)
+        move_biases(model, step)
     if how == "fully_shard":  # two times put together: the pieces of a part, then the parts
         state = full_state_dict(wrapped)
         state = {name: shards[name].gather(part) if shards.get(name) else part for name, part in state.items()}

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from calls import peak_bytes, said
+from calls import peak_bytes, said, short_corpus
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel.buckets import MODES
 from course_lib.data_parallel.replicas import DataParallel, check_same_model, main, out_of_step, parallel_accumulate
@@ -765,15 +765,17 @@ def test_out_of_step_names_what_differs_in_a_single_bit(ranks):
         }
 
 
-ARGUMENTS = ["--preset", "debug", "--steps", "3", "--batch", "2", "--seq", "16", "--check-every", "1"]
+ARGUMENTS = ["--preset", "debug", "--steps", "2", "--batch", "2", "--seq", "16", "--check-every", "1"]
 
 
 def trained(argv: list[str]) -> list[float]:
-    return [record["loss"] for record in main(argv)]
+    with short_corpus():
+        return [record["loss"] for record in main(argv)]
 
 
 def test_main_trains_as_one_process_with_the_whole_batch(ranks):
-    alone = single_gpu.main(["--preset", "debug", "--steps", "3", "--batch", "8", "--seq", "16"])
+    with short_corpus():
+        alone = single_gpu.main(["--preset", "debug", "--steps", "2", "--batch", "8", "--seq", "16"])
     for more in ([], ["--micro-batch", "1", "--mode", "overlap"], ["--mode", "naive", "--reduce-fp32"]):
         for losses in ranks(trained, ARGUMENTS + more):
             assert losses == pytest.approx([record["loss"] for record in alone], rel=1e-4)

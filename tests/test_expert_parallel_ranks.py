@@ -4,18 +4,16 @@ CPU, gloo.
 
 import contextlib
 import dataclasses
-import functools
 import io
 import itertools
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from calls import peak_bytes, said
+from calls import peak_bytes, said, short_corpus
 from course_lib.collectives.traffic import count_traffic
 from course_lib.context_parallel.model import apply_context_parallel
 from course_lib.data_parallel.replicas import DataParallel, out_of_step, parallel_accumulate
@@ -35,7 +33,6 @@ from course_lib.recompute.modes import IGNORED
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.sequence_parallel.shards import shard_sequence
 from course_lib.single_gpu import training as single_gpu
-from course_lib.single_gpu.data import corpus
 from course_lib.single_gpu.model import Transformer, loss
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import materialize, whole_state_dict
@@ -446,14 +443,7 @@ def test_dispatch_ratio():
 # The program.
 
 
-ARGUMENTS = ["--preset", "debug", "--steps", "3", "--seq", "16", "--experts", "4", "--expert-hidden", "64"]
-
-
-text = functools.cache(lambda: corpus(200_000))  # to find and read it takes longer than to train on it
-
-
-def short_corpus():
-    return mock.patch.object(single_gpu, "corpus", text)
+ARGUMENTS = ["--preset", "debug", "--steps", "2", "--seq", "16", "--experts", "4", "--expert-hidden", "64"]
 
 
 def trained(argv: list[str]) -> list[float]:

@@ -1,5 +1,5 @@
-"""course_lib.checkpoint.program on 2, 4, 8 and 16 ranks against one process: each pair of dimensions, and all five.
-CPU, gloo.
+"""course_lib.checkpoint.program on 2, 4 and 16 ranks (on 8: test_eight_ranks) against one process: each pair of
+dimensions, and all five. CPU, gloo.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from calls import peak_bytes, said
+from calls import peak_bytes, said, short_corpus
 from course_kit.ranks import Ranks
 from course_lib.checkpoint import program as five_d
 from course_lib.checkpoint.program import main, options, parallelize, whole_weights
@@ -48,7 +48,7 @@ class Way:
     moe: bool = False
     tied: bool = False
     optimizer: str = "AdamW"
-    batches: tuple[int, ...] = (4, 4, 4)  # sequences of each step
+    batches: tuple[int, ...] = (4, 4)  # sequences of each step
     max_norm: float = MAX_NORM
 
     @property
@@ -62,7 +62,7 @@ class Way:
 
 WAYS = {
     2: [
-        Way("dp2,zero3", tied=True, batches=(4, 2, 6)),
+        Way("dp2,zero3", tied=True, batches=(4, 2)),
         Way("pp2,zb-h2,selective", tied=True),
         Way("tp2,sp,full", tied=True),
         Way("cp2,zero1", optimizer="SGD"),
@@ -72,24 +72,24 @@ WAYS = {
         Way("dp2,ep2,tp2,zero1,sp", moe=True),
         Way("dp2,ep2,tp2,zero2,sp,mb2", moe=True, optimizer="SGD"),
         Way("dp2,ep2,tp2,zero3,sp", moe=True, tied=True),
-        Way("dp2,pp2,ep2,zero1,zb-h1", moe=True, tied=True, batches=(8, 4, 6)),
+        Way("dp2,pp2,ep2,zero1,zb-h1", moe=True, tied=True, batches=(8, 4)),
         Way("dp2,pp2,ep2,zero2,zb-v,full", moe=True),
         Way("dp2,pp2,ep2,zero3,interleaved,keep", moe=True, tied=True, optimizer="SGD"),
         Way("dp2,cp2,ep2,zero1,ulysses", moe=True),
         Way("dp2,cp2,ep2,zero2,all_gather,contiguous", moe=True, tied=True),
         Way("dp2,cp2,ep2,zero3", moe=True),
         Way("dp4,ep2,full", moe=True),
-        Way("pp2,tp2,sp,dualpipe", tied=True, batches=(4, 6, 4)),
+        Way("pp2,tp2,sp,dualpipe", tied=True, batches=(4, 6)),
         Way("pp2,tp2,sp,zero1,zb-h1", optimizer="SGD"),
         Way("pp2,cp2,zero3,zb-v,keep,mb2", tied=True),
-        Way("pp2,cp2,zero1,interleaved,contiguous", tied=True, batches=(4, 8, 6)),
+        Way("pp2,cp2,zero1,interleaved,contiguous", tied=True, batches=(4, 8)),
         Way("cp2,tp2,sp,zero2,mb2", tied=True),
-        Way("dp2,pp2,zero2,dualpipe", tied=True, batches=(8, 12, 8)),
-        Way("dp2,pp2,zb-h2,selective", optimizer="SGD", batches=(2, 8, 4)),
+        Way("dp2,pp2,zero2,dualpipe", tied=True, batches=(8, 12)),
+        Way("dp2,pp2,zb-h2,selective", optimizer="SGD", batches=(2, 8)),
         Way("tp4,sp,full,mb4"),
-        Way("tp4,mb3", tied=True, batches=(3, 9, 6)),
+        Way("tp4,mb3", tied=True, batches=(3, 9)),
         Way("pp4,zb-v", tied=True, batches=(8, 3, 8)),
-        Way("pp4,afab,full,mb2", optimizer="SGD", batches=(8, 8, 8)),
+        Way("pp4,afab,full,mb2", optimizer="SGD", batches=(8, 8)),
     ],
     8: [
         Way("dp2,pp2,tp2,zero3,sp,interleaved,keep", tied=True),
@@ -196,7 +196,7 @@ def check(of_ranks: list[list[tuple]], ways: list[Way], relative: float = 1e-5, 
 
 
 def test_four_ranks_train_as_one_process(ranks):
-    """Losses, gradients, norms, and weights after 3 clipped steps, within 1e-5, float32."""
+    """Losses, gradients, norms, and weights after 2 clipped steps, within 1e-5, float32."""
     check(ranks(trained, WAYS[4]), WAYS[4])
 
 
@@ -204,10 +204,10 @@ def test_two_ranks_train_as_one_process(two):
     check(two(trained, WAYS[2]), WAYS[2])
 
 
-@pytest.mark.parametrize("n", [8, 16])
-def test_eight_and_sixteen_ranks_train_as_one_process(n):
-    with Ranks(n, "gloo", timeout_s=300) as several:
-        check(several(trained, WAYS[n]), WAYS[n])
+def test_sixteen_ranks_train_as_one_process():
+    """Eight: test_eight_ranks."""
+    with Ranks(16, "gloo", timeout_s=300) as sixteen:
+        check(sixteen(trained, WAYS[16]), WAYS[16])
 
 
 def kinds(layout: Layout) -> set[str]:
@@ -231,7 +231,7 @@ def test_clipping_is_by_the_norm_of_all_gradients(ranks):
     """SGD, clipped to a hundredth of the norm: a weight that moves is a weight clipped by the right factor."""
     words = [f"dp2,{axis}2,{zero}" for axis in ("tp", "pp", "cp") for zero in ("zero0", "zero1", "zero2", "zero3")]
     words = [each + ",keep" * ("pp" in each and "zero3" in each) for each in words]
-    ways = [Way(each, tied=True, optimizer="SGD", batches=(4, 4), max_norm=0.02) for each in words]
+    ways = [Way(each, tied=True, optimizer="SGD", batches=(4,), max_norm=0.02) for each in words]
     check(ranks(trained, ways), ways)
     assert one_process(ways[0])["norm 0"] > 1
 
@@ -414,6 +414,11 @@ def test_lengths_and_layouts_that_do_not_fit_are_a_value_error(ranks):
 ARGUMENTS = ["--preset", "debug", "--dtype", "fp32", "--seq", "16"]
 
 
+def trained_by_main(argv: list[str]) -> list[dict]:
+    with short_corpus():
+        return main(argv)
+
+
 class Noted(TokenBatches):
     """Notes the windows that this rank has seen, step by step."""
 
@@ -431,7 +436,7 @@ def run_program(texts: list[str]) -> list[tuple]:
     for text in texts:
         Noted.seen = []
         with mock.patch.object(five_d, "TokenBatches", Noted):
-            records = main([*ARGUMENTS, "--layout", text, "--batch", "4", "--steps", "2"])
+            records = trained_by_main([*ARGUMENTS, "--layout", text, "--batch", "4", "--steps", "2"])
         found.append((Noted.seen, [record["loss"] for record in records]))
     return found
 
@@ -456,7 +461,7 @@ def test_main_with_a_file_of_options(ranks, tmp_path):
     file, out = tmp_path / "run.toml", tmp_path / "run.jsonl"
     file.write_text('layout = "dp4"\nbatch = 16\nsteps = 50\nstart_batch = 4\nramp = 4\nwarmup = 3\nlr = 0.01\n')
     argv = [*ARGUMENTS, "--config", str(file), "--layout", "dp2,pp2,zero1", "--steps=12", "--out", str(out)]
-    of_ranks = ranks(main, argv)
+    of_ranks = ranks(trained_by_main, argv)
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert lines == of_ranks[0] and [line["step"] for line in lines] == list(range(1, 13))
     for records in of_ranks:
@@ -476,7 +481,7 @@ def test_a_growing_batch_fits_the_schedule(ranks):
     """The ramp is the same whatever the layout, in multiples of its first batch."""
     for layout, sizes in (("pp2,cp2,interleaved", [2, 2, 4, 6, 8]), ("pp2,tp2,zb-h1", [2, 2, 4, 6, 8])):
         argv = [*ARGUMENTS, "--layout", layout, "--batch", "8", "--start-batch", "2", "--ramp", "4", "--steps", "5"]
-        assert [record["batch"] for record in ranks(main, argv)[0]] == sizes
+        assert [record["batch"] for record in ranks(trained_by_main, argv)[0]] == sizes
 
 
 def test_main_trains_a_mixture(ranks):
@@ -492,7 +497,7 @@ def test_main_trains_a_mixture(ranks):
         "--batch",
         "8",
     ]
-    for records in ranks(main, [*ARGUMENTS, *more, "--steps", "6", "--lr", "0.01", "--peak-tflops", "0.1"]):
+    for records in ranks(trained_by_main, [*ARGUMENTS, *more, "--steps", "6", "--lr", "0.01", "--peak-tflops", "0.1"]):
         assert records[-1]["loss"] < records[0]["loss"] - 0.3
         assert all(0 < record["mfu"] < 1 for record in records)
 

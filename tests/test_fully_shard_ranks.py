@@ -196,7 +196,8 @@ def training_differs() -> dict[str, list[str]]:
     """On a rank: what differs from one process, by ranks and way of training."""
     expected, found = {}, {}
     for n, group in subgroups().items():
-        for way in WAYS if dist.get_rank() < n else ():
+        ways = {2: WAYS[:3], 3: WAYS, 4: [*WAYS[2:5], WAYS[-1]]}[n]  # odd sizes are cut worst by 3
+        for way in ways if dist.get_rank() < n else ():
             options = dict(way)
             key = options.pop("tied"), options.get("optimizer", "AdamW")
             expected[key] = expected.get(key) or in_one_process(*key)
@@ -209,7 +210,7 @@ def training_differs() -> dict[str, list[str]]:
 def test_training_is_that_of_one_process_with_the_whole_batch(ranks):
     """Losses, gradients, norms, weights after 3 clipped steps; 2 to 4 ranks; recomputation and accumulation too."""
     results = ranks(training_differs)
-    assert [len(found) for found in results] == [30, 30, 20, 10]
+    assert [len(found) for found in results] == [17, 17, 14, 4]
     assert [{key: wrong for key, wrong in found.items() if wrong} for found in results] == [{}] * 4
 
 
@@ -276,18 +277,16 @@ def sent_and_stored() -> list[str]:
     """On a rank: what is wrong with the traffic of a second step, and with the bytes that a rank keeps."""
     wrong, (inputs, targets) = [], batches(0)
     for n, group in subgroups().items():
-        for name, tied, micro, options in (
-            (
-                ("float32", False, 1, {}),
-                ("two micro-batches", False, 2, {}),
-                ("tied", True, 1, {}),
-                ("bfloat16", False, 1, {"compute_dtype": torch.bfloat16}),
-                ("float32 sums", False, 1, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
-                ("int8", False, 1, {"encode": Encoding(to_int8, from_int8)}),
-            )
-            if dist.get_rank() < n
-            else ()
-        ):
+        ways = (
+            ("float32", False, 1, {}),
+            ("tied", True, 1, {}),
+            ("two micro-batches", False, 2, {}),
+            ("bfloat16", False, 1, {"compute_dtype": torch.bfloat16}),
+            ("float32 sums", False, 1, {"compute_dtype": torch.bfloat16, "reduce_dtype": torch.float32}),
+            ("int8", False, 1, {"encode": Encoding(to_int8, from_int8)}),
+        )
+        ways = ways if n == 3 else ways[:2]  # of odd sizes, 3 ranks have the most padding
+        for name, tied, micro, options in ways if dist.get_rank() < n else ():
             model = fully_shard(make_model(tied), group, **options)
             about = f"{n} ranks, {name}"
             optimizer = OPTIMIZERS["AdamW"](model.parameters())
@@ -604,7 +603,7 @@ CASES = {  # how it runs; what is changed before; how it is sharded
 
 
 def modules_differ() -> list[str]:
-    """On a rank: gradients and weights that differ from one process with the mean of all ranks' losses, in 5 steps."""
+    """On a rank: gradients and weights that differ from one process with the mean of all ranks' losses."""
     wrong, rank = [], dist.get_rank()
     for name, (run, change, units) in CASES.items():
         model, alone = Anything(rank), Anything(0)
@@ -614,7 +613,7 @@ def modules_differ() -> list[str]:
                 change(net)
         sharded = fully_shard(model, units=units and units(model))
         sgd, theirs = (torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (sharded, alone))
-        for step in range(5):
+        for step in range(5 if run is run_skipping else 2):
             run(sharded, rank, step).backward()
             sharded.finish()
             wrong += [f"{name}, step {step}: something is whole"] * any(whole_units(sharded))

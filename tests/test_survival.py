@@ -16,13 +16,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import psutil
 import pytest
 import torch
 
-from calls import said
+from calls import said, short_corpus
 from course_lib.checkpoint.checkpoints import latest
 from course_lib.checkpoint.files import complete, damaged, describe
 from course_lib.checkpoint.program import main, options
@@ -61,9 +60,93 @@ def wait_for(found: Callable[[], object], what: str, within_s: float = PATIENCE_
 
 def trained(argv: list[str]) -> tuple[list[dict], str]:
     """On a rank: the records and what is printed of a run."""
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+    with contextlib.redirect_stdout(io.StringIO()) as out, short_corpus(8_000_000):  # as launches have it, read once
         found = main(argv)
     return found, out.getvalue()
+
+
+# --- what takes no pool of ranks comes first: a test without one closes the pools
+
+
+def test_a_job_killed_while_it_saves_leaves_a_complete_checkpoint(tmp_path):
+    """At each kind of file operation of a save, of the coordinator and of another rank; see killed_saves.py."""
+    command = [sys.executable, str(ROOT / "tests" / "killed_saves.py"), str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    coordinator, other = found["operations"]
+    assert {
+        "os.mkdir step-N.saving",
+        "open step-N.saving/__0_0.distcp w",
+        "os.rename step-N.saving/.metadata.tmp step-N.saving/.metadata",
+        "open step-N.saving/__0_0.distcp r",
+        "open step-N.saving/checkpoint.json w",
+        "os.rename step-N.saving step-N",
+        "os.rename step-N step-N.deleting",
+        "os.rmdir step-N.deleting",
+    } < set(coordinator), coordinator
+    assert {"open step-N.saving/__1_0.distcp w", "open step-N.saving/__1_0.distcp r"} < set(other), other
+    assert len(found["trials"]) > 25
+    for each in found["trials"]:
+        assert each["status"] == -signal.SIGKILL and each["went on"] and each["damaged"] is None, each
+        assert each["before"] <= each["after"], each
+        if each["moment"] == "os.rename step-N.saving step-N":
+            assert each["before"] == each["after"] and each["left"].count("step-N.saving") == 1, each
+        if each["moment"] == "os.rename step-N step-N.deleting":
+            assert each["before"] < each["after"] and set(each["left"]) == {"step-N"}, each
+    assert found["last"]["status"] == 0 and "failed" not in found["last"]["text"], found["last"]
+    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["step-000000050"]
+    alone, log = records(tmp_path / "alone.jsonl"), records(tmp_path / "log.jsonl")
+    expected, steps = losses(alone), [record["step"] for record in log]
+    assert all(later <= step + 1 for step, later in zip([0, *steps], steps, strict=False)) and steps[-1] == 50
+    assert [record["loss"] for record in log] == [expected[step] for step in steps]
+
+
+def snapshot(folder: Path) -> dict:
+    """Every path below `folder` with its time of change and content."""
+    found = [folder, *folder.rglob("*")]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None) for path in found}
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("--save-every 0", "--save-every and --keep are 1 or more"),
+        ("--keep 0", "--save-every and --keep are 1 or more"),
+        ("--drop-tokens 1", "--drop-tokens is 0 or more and below 1"),
+        ("--drop-tokens -0.1", "--drop-tokens is 0 or more and below 1"),
+        ("--from-hf empty", "config.json"),
+        ("--from-hf missing", "missing"),
+    ],
+)
+def test_an_option_that_cannot_be_gets_one_line(line, expected, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        options(line.split())
+    out, err = capsys.readouterr()
+    usage, error = err.split("five_d: error: ")
+    assert ended.value.code == 2 and out == "" and usage.startswith("usage: ")
+    assert expected in error and error.count("\n") == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_a_log_keeps_its_lines_and_survives_a_full_disk(tmp_path, capsys):
+    """Of a run that goes on: half a line that a kill has left goes. What can't be written is told of once."""
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"step": 1}\n{"st')
+    log = Log(file, more=True)
+    log.add({"step": 2})
+    assert records(file) == [{"step": 1}, {"step": 2}]
+    Log(file, more=False).add({"step": 3})
+    assert records(file) == [{"step": 3}]
+    Log(None, more=True).add({"step": 4})
+    log = Log(Path("/dev/full"), more=False)
+    log.add({"step": 5})
+    log.add({"step": 6})
+    told = capsys.readouterr().out
+    assert told == "--out /dev/full: No space left on device; nothing more is written to it\n"
 
 
 # --- launches in processes of their own
@@ -210,77 +293,13 @@ def test_a_job_goes_on_when_a_node_comes_and_when_it_is_lost(ranks, folder, port
     assert all(record["loss"] == pytest.approx(expected[record["step"]], rel=1e-5) for record in found)
 
 
-def test_a_job_killed_while_it_saves_leaves_a_complete_checkpoint(tmp_path):
-    """At each kind of file operation of a save, of the coordinator and of another rank; see killed_saves.py."""
-    command = [sys.executable, str(ROOT / "tests" / "killed_saves.py"), str(tmp_path)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    coordinator, other = found["operations"]
-    assert {
-        "os.mkdir step-N.saving",
-        "open step-N.saving/__0_0.distcp w",
-        "os.rename step-N.saving/.metadata.tmp step-N.saving/.metadata",
-        "open step-N.saving/__0_0.distcp r",
-        "open step-N.saving/checkpoint.json w",
-        "os.rename step-N.saving step-N",
-        "os.rename step-N step-N.deleting",
-        "os.rmdir step-N.deleting",
-    } < set(coordinator), coordinator
-    assert {"open step-N.saving/__1_0.distcp w", "open step-N.saving/__1_0.distcp r"} < set(other), other
-    assert len(found["trials"]) > 25
-    for each in found["trials"]:
-        assert each["status"] == -signal.SIGKILL and each["went on"] and each["damaged"] is None, each
-        assert each["before"] <= each["after"], each
-        if each["moment"] == "os.rename step-N.saving step-N":
-            assert each["before"] == each["after"] and each["left"].count("step-N.saving") == 1, each
-        if each["moment"] == "os.rename step-N step-N.deleting":
-            assert each["before"] < each["after"] and set(each["left"]) == {"step-N"}, each
-    assert found["last"]["status"] == 0 and "failed" not in found["last"]["text"], found["last"]
-    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["step-000000050"]
-    alone, log = records(tmp_path / "alone.jsonl"), records(tmp_path / "log.jsonl")
-    expected, steps = losses(alone), [record["step"] for record in log]
-    assert all(later <= step + 1 for step, later in zip([0, *steps], steps, strict=False)) and steps[-1] == 50
-    assert [record["loss"] for record in log] == [expected[step] for step in steps]
-
-
 # --- options, other runs, other layouts
-
-
-def snapshot(folder: Path) -> dict:
-    """Every path below `folder` with its time of change and content."""
-    found = [folder, *folder.rglob("*")]
-    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None) for path in found}
-
-
-@pytest.mark.parametrize(
-    "line, expected",
-    [
-        ("--save-every 0", "--save-every and --keep are 1 or more"),
-        ("--keep 0", "--save-every and --keep are 1 or more"),
-        ("--drop-tokens 1", "--drop-tokens is 0 or more and below 1"),
-        ("--drop-tokens -0.1", "--drop-tokens is 0 or more and below 1"),
-        ("--from-hf empty", "config.json"),
-        ("--from-hf missing", "missing"),
-    ],
-)
-def test_an_option_that_cannot_be_gets_one_line(line, expected, tmp_path, monkeypatch, capsys):
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path)
-    before = snapshot(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        options(line.split())
-    out, err = capsys.readouterr()
-    usage, error = err.split("five_d: error: ")
-    assert ended.value.code == 2 and out == "" and usage.startswith("usage: ")
-    assert expected in error and error.count("\n") == 1
-    assert snapshot(tmp_path) == before
 
 
 def refused(runs: list[list[str]]) -> list[str]:
     """On a rank: what `main` raises with each of these options, and what it has printed of a step."""
-    text, found = single_gpu.training_text(options([])), []  # once: it takes longer than all the rest
-    with mock.patch.object(single_gpu, "training_text", lambda chosen: text):
+    found = []
+    with short_corpus(8_000_000):
         for argv in runs:
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 error = said(lambda: main(argv))
@@ -345,23 +364,6 @@ def test_a_run_goes_on_in_another_layout(layout, ranks, saved, tmp_path):
     expected = losses(records(folder / "log.jsonl"))
     assert losses(found) == {step: pytest.approx(expected[step], rel=1e-5) for step in (5, 6, 7, 8)}
     assert describe(tmp_path / "copy/c/step-000000008")["layout"] == layout
-
-
-def test_a_log_keeps_its_lines_and_survives_a_full_disk(tmp_path, capsys):
-    """Of a run that goes on: half a line that a kill has left goes. What can't be written is told of once."""
-    file = tmp_path / "log.jsonl"
-    file.write_text('{"step": 1}\n{"st')
-    log = Log(file, more=True)
-    log.add({"step": 2})
-    assert records(file) == [{"step": 1}, {"step": 2}]
-    Log(file, more=False).add({"step": 3})
-    assert records(file) == [{"step": 3}]
-    Log(None, more=True).add({"step": 4})
-    log = Log(Path("/dev/full"), more=False)
-    log.add({"step": 5})
-    log.add({"step": 6})
-    told = capsys.readouterr().out
-    assert told == "--out /dev/full: No space left on device; nothing more is written to it\n"
 
 
 def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(ranks, tmp_path):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from calls import peak_bytes, said
+from calls import peak_bytes, said, short_corpus
 from course_kit.ranks import Ranks
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel.replicas import DataParallel
@@ -588,17 +588,23 @@ def test_states_of_a_split_model(ranks):
 # The program.
 
 
-ARGUMENTS = ["--preset", "debug", "--steps", "3", "--seq", "16"]
+ARGUMENTS = ["--preset", "debug", "--steps", "2", "--seq", "16"]
 
 
 def trained(argv: list[str]) -> list[float]:
-    return [record["loss"] for record in main(argv)]
+    with short_corpus():
+        return [record["loss"] for record in main(argv)]
+
+
+def of_one_process() -> torch.Tensor:
+    with short_corpus():
+        alone = single_gpu.main([*ARGUMENTS, "--batch", "8", "--dtype", "fp32"])
+    return torch.tensor([record["loss"] for record in alone])
 
 
 def test_main_trains_as_one_process_for_each_degree(ranks):
     """The same global batch of 8; what each set of ranks has of it goes with their number."""
-    alone = single_gpu.main([*ARGUMENTS, "--batch", "8", "--dtype", "fp32"])
-    expected = torch.tensor([record["loss"] for record in alone])
+    expected = of_one_process()
     for tp, batch, more in (
         ("1", "2", []),
         ("2", "4", ["--recompute", "partitioned", "--micro-batch", "1"]),
@@ -610,8 +616,7 @@ def test_main_trains_as_one_process_for_each_degree(ranks):
 
 
 def test_main_trains_in_bfloat16(ranks):
-    alone = single_gpu.main([*ARGUMENTS, "--batch", "8", "--dtype", "fp32"])
-    expected = torch.tensor([record["loss"] for record in alone])
+    expected = of_one_process()
     for found in ranks(trained, [*ARGUMENTS, "--batch", "8", "--dtype", "bf16", "--chunks", "2"]):
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-2, atol=0)  # BF16 has 8 significant bits
 

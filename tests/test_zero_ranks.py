@@ -180,7 +180,7 @@ def training_differs() -> dict[str, list[str]]:
     expected, found = in_one_process(**ADAM), {}
     for n, group in subgroups().items():
         for stage in (1, 2) if dist.get_rank() < n else ():
-            for way in WAYS if n < 4 else WAYS[1:4] + ONE_WAY:
+            for way in {2: WAYS[:3], 3: WAYS, 4: WAYS[1:4] + ONE_WAY}[n]:  # odd sizes are cut worst by 3
                 more = {"micro_batches": 2} if n == 3 and "micro_batches" in way else {}
                 found[f"{n} {stage} {way}"] = differing(on_ranks(group, stage, **ADAM, **way | more), expected)
     return found
@@ -189,7 +189,7 @@ def training_differs() -> dict[str, list[str]]:
 def test_training_is_that_of_one_process_with_the_whole_batch(ranks):
     """Losses, gradients, norms, weights after 3 clipped steps of AdamW; 2 to 4 ranks; they start from other weights."""
     results = ranks(training_differs)
-    assert [len(found) for found in results] == [34, 34, 22, 10]
+    assert [len(found) for found in results] == [28, 28, 22, 10]
     assert [{key: wrong for key, wrong in found.items() if wrong} for found in results] == [{}] * 4
 
 
