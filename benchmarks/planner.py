@@ -1,6 +1,6 @@
 """The planner against runs that were measured: what it gets wrong, on clusters that it was fitted to and on others.
 
-    python benchmarks/planner.py        # writes benchmarks/results/planner.json; about a minute
+    python benchmarks/planner.py        # writes benchmarks/results/planner.json; about two minutes
 
 The constants are fitted to all runs of data/layout_runs_h100.csv ("in sample"), and, for each (model, nodes), to those
 of the others ("cross-validated": a cluster size that was never measured). A run is of the slow mode where its step
@@ -8,6 +8,7 @@ took more than twice what is predicted, for a reason that its layout does not te
 and without. The loss of a pick: how much slower the layout that the planner likes best in a cell ran than the fastest.
 
 Then runs that others have published, to which nothing is fitted, and the seconds of a search: the median of SEARCHES.
+Last, a dry run of the same size, in bytes: these depend on no machine.
 """
 
 import datetime
@@ -22,14 +23,17 @@ import torch
 from course_kit.planning.published_runs import errors_by_source, left_out, load_published
 from course_lib.best_config.calibration import MEMORY, MEMORY_PAIRS, TIME, cross_validate, fit
 from course_lib.best_config.clusters import CLUSTERS, Cluster
+from course_lib.best_config.dry_runs import dry_run
 from course_lib.best_config.planner import search
 from course_lib.best_config.runs import MeasuredRun, Predicted, accuracy, cells, load_runs, loss_of_picks, predict
+from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
 
 DATA = Path(__file__).parent.parent / "data"
 RESULT = Path(__file__).parent / "results" / "planner.json"
 SEARCHES = 7
 SEARCHED = {"model": "llama3-405B", "gpus": 16384, "batch": 2048, "seq": 8192}
+DRY_RUN = "dp128,pp16,tp8,sp,zero1,full"  # Llama 3's degrees, for SEARCHED
 SIZES = {"up to 32 nodes": range(1, 33), "64 nodes": range(64, 65)}
 GOALS = {"tokens/s": 0.08, "peak memory": 0.04, "ok or out of memory": 0.95, "pick, mean": 0.05, "pick, median": 0.01}
 
@@ -111,6 +115,13 @@ def search_seconds() -> dict:
         "that fit": fitting,
         "best": {"layout": str(best), "tokens/s": tokens_per_s, "mfu": mfu, "GiB": gib},
     }
+
+
+def dry_run_bytes() -> dict:
+    """A step of DRY_RUN on rank 0, in bytes."""
+    found = dry_run(PRESETS[SEARCHED["model"]], Layout.parse(DRY_RUN), SEARCHED["batch"], SEARCHED["seq"])
+    sent = [[axes, collective, size] for (axes, collective), size in found.bytes_sent.items()]
+    return {"layout": DRY_RUN, "at rest": found.at_rest, "peak": found.peak, "bytes sent": sent}
 
 
 # What is written and printed.
@@ -200,6 +211,7 @@ def main() -> None:
         "published": errors_by_source(load_published(file)),
         "published, left out": left_out(file),
         "search": search_seconds(),
+        "dry run": dry_run_bytes(),
         "predictions": compact(held_out),
     }
     write(found)
