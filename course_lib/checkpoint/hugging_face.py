@@ -123,7 +123,6 @@ def from_hf(parallel: ParallelModel, folder: Path) -> None:
 
     def look() -> dict[str, list[str]]:
         """Our tensors in each file, all of them of the right shape."""
-        theirs = from_hf_config(folder)
         for name, value in vars(parallel.config).items():
             if name != "dropout" and getattr(theirs, name) != value:
                 raise CheckpointError(f"another model: {name} is {getattr(theirs, name)} there, and {value} here")
@@ -150,6 +149,8 @@ def from_hf(parallel: ParallelModel, folder: Path) -> None:
                         cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
                         box.values.copy_(theirs[cut])
 
+    first = dist.get_rank() == 0  # one rank imports transformers
+    theirs = together(dist.group.WORLD, lambda: from_hf_config(folder) if first else None)[0]
     files = together(dist.group.WORLD, look)[dist.get_rank()]
     together(dist.group.WORLD, read)
     if parallel.layout.zero_stage in (1, 2):
