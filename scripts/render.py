@@ -4,11 +4,13 @@
 
 A notebook is replaced when its last cell has run, in one step; one that fails stays as it was. Metadata is cleaned as
 nbdev-clean does it, and cells are folded (fold.py). Views of widgets are left out: without a kernel they are error
-messages, which is why a static figure stands beside each. Pictures are stored as small as they get without a loss.
+messages, which is why a static figure stands beside each. So are complaints that name files of this machine. Pictures
+are stored as small as they get without a loss.
 """
 
 import base64
 import io
+import re
 import sys
 import time
 from pathlib import Path
@@ -37,6 +39,12 @@ def shrunk(png: str) -> str:
     return min(base64.b64encode(smaller.getvalue()).decode(), "".join(png.split()), key=len)
 
 
+def is_kept(output: dict) -> bool:
+    """Neither a view of a widget, nor a library's complaint that names a file of this machine."""
+    complains = output.get("name") == "stderr" and re.search(rf"{re.escape(str(ROOT))}|site-packages", output["text"])
+    return WIDGET not in output.get("data", {}) and not complains
+
+
 def render(path: Path) -> None:
     """Run the notebook at `path` and replace it by the result. ExportError, naming the cell, where one fails."""
     read_notebook(path)
@@ -54,7 +62,7 @@ def render(path: Path) -> None:
         raise ExportError(f"{path}: cell {index + 1} ({notebook.cells[index].id}): {what.splitlines()[0]}") from None
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if WIDGET not in output.get("data", {})]
+            cell.outputs = [output for output in cell.outputs if is_kept(output)]
             for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
                 data["image/png"] = shrunk(data["image/png"])
     config = get_config(path=ROOT)

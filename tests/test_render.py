@@ -2,11 +2,13 @@
 
 import base64
 import io
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import nbformat
+import pytest
 from PIL import Image
 
 from render import shrunk
@@ -16,6 +18,8 @@ CELLS = {
     "look": "import os\nprint('one')\nprint('two')",
     "widget": "import ipywidgets\nipywidgets.IntSlider()",
     "object": "object()",
+    "complaint": "import sys\nprint(f'Failed to load {sys.prefix}/lib/site-packages/a.so', file=sys.stderr)",
+    "warning": "import sys\nprint('this is slow', file=sys.stderr)",
 }
 
 
@@ -31,8 +35,9 @@ def render(folder: Path, **cells: str) -> tuple[Path, subprocess.CompletedProces
 def test_outputs_come_in_and_nbdev_clean_has_nothing_left_to_do(tmp_path):
     path, run = render(tmp_path, **CELLS)
     assert run.returncode == 0, run.stderr
-    look, widget, thing = nbformat.read(path, as_version=4).cells
-    assert [look.id, widget.id, thing.id] == list(CELLS)
+    look, widget, thing, complaint, warning = cells = nbformat.read(path, as_version=4).cells
+    assert [cell.id for cell in cells] == list(CELLS)
+    assert complaint.outputs == [] and warning.outputs[0].text == "this is slow\n"
     assert [output.text for output in look.outputs] == ["one\ntwo\n"] and look.execution_count is None
     assert widget.outputs == [] and thing.outputs[0].data["text/plain"] == "<object>"
     assert look.metadata == {}
@@ -40,6 +45,11 @@ def test_outputs_come_in_and_nbdev_clean_has_nothing_left_to_do(tmp_path):
     before = path.read_bytes()
     subprocess.run([Path(sys.executable).parent / "nbdev-clean", "--fname", path], check=True, cwd=ROOT)
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_no_notebook_names_a_file_of_the_machine_it_ran_on(path):
+    assert not re.search(r"site-packages/|/home/\w+/|/root/", path.read_text(encoding="utf-8"))
 
 
 def test_a_picture_gets_smaller_and_stays_the_same():
@@ -61,5 +71,5 @@ def test_a_picture_gets_smaller_and_stays_the_same():
 def test_a_notebook_that_fails_stays_as_it_was(tmp_path):
     path, run = render(tmp_path, **CELLS, bad="1 / 0")
     assert run.returncode == 1
-    assert f"render: {path}: cell 4 (bad): ZeroDivisionError: division by zero" in run.stderr.splitlines()
+    assert f"render: {path}: cell {len(CELLS) + 1} (bad): ZeroDivisionError: division by zero" in run.stderr.splitlines()
     assert "one" not in path.read_text().replace("'one'", "") and list(tmp_path.glob(".*")) == []
