@@ -71,5 +71,6 @@ def test_a_picture_gets_smaller_and_stays_the_same():
 def test_a_notebook_that_fails_stays_as_it_was(tmp_path):
     path, run = render(tmp_path, **CELLS, bad="1 / 0")
     assert run.returncode == 1
-    assert f"render: {path}: cell {len(CELLS) + 1} (bad): ZeroDivisionError: division by zero" in run.stderr.splitlines()
+    place = len(CELLS) + 1
+    assert f"render: {path}: cell {place} (bad): ZeroDivisionError: division by zero" in run.stderr.splitlines()
     assert "one" not in path.read_text().replace("'one'", "") and list(tmp_path.glob(".*")) == []
