@@ -63,7 +63,7 @@ gpu: ## all that wants a GPU, right or wrong, and how fast; again to go on (OUT=
 
 gpu-record: .venv/installed-test ## benchmarks/results/ and notebooks 12 to 14 from what make gpu has measured (OUT=gpu_run)
 	@$(RUN) benchmarks/gpu.py --out "$(or $(OUT),gpu_run)" --record
-	@$(RUN) scripts/render.py $(wildcard notebooks/12_*.ipynb notebooks/13_*.ipynb notebooks/14_*.ipynb)
+	@$(RUN) scripts/render.py $(wildcard notebooks/12*.ipynb notebooks/13*.ipynb notebooks/14*.ipynb)
 
 bench-planner: .venv/installed-test ## hold the planner against measured and published runs: benchmarks/results/planner.json
 	@$(RUN) benchmarks/planner.py

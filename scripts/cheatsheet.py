@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from export import NOTEBOOKS, ROOT, ExportError, read_notebook, write_atomically
+from export import NOTEBOOKS, ROOT, ExportError, chapter, read_notebook, write_atomically
 
 PAGE = ROOT / "CHEATSHEET.md"
 COLUMNS = ["method", "saves", "costs", "formula", "use when", "limit"]
@@ -47,7 +47,7 @@ def page(notebooks: Path) -> tuple[str, int]:
     """The text of the page, and how many methods it lists."""
     lines = []
     for path in sorted(notebooks.glob("*.ipynb")):
-        link = f"[{path.stem[:2]}](notebooks/{path.name})"
+        link = f"[{chapter(path)}](notebooks/{path.name})"
         for cell in read_notebook(path)["cells"]:
             if "cheatsheet" in cell["metadata"].get("tags", []):
                 try:

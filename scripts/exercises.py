@@ -34,13 +34,17 @@ def solution(name: str, notebooks: Path) -> str:
     """The reference's cell for the exercise `name`, without markers. ExportError with one line where there is none."""
     if not re.fullmatch(r"\d\d\.\d+", name):
         raise ExportError(f"'{name}' is no exercise; name it as its heading does, such as 01.3")
-    for path in sorted(notebooks.glob(f"{name[:2]}_*.ipynb")):
+    paths, others = sorted(notebooks.glob(f"{name[:2]}*_*.ipynb")), []  # a chapter may have two parts
+    for path in paths:
         found = exercises(read_notebook(path))
         if name in found:
             code = "\n".join(text for _, text in kept_lines(found[name]["source"]))
             return f"# Exercise {name}, from {path.name}, cell {found[name]['id']}\n{code}\n"
-        raise ExportError(f"{path.name} has no exercise {name}; it has {' '.join(found) or 'none'}")
-    raise ExportError(f"there is no notebook {name[:2]} in {notebooks}")
+        others += found
+    if not paths:
+        raise ExportError(f"there is no notebook {name[:2]} in {notebooks}")
+    names = " and ".join(path.name for path in paths)
+    raise ExportError(f"there is no exercise {name} in {names}: {' '.join(others) or 'there are none'}")
 
 
 def state(name: str, folder: Path) -> str:

@@ -53,6 +53,11 @@ def read_notebook(path: Path) -> dict:
     return notebook
 
 
+def chapter(path: Path) -> str:
+    """How a notebook's file name begins: `10` of 10_5d.ipynb, `10b` of its second part, 10b_checkpoint.ipynb."""
+    return Path(path).name.partition("_")[0]
+
+
 def directive(source: str, name: str) -> str | None:
     """The argument of a cell's `#| name` line ("" where it has none), or None where the cell has no such line."""
     for line in source.splitlines():

@@ -6,15 +6,18 @@
 nbgrader's own preprocessors make the blank, so a workbook holds the cells that `nbgrader generate_assignment` releases.
 
 An update never loses a cell of the learner's. Cells are matched by id: where the learner changed one, theirs stays,
-whole; everywhere else the course's new one comes in. Each blank that was handed out is kept in `workbook/.base/`, named
-by its hash, and a workbook's own metadata says which blank it came from. So one atomic write moves a workbook and its
-base together: after a kill, an old copy put back, or a browser tab that saves over an update, the next update still
-starts from the right blank.
+whole; everywhere else the course's new one comes in. Where the course has moved cells to a notebook that the learner
+has not got yet, what the learner made of them moves with them. Each blank that was handed out is kept in
+`workbook/.base/`, named by its hash, and a workbook's own metadata says which blank it came from. So one atomic write
+moves a workbook and its base together: after a kill, an old copy put back, or a browser tab that saves over an update,
+the next update still starts from the right blank.
 
 nbdime merges only the metadata. Its merge of cells (use-local), on 1000 random pairs of edits, lost a learner's cell in
 9 of them, mixed the lines of two versions in 9 and gave two cells one id in 26.
 """
 
+import collections
+import contextlib
 import difflib
 import hashlib
 import itertools
@@ -181,11 +184,15 @@ def ordered(base: dict, learner: dict, course: dict, standing: dict) -> list[str
     return order
 
 
-def merge(base: dict | None, learner: dict, course: dict) -> tuple[dict, list[str]]:
+def merge(
+    base: dict | None, learner: dict, course: dict, elsewhere: dict[str, dict] | None = None
+) -> tuple[dict, list[str]]:
     """The updated notebook, and the ids of the course's changes that it leaves out because the learner's cell stands.
 
     Without a base every cell that differs from the course's counts as the learner's, and one they deleted comes back.
+    elsewhere: the cells of the learner's other notebooks, by id. What the course drops here and stands there goes.
     """
+    elsewhere = elsewhere or {}
     old = {cell["id"]: cell for cell in base["cells"]} if base else {}
     new = {cell["id"]: cell for cell in course["cells"]}
     mine = by_id(learner["cells"], old or new)
@@ -194,6 +201,8 @@ def merge(base: dict | None, learner: dict, course: dict) -> tuple[dict, list[st
         first, course_cell = old.get(name), new.get(name)
         versions = *(with_places(cell, first, course_cell) for cell in (first, mine.get(name))), course_cell
         cell = settled(*versions)
+        if cell and course_cell is None and alike(with_places(cell, first, elsewhere.get(name)), elsewhere.get(name)):
+            cell = None
         if cell is not None:
             cells[name] = cell
         if not alike(versions[0], versions[2]) and not alike(cell, versions[2]):
@@ -232,6 +241,42 @@ def keep_base(path: Path, blank: dict) -> None:
         write_atomically(base_file(path, base_stamp), to_text(blank))
 
 
+def dropped_here(learner: dict, blank: dict) -> set[str]:
+    """The ids of a learner's cells that the course does not have in this notebook."""
+    return {cell.get("id") for cell in learner["cells"]} - {cell["id"] for cell in blank["cells"]}
+
+
+def cells_elsewhere(path: Path, names: set[str]) -> dict[str, dict]:
+    """Those cells named `names` that stand in the learner's other notebooks."""
+    found = {}
+    for other in sorted(path.parent.glob("*.ipynb")) if names else ():
+        if other != path:
+            with contextlib.suppress(ExportError):
+                found |= {cell["id"]: cell for cell in read_learners(other)["cells"] if cell.get("id") in names}
+    return found
+
+
+def with_moved_cells(blank: dict, path: Path, notebooks: Path) -> dict:
+    """The blank of a notebook that the learner has not got, with what the learner made of its cells in the notebooks
+    where the course had them before.
+    """
+    now = {each.name: [cell.get("id") for cell in read_notebook(each)["cells"]] for each in notebooks.glob("*.ipynb")}
+    places = collections.Counter(itertools.chain(*now.values()))  # many notebooks have a cell named title
+    cells = {cell["id"]: cell for cell in blank["cells"]}
+    for other in sorted(path.parent.glob("*.ipynb")):
+        try:
+            learner = read_learners(other)
+        except ExportError:
+            continue
+        base = read_base(other, learner["metadata"]["course"].get("base"))
+        old = {cell["id"]: cell for cell in base["cells"]} if base else {}
+        for name, cell in by_id(learner["cells"], old).items():
+            if name in cells and places[name] == 1 and name not in now.get(other.name, ()):
+                first, new = old.get(name), cells[name]
+                cells[name] = settled(*(with_places(each, first, new) for each in (first, cell)), new)
+    return {**blank, "cells": list(cells.values())}
+
+
 def update(path: Path, blank: dict) -> str:
     """Bring the learner's notebook at `path` up to `blank`; one line that says what became of it."""
     saved = path.read_bytes()
@@ -241,7 +286,7 @@ def update(path: Path, blank: dict) -> str:
     if base_stamp == blank["metadata"]["course"]["base"]:
         return f"{path.stem}: up to date"
     base = read_base(path, base_stamp)
-    notebook, left_out = merge(base, learner, blank)
+    notebook, left_out = merge(base, learner, blank, cells_elsewhere(path, dropped_here(learner, blank)))
     if path.read_bytes() != saved:  # JupyterLab saved meanwhile: take that instead
         return update(path, blank)
     write_atomically(path, to_text(notebook))
@@ -255,7 +300,7 @@ def update(path: Path, blank: dict) -> str:
     return line
 
 
-def hand_out(path: Path, blank: dict) -> str:
+def hand_out(path: Path, blank: dict, notebooks: Path) -> str:
     """Write or update the workbook at `path`; one line that says what became of it."""
     aside = ""
     if path.exists():
@@ -267,18 +312,26 @@ def hand_out(path: Path, blank: dict) -> str:
             checkpoint = path.parent / ".ipynb_checkpoints" / f"{path.stem}-checkpoint.ipynb"
             aside += f", and JupyterLab's last checkpoint in {checkpoint}" if checkpoint.exists() else ""
     keep_base(path, blank)
-    write_atomically(path, to_text(blank))
-    return f"{path.stem}: handed out{aside}"
+    new = blank if aside else with_moved_cells(blank, path, notebooks)
+    write_atomically(path, to_text(new))
+    moved = ", with what you have written in its cells where they stood before" if new != blank else ""
+    return f"{path.stem}: handed out{aside}{moved}"
 
 
 def make_workbook(notebooks: Path, workbook: Path, only_missing: bool = False) -> Iterator[str]:
-    """Hand out or update every notebook of a folder; a line for each. All are made blank before any is written."""
+    """Hand out or update every notebook of a folder; a line for each. All are made blank before any is written. What is
+    missing comes first: an update drops a cell that has moved when it stands where it has moved to.
+    """
     paths = sorted(notebooks.glob("*.ipynb"))
     if only_missing:
         paths = [path for path in paths if not (workbook / path.name).exists()]
     blanks = {path.name: blank_notebook(path) for path in paths}
-    for name, blank in blanks.items():
-        yield hand_out(workbook / name, blank)
+    for name in sorted(blanks, key=lambda name: (workbook / name).exists()):
+        yield hand_out(workbook / name, blanks[name], notebooks)
+    for path in [] if only_missing else sorted(workbook.glob("*.ipynb")):
+        with contextlib.suppress(ExportError):
+            if not (notebooks / path.name).exists() and read_learners(path)["metadata"]["course"].get("base"):
+                yield f"{path.stem}: the course has it no longer; yours stays as it is"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOKS = {path.stem[:2]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+NOTEBOOKS = {path.stem.partition("_")[0]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 SCRIPTS = "scripts"  # what concerns no notebook
 EXERCISES = "tests/test_exercises.py"
 PROCESSES = "ranks launch sweep survival course_scripts lab_browser setup".split()
-LONGEST_FIRST = "10 09 11 07 06 08 05 03 04 13 12 14 02 01".split()  # the longest notebooks, and their exercises
+# The longest notebooks, and their exercises.
+LONGEST_FIRST = "10 09 11 07 06 08 05 03 04 10b 13 14b 12 12b 02 01 14".split()
 SLOW_CHECK_S = 3
 
 
@@ -30,14 +31,14 @@ def unit(nodeid: str) -> str:
     file, _, name = nodeid.partition("::")
     if file.endswith(".ipynb"):
         return file
-    if file == EXERCISES and (found := re.search(r"\[((\d\d)_\w+)\]$", name)):
+    if file == EXERCISES and (found := re.search(r"\[(\d\d\w?_\w+)\]$", name)):
         return f"exercises of {found[1]}"
     return "tests of processes" if re.sub(r"^test_", "", Path(file).stem) in PROCESSES else file
 
 
 def exercises_of(name: str) -> str | None:
     """The number of the notebook whose exercises a unit is, or None."""
-    found = re.match(r"exercises of (\d\d)_", name)
+    found = re.match(r"exercises of (\w+?)_", name)
     return found[1] if found else None
 
 
@@ -54,7 +55,7 @@ def notebook_of(file: Path) -> str | None:
             place = ROOT.joinpath(*node.module.split("."))
             imported += [place.with_suffix(".py"), *(place / f"{name.name}.py" for name in node.names)]
     for modules in (own, imported):
-        found = {re.search(r"/notebooks/(\d\d)_", path.read_text())[1] for path in modules if path.exists()}
+        found = {re.search(r"/notebooks/(\w+?)_", path.read_text())[1] for path in modules if path.exists()}
         if len(found) == 1 or modules is imported and found:
             return max(found)
     return None
@@ -62,7 +63,7 @@ def notebook_of(file: Path) -> str | None:
 
 def chosen_notebook(word: str) -> str:
     """The number of the one notebook whose name has `word`, or SCRIPTS. Raises UsageError for another word."""
-    found = [number for number, path in NOTEBOOKS.items() if word == number or word in path.stem[3:].split("_")]
+    found = [number for number, path in NOTEBOOKS.items() if word in path.stem.split("_")]
     found = found or [number for number, path in NOTEBOOKS.items() if word in path.stem]
     if word == SCRIPTS or len(found) == 1:
         return found[0] if found else SCRIPTS
@@ -107,7 +108,7 @@ def pytest_collection_modifyitems(config, items):
 
     def place(item):
         name = unit(item.nodeid)
-        number = exercises_of(name) or Path(name).suffix == ".ipynb" and Path(name).stem[:2]
+        number = exercises_of(name) or Path(name).suffix == ".ipynb" and Path(name).stem.partition("_")[0]
         if number in LONGEST_FIRST:
             return LONGEST_FIRST.index(number), name
         return -1 if name == "tests of processes" else len(LONGEST_FIRST) + ("_ranks." not in name), name

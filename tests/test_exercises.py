@@ -23,7 +23,7 @@ from jupyter_client.manager import start_new_kernel
 
 import tiny_course
 from exercises import exercise_name, exercises
-from export import read_notebook
+from export import chapter, read_notebook
 from make_workbook import blank_notebook
 from needed_cells import bound_names, needed_cells
 from tiny_course import ROOT, code
@@ -274,14 +274,14 @@ def exercise_faults(
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_check_fails_on_the_blank_catches_wrong_answers_and_passes_right_ones(path, tmp_path, record_property):
-    wrong, right = (kind / f"{path.stem[:2]}.py" for kind in (WRONG, RIGHT))
+    wrong, right = (kind / f"{chapter(path)}.py" for kind in (WRONG, RIGHT))
     faults = exercise_faults(path, wrong, right, tmp_path, note_seconds=record_property)
     assert not faults, "\n".join(["", *faults])
 
 
 @pytest.mark.parametrize("folder", [WRONG, RIGHT], ids=lambda folder: folder.name)
 def test_every_file_of_answers_belongs_to_a_notebook(folder):
-    stray = {file.stem for file in folder.glob("*.py")} - {path.stem[:2] for path in NOTEBOOKS}
+    stray = {file.stem for file in folder.glob("*.py")} - {chapter(path) for path in NOTEBOOKS}
     assert not stray, f"{folder.name}/ has files for notebooks that are not there: {stray}"
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from course_kit.checks.watchers import NoHostReads
 from course_lib.mixed_precision.masters import LossScaler, MasterWeights, mixed_step, step_unless
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 from course_lib.single_gpu.training import ADAMW, train_step
@@ -264,15 +264,6 @@ def test_what_the_scaler_refuses():
     with pytest.raises(ValueError, match="uninitialised momentum"):
         step_unless(found_inf, torch.optim.SGD([weight], lr=1, momentum=0.9, fused=True))
     assert (weight == 1).all()
-
-
-class NoHostReads(TorchDispatchMode):
-    """Fails where a tensor's value is read: item(), bool(tensor), nonzero()."""
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        if function.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero):
-            raise AssertionError(f"{function} reads a tensor's value on the host")
-        return function(*arguments, **(keywords or {}))
 
 
 @pytest.mark.parametrize("masters", [True, False])

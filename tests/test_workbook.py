@@ -403,7 +403,7 @@ def test_a_notebook_saved_during_the_update_is_read_again(course, monkeypatch):
 def test_a_notebook_the_course_drops_or_renames_stays_the_learners(course):
     before = course.file.read_bytes()
     (course.notebooks / "01_tiny.ipynb").rename(course.notebooks / "02_tiny.ipynb")
-    assert course.update() == ["02_tiny: handed out"]
+    assert course.update() == ["02_tiny: handed out", "01_tiny: the course has it no longer; yours stays as it is"]
     assert course.file.read_bytes() == before
 
 
@@ -683,3 +683,65 @@ def test_random_loss_of_ids_loses_no_text():
         now = [cell["source"] for cell in merged["cells"]]
         assert all(now.count(source) >= mine.count(source) for source in mine)
         assert len({cell["id"] for cell in merged["cells"]}) == len(now)
+
+
+def split(course: Course) -> None:
+    """The course's next version: from exercise 01.2 on, the notebook's cells stand in a second one."""
+    cells = {cell["id"]: cell for cell in tiny_course.cells()}
+    stay = ["title", "setup", "hint-1", "ex-01-1", "check-01-1", "recap"]
+    cells["ex-01-2"]["source"] = cells["ex-01-2"]["source"].replace("#| export", "#| export tiny.halves")
+    course.publish([cells[name] for name in stay])
+    second = [text("title", "## 01, part 2"), code("setup", "#| default_exp tiny.more")]
+    second += [cell for name, cell in cells.items() if name not in stay]
+    tiny_course.write(course.notebooks / "01b_more.ipynb", second)
+
+
+MINE = "#| export\ndef half(number):\n    return number * 0.5"
+
+
+def test_what_a_learner_has_written_moves_with_its_cell_to_a_new_notebook(course):
+    own = code("mine", "print('a cell of my own')")
+    cells = edited(course, ex_01_1="double = lambda n: n + n", ex_01_2=MINE, measure="measured = 5")
+    course.save([*cells[:6], own, *cells[6:]])
+    split(course)
+    assert course.update() == [
+        "01b_more: handed out, with what you have written in its cells where they stood before",
+        "01_tiny: updated",
+    ]
+    second = {cell["id"]: cell for cell in read(course.workbook / "01b_more.ipynb")["cells"]}
+    assert second["ex-01-2"]["source"] == MINE.replace("#| export", "#| export tiny.halves")
+    assert second["measure"]["source"] == "measured = 5" and second["title"]["source"] == "## 01, part 2"
+    assert "YOUR CODE HERE" in second["ex-01-3"]["source"]
+    assert list(course.cells()) == ["title", "setup", "hint-1", "ex-01-1", "check-01-1", "mine", "recap"]
+    assert course.cells()["ex-01-1"]["source"] == "double = lambda n: n + n"
+    before = snapshot(course.workbook)
+    assert course.update() == ["01_tiny: up to date", "01b_more: up to date"]
+    assert snapshot(course.workbook) == before
+
+
+def test_a_cell_that_moves_is_never_nowhere(course):
+    course.save(edited(course, ex_01_2=MINE))
+    split(course)
+    steps = make_workbook.make_workbook(course.notebooks, course.workbook)
+    assert next(steps).startswith("01b_more")
+    steps.close()  # killed here
+    assert course.cells()["ex-01-2"]["source"] == MINE, "it stands in both"
+    course.save(edited(course, ex_01_2=MINE + " + 0"))  # and the old one is edited once more
+    assert "01_tiny: updated; yours stands" in course.update()[0]
+    assert course.cells()["ex-01-2"]["source"] == MINE + " + 0"
+
+
+def test_a_notebook_that_the_course_has_no_longer_stays_and_its_cells_move(course):
+    course.save(edited(course, ex_01_2=MINE, title="## mine"))
+    split(course)
+    (course.notebooks / "01_tiny.ipynb").rename(course.notebooks / "01_numbers.ipynb")
+    (course.workbook / "notes.ipynb").write_text(json.dumps(tiny_course.notebook([text("title", "my own notebook")])))
+    before = course.file.read_bytes()
+    assert course.update() == [
+        "01_numbers: handed out",
+        "01b_more: handed out, with what you have written in its cells where they stood before",
+        "01_tiny: the course has it no longer; yours stays as it is",
+    ]
+    assert course.file.read_bytes() == before
+    second = {cell["id"]: cell for cell in read(course.workbook / "01b_more.ipynb")["cells"]}
+    assert second["ex-01-2"]["source"] == MINE.replace("#| export", "#| export tiny.halves")

@@ -28,13 +28,14 @@ import torch
 import torch.distributed as dist
 
 from .hugging_face import from_hf, from_hf_config
+from .noise import drop_tokens
 from ..collectives.into_tensor import all_gather_into_tensor
 from ..five_d.layouts import Layout, check_layout, fitted
 from ..five_d.meshes import build_mesh
 from ..single_gpu.model import ModelConfig
 from ..five_d.model import ParallelModel, parallelize, whole_weights
 from .saved_run import Log, SavedRun
-from ..five_d.plan import batch_at, drop_tokens, learning_rate
+from ..five_d.plan import batch_at, learning_rate
 
 _all_ = ["Layout", "build_mesh", "ParallelModel", "parallelize", "whole_weights"]
 

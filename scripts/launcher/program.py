@@ -24,6 +24,7 @@ from export import (
     NOTEBOOKS,
     ROOT,
     ExportError,
+    chapter,
     default_module,
     directive,
     exported_cells,
@@ -91,9 +92,15 @@ def read_program(argument: str, chapters: list[str], export: bool) -> Program:
         texts, own, taken = learners_texts(notebook, path, chapters)
     if folder == WORKBOOK:
         texts.pop("__init__", None)  # the package is the reference's; the learner's modules lie over its own
-    if not defines_main(texts.get(module, "")):
+    if not defines_main(texts.get(module) or library_text(module)):
         raise LaunchError(f"{path}: its module '{module}' has no function main: nothing to start")
     return Program(path, notebook, module, library, texts, own, taken, modules_of(chapters))
+
+
+def library_text(module: str | None) -> str:
+    """What the reference's library holds of a module, "" where it has none: a chapter's parts share one program."""
+    file = module and module_file(LIBRARY, module)
+    return file.read_text(encoding="utf-8") if file and file.is_file() else ""
 
 
 def learners_texts(notebook: dict, path: Path, chapters: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
@@ -103,7 +110,7 @@ def learners_texts(notebook: dict, path: Path, chapters: list[str]) -> tuple[dic
     """
     library, texts, own, taken = WORKBOOK / LIBRARY.name, {}, [], []
     earlier = [found for found in sorted(WORKBOOK.glob("*.ipynb")) if found.name < path.name]
-    earlier = [found for found in earlier if (NOTEBOOKS / found.name).exists() and found.name[:2] not in chapters]
+    earlier = [found for found in earlier if (NOTEBOOKS / found.name).exists() and not is_of(found, chapters)]
     for each in [*(Path(os.path.relpath(found)) for found in earlier), path]:
         try:
             content = notebook if each == path else read_notebook(each)
@@ -111,13 +118,13 @@ def learners_texts(notebook: dict, path: Path, chapters: list[str]) -> tuple[dic
             blank = fill_blanks(content, each)
             made = module_texts(content, each, library)
         except (ExportError, LaunchError) as error:
-            hint = "" if each == path else f" (--reference {each.name[:2]} leaves this chapter out)"
+            hint = "" if each == path else f" (--reference {chapter(each)} leaves this chapter out)"
             raise LaunchError(f"{error}{hint}") from None
         texts |= name_origin(made, blank, each, library)
         differs = differs_from_reference(content, each)
-        own += [each.name[:2]] if differs else []
+        own += [chapter(each)] if differs else []
         if differs or each == path:
-            taken += [f"all of {each.name[:2]}"] if len(blank) == len(exercises) > 1 else map(exercise, blank)
+            taken += [f"all of {chapter(each)}"] if len(blank) == len(exercises) > 1 else map(exercise, blank)
     return texts, own, taken
 
 
@@ -139,10 +146,10 @@ def module_names(notebook: dict) -> list[str]:
 def standing_texts(notebook: dict, path: Path, library: Path) -> dict[str, str]:
     """What the library holds of a notebook's modules."""
     module = default_module(notebook)
-    if module not in module_names(notebook):
+    if not module or not module_names(notebook):
         raise LaunchError(f"{path} exports no module: it needs a '#| default_exp' line and cells marked '#| export'")
     files = {name: module_file(library, name) for name in module_names(notebook)}
-    if not files[module].is_file():
+    if module in files and not files[module].is_file():
         raise LaunchError(f"{path}: there is no {shown(files[module])} yet: it has to be exported first")
     return {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
 
@@ -181,12 +188,17 @@ def name_origin(texts: dict[str, str], taken: list[str], path: Path, library: Pa
 def modules_of(chapters: list[str]) -> list[str]:
     """The modules of the named chapters."""
     names = []
-    for chapter in chapters:
-        found = sorted(NOTEBOOKS.glob(f"{chapter}_*.ipynb")) if re.fullmatch(r"\d\d", chapter) else []
+    for each in chapters:
+        found = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if is_of(path, [each])]
         if not found:
-            raise LaunchError(f"--reference {chapter}: no such chapter; it takes two digits, as in --reference 05")
-        names += module_names(read_notebook(found[0]))
+            raise LaunchError(f"--reference {each}: no such chapter; it takes two digits, as in --reference 05")
+        names += [name for path in found for name in module_names(read_notebook(path))]
     return names
+
+
+def is_of(path: Path, chapters: list[str]) -> bool:
+    """Whether a notebook is one of `chapters`: "10" names both of its parts, 10_… and 10b_…, "10b" the second."""
+    return chapter(path) in chapters or chapter(path)[:2] in chapters
 
 
 def exercise(cell_id: str) -> str:
