@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from selenium import webdriver
-from selenium.common.exceptions import WebDriverException
+from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chromium-browser"))), None)
 DRIVER = shutil.which("chromedriver")
 PATIENCE_S = 300  # a deadline for what hangs: the whole test takes a tenth of it
+DRAG_S = 10  # until the slider is dragged once more
 FLAGS = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync --disable-dev-shm-usage --window-size=1400,1200"
@@ -134,6 +135,22 @@ def picture(driver) -> str:
         });""")
 
 
+def moves_the_picture(driver, before: str) -> bool:
+    """Whether the picture changes while the button is still down. While cells above print, the page may move, and the
+    slider away from under the mouse.
+    """
+    sliders = driver.find_elements(By.CSS_SELECTOR, ".widget-slider")
+    slider = next(slider for slider in sliders if slider.text.startswith("batch"))
+    handle = slider.find_element(By.CSS_SELECTOR, ".noUi-handle")
+    ActionChains(driver).scroll_to_element(handle).click_and_hold(handle).move_by_offset(40, 0).perform()
+    try:
+        return WebDriverWait(driver, DRAG_S, poll_frequency=0.2).until(lambda _: picture(driver) != before)
+    except TimeoutException:
+        return False
+    finally:
+        ActionChains(driver).release().perform()
+
+
 @pytest.mark.skipif(
     not (BROWSER and DRIVER) and not os.environ.get("CI"),
     reason="no chromium and chromedriver: apt install chromium chromium-driver",
@@ -148,10 +165,4 @@ def test_a_slider_of_the_calculator_moves_the_picture(tmp_path, port):
         wait.until(lambda _: shown(driver, '.lm-Menu-item[data-command="runmenu:run-all"]')).click()
         wait.until(lambda _: scrolled_to(driver, "img.widget-image"))
         before = picture(driver)
-
-        sliders = driver.find_elements(By.CSS_SELECTOR, ".widget-slider")
-        slider = next(slider for slider in sliders if slider.text.startswith("batch"))
-        handle = slider.find_element(By.CSS_SELECTOR, ".noUi-handle")
-        ActionChains(driver).click_and_hold(handle).move_by_offset(40, 0).perform()
-        wait.until(lambda _: picture(driver) != before)  # while the button is still down
-        ActionChains(driver).release().perform()
+        wait.until(lambda _: moves_the_picture(driver, before))
