@@ -44,7 +44,7 @@ def solution(name: str, notebooks: Path) -> str:
     if not paths:
         raise ExportError(f"there is no notebook {name[:2]} in {notebooks}")
     names = " and ".join(path.name for path in paths)
-    raise ExportError(f"there is no exercise {name} in {names}: {' '.join(others) or 'there are none'}")
+    raise ExportError(f"there is no exercise {name} in {names}, but there are {' '.join(others) or 'none'}")
 
 
 def state(name: str, folder: Path) -> str:

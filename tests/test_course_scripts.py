@@ -32,10 +32,18 @@ def test_a_solution_is_the_references_cell_without_markers(notebooks, capsys):
     assert capsys.readouterr().out.endswith("\n# How many twos make ten?\nguess = 5\n")
 
 
+def test_a_chapter_in_two_notebooks_is_looked_through(notebooks, capsys):
+    tiny_course.write(notebooks / "01b_more.ipynb", [tiny_course.code("ex-01-4", "four = 4")])
+    assert exercises.main(["solution", "01.4"]) == 0
+    assert capsys.readouterr().out == "# Exercise 01.4, from 01b_more.ipynb, cell ex-01-4\nfour = 4\n"
+    assert exercises.main(["solution", "01.9"]) == 2
+    assert " in 01_tiny.ipynb and 01b_more.ipynb, but there are 01.1 01.2 01.3 01.4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("01.9", "exercises: 01_tiny.ipynb has no exercise 01.9; it has 01.1 01.2 01.3"),
+        ("01.9", "exercises: there is no exercise 01.9 in 01_tiny.ipynb, but there are 01.1 01.2 01.3"),
         ("07.1", "exercises: there is no notebook 07 in "),
         ("1.3", "exercises: '1.3' is no exercise; name it as its heading does, such as 01.3"),
         ("", "exercises: '' is no exercise"),

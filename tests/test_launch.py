@@ -313,6 +313,33 @@ def test_an_earlier_notebook_that_cannot_be_exported_is_named(launch, course):
         (course / "workbook" / f"{name}.ipynb").unlink()
 
 
+def test_a_chapters_second_part_starts_the_program_of_the_first(launch, course):
+    """The learner's cells of both parts go with it, and --reference 06 leaves both out."""
+    part = notebook(cell("name", "#| default_exp base"), cell("b", "#| export more\ndef more():\n    return 2\n"))
+    for folder in ("notebooks", "workbook"):
+        (course / folder / "06b_more.ipynb").write_text(part)
+    (course / "workbook" / "06_base.ipynb").write_text(
+        notebook(cell("name", "#| default_exp base"), cell("a", BASE.replace("return 1", "return 10")))
+    )
+    library = course / "course_lib" / "base.py"
+    exported = library.read_text()
+    assert "no function main" in launch("notebooks/06b_more.ipynb", "--dry-run")[2]
+    library.write_text(BASE)
+    before = snapshot(course)
+    status, out, err = launch("notebooks/06b_more.ipynb", "--dry-run")
+    assert status == 0 and not err and "rank_entry.py base\n" in out
+    status, out, err = launch("workbook/06b_more.ipynb", "--dry-run")
+    assert status == 0 and not err and f"--overlay {course / 'workbook' / 'course_lib'} base\n" in out
+    out = launch(LEARNERS, "--reference", "06", "--dry-run")[1]
+    assert "--reference-modules base,more toy\n" in out
+    out = launch(LEARNERS, "--reference", "06b", "--dry-run")[1]
+    assert "--reference-modules more toy\n" in out
+    assert snapshot(course) == before
+    library.write_text(exported)
+    for file in ("notebooks/06b_more.ipynb", "workbook/06b_more.ipynb", "workbook/06_base.ipynb"):
+        (course / file).unlink()
+
+
 def test_the_programs_help(launch, course):
     before = snapshot(course)
     status, out, err = launch(TOY, "--", "--help")
