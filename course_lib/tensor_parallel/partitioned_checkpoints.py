@@ -15,9 +15,8 @@ __all__ = ['PartitionedCheckpoint', 'apply_partitioned_recompute']
 # %% ../../notebooks/06_tensor_parallel.ipynb #ex-06-14
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ..recompute.modes import Recomputed, apply_recompute
+from ..recompute.modes import Recomputed
 from .shards import TensorShard
 
 
@@ -45,6 +44,11 @@ class PartitionedCheckpoint(Recomputed):
             return kept
         shard, part, shape = kept
         return shard.gather(part).view(shape)
+
+# %% ../../notebooks/06_tensor_parallel.ipynb #partitioned-recompute
+from torch import nn
+
+from ..recompute.modes import apply_recompute
 
 
 def apply_partitioned_recompute(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:

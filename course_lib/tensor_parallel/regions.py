@@ -50,7 +50,7 @@ class SumOverGroup(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         return gradient, None
 
-
+# %% ../../notebooks/06_tensor_parallel.ipynb #regions
 def copy_to_group(x: torch.Tensor, group) -> torch.Tensor:
     """x, whole on all ranks, on its way into split work: its gradient is summed over the group."""
     return x if group.size() == 1 else CopyToGroup.apply(x, group)

@@ -42,7 +42,8 @@ def in_backward() -> bool:
 class UnitRunner(nn.Module):
     """Gathers units before they are used, frees them afterwards, and sends their gradients.
 
-    root: the unit of the parameters that belong to no unit, or to two; whole from forward to finish().
+    root: the unit of the parameters that belong to no unit, or to two; whole from forward to finish(). FullyShard adds
+    before_backward(unit): what to do when a unit's backward is about to begin.
     """
 
     def __init__(self, module: nn.Module, group, units: list[Unit], root: Unit, compute_dtype: torch.dtype | None):
@@ -61,6 +62,43 @@ class UnitRunner(nn.Module):
                 handles.append(each.register_forward_hook(hook))
         handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: weak().before_step(optimizer)))
         weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+
+    def forward(self, *args, **kwargs):
+        """What the module returns; floating-point arguments are cast to compute_dtype."""
+        whole = [] if self.unfinished else [self.root]  # the root stays between micro-batches
+        self.send_all()  # of an earlier micro-batch
+        for unit in [*self.units, *whole]:  # of a forward without a backward: the pieces may have changed since
+            unit.free()
+        for unit in [self.root, *(self.ran or self.units)[:1]]:
+            unit.gather()
+        self.root.wait()
+        self.ran = []
+        if self.compute_dtype is not None:
+            args, kwargs = tree_map(self.cast, (args, kwargs))
+        out = self.module(*args, **kwargs)
+        for unit in self.ran[-1:]:
+            unit.successor = None
+        kept = [self.root, *self.ran[-1:]] if torch.is_grad_enabled() else []
+        for unit in [*self.units, self.root]:
+            if unit not in kept:
+                unit.free()
+        return out
+
+    def cast(self, value):
+        """A floating-point tensor in compute_dtype, anything else as it is."""
+        floating = torch.is_tensor(value) and value.is_floating_point()
+        return value.to(self.compute_dtype) if floating else value
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there are gradients since the last finish()."""
+        return bool(self.open or self.sent or self.root.has_gradients)
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError where an optimizer of these parameters steps before finish()."""
+        own = {piece for unit in [*self.units, self.root] for part in unit.parts for piece in part.sharded}
+        if self.unfinished and not own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError("optimizer.step() before finish(): call finish() after a step's last backward")
 
     def before_forward(self, unit: Unit) -> None:
         """Have the unit whole, free the one before it, and have the one that ran next the last time on its way."""
@@ -120,43 +158,6 @@ class FullyShard(UnitRunner):
 
     All ranks run the same units in the same order. state_dict() has this rank's pieces; the whole: full_state_dict.
     """
-
-    def forward(self, *args, **kwargs):
-        """What the module returns; floating-point arguments are cast to compute_dtype."""
-        whole = [] if self.unfinished else [self.root]  # the root stays between micro-batches
-        self.send_all()  # of an earlier micro-batch
-        for unit in [*self.units, *whole]:  # of a forward without a backward: the pieces may have changed since
-            unit.free()
-        for unit in [self.root, *(self.ran or self.units)[:1]]:
-            unit.gather()
-        self.root.wait()
-        self.ran = []
-        if self.compute_dtype is not None:
-            args, kwargs = tree_map(self.cast, (args, kwargs))
-        out = self.module(*args, **kwargs)
-        for unit in self.ran[-1:]:
-            unit.successor = None
-        kept = [self.root, *self.ran[-1:]] if torch.is_grad_enabled() else []
-        for unit in [*self.units, self.root]:
-            if unit not in kept:
-                unit.free()
-        return out
-
-    def cast(self, value):
-        """A floating-point tensor in compute_dtype, anything else as it is."""
-        floating = torch.is_tensor(value) and value.is_floating_point()
-        return value.to(self.compute_dtype) if floating else value
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether there are gradients since the last finish()."""
-        return bool(self.open or self.sent or self.root.has_gradients)
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError where an optimizer of these parameters steps before finish()."""
-        own = {piece for unit in [*self.units, self.root] for part in unit.parts for piece in part.sharded}
-        if self.unfinished and not own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError("optimizer.step() before finish(): call finish() after a step's last backward")
 
     def before_backward(self, unit: Unit) -> None:
         """Have the unit whole; send the gradients of the one before it in backward; have the next one on its way."""

@@ -1,28 +1,8 @@
 """Right answers in another style than the solutions, that the checks of notebook 01 must accept."""
 
 # %% 01.1 window by window into memory that is there
-class TokenBatches:
+class TokenBatches(ShuffledWindows):
     """Endless batches of `tokens` ([n]) for one rank: pairs of inputs and targets, each [batch, seq], int64."""
-
-    def __init__(self, tokens: torch.Tensor, batch: int, seq: int, rank: int = 0, world_size: int = 1, seed: int = 0):
-        self.tokens, self.batch, self.seq = tokens, batch, seq
-        self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.windows = (len(tokens) - 1) // seq
-        self.position = 0  # samples that all ranks together have consumed
-        self.shuffled = (None, None)  # the epoch whose order is at hand, and that order
-        if self.windows < 1:
-            raise ValueError(f"{len(tokens)} tokens hold no window of {seq} + 1 tokens")
-        if batch < 1 or not 0 <= rank < world_size:
-            raise ValueError(
-                f"batch {batch}, rank {rank} of {world_size}: batch must be 1 or more, and rank below world_size"
-            )
-
-    def order(self, epoch: int) -> list[int]:
-        """The window numbers of `epoch`, shuffled by the seed and the epoch alone."""
-        if self.shuffled[0] != epoch:
-            generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
-            self.shuffled = (epoch, torch.randperm(self.windows, generator=generator).tolist())
-        return self.shuffled[1]
 
     def __iter__(self):
         return self
@@ -38,14 +18,6 @@ class TokenBatches:
             targets[row] = self.tokens[start + 1 : start + 1 + self.seq]
         self.position += self.world_size * self.batch
         return inputs, targets
-
-    def state_dict(self) -> dict[str, int]:
-        """What brings a run back to this sample, on any number of ranks."""
-        return {"position": self.position, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where `state` was taken."""
-        self.position, self.seed, self.shuffled = state["position"], state["seed"], (None, None)
 
 
 # %% 01.2 the halves exchanged, one of them negated

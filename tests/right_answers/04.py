@@ -86,35 +86,12 @@ def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> lis
 
 
 # %% 04.6 what is missing, one by one
-class Bucket:
+class Bucket(FlatGradients):
     """Gradients that one all-reduce sums: views of a flat buffer [all their elements, then a flag for each parameter].
 
     The summed flag tells a rank without a gradient whether another rank had one. Gradients are multiplied by `scale`
     before the sum. `reduce_dtype`: that of the scaling, the transfer and the sum, in a copy, rounded back at the end.
     """
-
-    def __init__(self, parameters: list[nn.Parameter], group, scale: float, reduce_dtype: torch.dtype | None = None):
-        self.parameters, self.group = parameters, group
-        first, numels = parameters[0], [parameter.numel() for parameter in parameters]
-        self.flat = torch.zeros(sum(numels) + len(numels), dtype=first.dtype, device=first.device)
-        *pieces, self.flags = self.flat.split([*numels, len(numels)])
-        strides = [torch.empty_like(parameter, device="meta").stride() for parameter in parameters]
-        views = (piece.as_strided(p.shape, s) for piece, p, s in zip(pieces, parameters, strides, strict=True))
-        self.views = dict(zip(parameters, views, strict=True))
-        self.reduce_dtype = reduce_dtype or first.dtype
-        in_place = self.reduce_dtype == first.dtype  # then gradients are scaled while they are stored, else in the copy
-        self.scale, self.copy_scale = (scale, 1.0) if in_place else (1.0, scale)
-        self.missing = set(parameters)  # those that have no final gradient yet
-        self.work = self.sent = None
-
-    def store(self, parameter: nn.Parameter, scale: float) -> None:
-        """Have the gradient, times `scale`, in the buffer, and `parameter.grad` a view of it."""
-        view = self.views[parameter]
-        if parameter.grad is not view:  # fresh from backward: zero_grad() has taken the view away
-            torch.mul(parameter.grad, scale, out=view)
-            parameter.grad = view
-        elif scale != 1.0:  # backward has added to what was there
-            view.mul_(scale)
 
     def launch(self) -> None:
         """Start the all-reduce: with zeros for a parameter that has no gradient, not even of earlier micro-batches."""
@@ -148,26 +125,11 @@ class Bucket:
 
 
 # %% 04.7 returns early
-class Reducer:
+class Reducer(BucketQueue):
     """The buckets of a model. They start in the same order on all ranks, each after those before it.
 
     Otherwise ranks that use different parameters would start different all-reduces, and wait for each other for ever.
-    `names`: of the parameters to reduce, by parameter; the rest: as of DataParallel.
     """
-
-    def __init__(self, names: dict[nn.Parameter, str], group, mode: str, bucket_mb: float, reduce_dtype):
-        self.names, (in_buckets, self.launches_early) = names, MODES[mode]
-        self.buckets, self.bucket_of, self.launched = [], {}, 0
-        for parameters in make_buckets(names, bucket_mb * 1e6 if in_buckets else 0):
-            reduce_group = getattr(parameters[0], "reduce_group", group)
-            bucket = Bucket(parameters, reduce_group, 1 / group.size(), reduce_dtype)
-            self.buckets.append(bucket)
-            self.bucket_of.update(dict.fromkeys(parameters, bucket))
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether there is a final gradient since the last finish()."""
-        return any(len(bucket.missing) < len(bucket.parameters) for bucket in self.buckets)
 
     def add(self, parameter: nn.Parameter, final: bool) -> None:
         """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready."""
@@ -190,14 +152,6 @@ class Reducer:
                     break
                 ready.launch()
                 self.launched += 1
-
-    def finish(self) -> None:
-        """Launch the other buckets, and wait for all."""
-        for bucket in self.buckets[self.launched :]:
-            bucket.launch()
-        for bucket in self.buckets:
-            bucket.finish()
-        self.launched = 0
 
 
 # %% 04.8 the last micro-batch apart

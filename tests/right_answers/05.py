@@ -13,38 +13,12 @@ best_of_stage_2 = 16 / 2
 
 
 # %% 05.2 the part that two intervals share
-import itertools
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
-
-
-class FlatLayout:
+class FlatLayout(FlatTensors):
     """Where `tensors` lie in a flat buffer, and which part of it this rank of `group` owns.
 
     numel: elements of all tensors; shard_numel: of each rank's piece; padded: of the whole buffer. strides: a tensor
     keeps its order of elements in memory, which may not be row by row (channels_last).
     """
-
-    def __init__(self, tensors: list[torch.Tensor], group: dist.ProcessGroup):
-        self.group, self.rank, self.world_size = group, group.rank(), group.size()
-        self.shapes = [tensor.shape for tensor in tensors]
-        self.strides = [torch.empty_like(tensor, device="meta").stride() for tensor in tensors]  # dense
-        *self.starts, self.numel = itertools.accumulate((tensor.numel() for tensor in tensors), initial=0)
-        self.shard_numel = -(-self.numel // self.world_size)
-        self.padded = self.shard_numel * self.world_size
-
-    def own(self, buffer: torch.Tensor) -> torch.Tensor:
-        """This rank's piece [shard_numel] of a whole buffer [padded]."""
-        return buffer.narrow(0, self.rank * self.shard_numel, self.shard_numel)
-
-    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """All tensors, in their shapes, as views of a whole buffer [padded]."""
-        places = zip(self.starts, self.shapes, self.strides, strict=True)
-        return [buffer[start:].as_strided(shape, strides) for start, shape, strides in places]
 
     def span(self, i: int) -> tuple[int, int]:
         """First and last (exclusive) element of tensor i that this rank owns; the same twice where it owns none."""
@@ -53,35 +27,6 @@ class FlatLayout:
         first = min(max(start, own_start), end)
         last = max(min(end, own_start + self.shard_numel), first)
         return first - start, last - start
-
-    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Of each tensor what this rank owns [elements], as views of its shard [shard_numel]."""
-        pieces = []
-        for i, start in enumerate(self.starts):
-            first, last = self.span(i)
-            place = start + first - self.rank * self.shard_numel if first < last else 0
-            pieces.append(shard.narrow(0, place, last - first))
-        return pieces
-
-    def shard_of(self, tensors: list[torch.Tensor | None]) -> torch.Tensor:
-        """This rank's shard [shard_numel] of whole tensors; zeros for a None."""
-        shard = next(tensor for tensor in tensors if tensor is not None).new_zeros(self.shard_numel)
-        for i, (piece, tensor) in enumerate(zip(self.pieces(shard), tensors, strict=True)):
-            if tensor is not None:
-                piece.copy_(self.cut(i, tensor))
-        return shard
-
-    def cut(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
-        """What this rank owns [elements] of tensor i, whose values are those of `tensor`."""
-        laid_out = torch.empty_strided(self.shapes[i], self.strides[i], dtype=tensor.dtype, device=tensor.device)
-        first, last = self.span(i)
-        return laid_out.copy_(tensor).as_strided((self.shapes[i].numel(),), (1,))[first:last]
-
-    def gather(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """All tensors, whole, of the shards [shard_numel] of all ranks. Collective."""
-        buffer = shard.new_empty(self.padded)
-        all_gather_into_tensor(buffer, shard, group=self.group)
-        return self.views(buffer)
 
 
 # %% 05.3 the mean in place
@@ -209,7 +154,7 @@ class BufferPool:
 
 
 # %% 05.8 by number, from the last
-class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
+class ZeroOptimizer(ShardedOptimizer):
     """`optimizer_cls` whose gradients, states and master weights are shared out over the ranks of `group`.
 
     `loss.backward(); zero.clip_grad_norm_(1.0); zero.step(); zero.zero_grad()` steps by the mean gradient. Backward's
@@ -217,56 +162,7 @@ class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
     With a module, all-gathers overlap its next forward; whoever else reads parameters calls wait() before. All ranks
     run as many backwards, and with several a step (outside of no_sync()) use the same parameters, or call finish()
     after each. What no rank has used counts as having a gradient of 0.
-
-    param_groups: the module's parameters, with options; bucket_mb: MB (10**6 bytes) of parameters a bucket; grad_dtype:
-    of gradients in buckets, on their way and between micro-batches; offload: the states are on the host, which does the
-    update; **kwargs: the optimizer's. A parameter's `reduce_group` is read as by DataParallel.
-
-    Raises ValueError, on all ranks, for arguments that make no sense and for different models or arguments.
     """
-
-    def __init__(
-        self,
-        module_or_params,
-        optimizer_cls: type[torch.optim.Optimizer],
-        group: dist.ProcessGroup | None = None,
-        stage: int = 1,
-        *,
-        param_groups: list[dict] | None = None,
-        bucket_mb: float = 25,
-        grad_dtype: torch.dtype | None = None,
-        offload: bool = False,
-        **kwargs,
-    ):
-        groups = parameter_groups(module_or_params, param_groups)
-        trained = [parameter for each in groups for parameter in each["params"]]
-        self.module = module_or_params if isinstance(module_or_params, nn.Module) else None
-        module = nn.ParameterList(trained) if self.module is None else self.module
-        self.group, self.stage, self.synchronizes = group or dist.group.WORLD, stage, True
-        choices = {"optimizer_cls": optimizer_cls.__name__, "stage": stage, "bucket_mb": bucket_mb}
-        sizes = param_groups and [len(each["params"]) for each in groups]
-        choices |= {"grad_dtype": grad_dtype, "offload": offload, "param_groups": sizes}
-        check_same_model(module, self.group, choices)
-        check_choices(module, optimizer_cls, stage, bucket_mb, trained)
-        broadcast_from_first(module, self.group)
-        buckets = split_into_buckets(module, groups, bucket_mb)
-        self.gradients, self.shards, own = [], [], [[] for _ in groups]
-        for number, parameters in buckets:
-            reduce_group = getattr(parameters[0], "reduce_group", self.group)
-            self.gradients.append(GradientShard(parameters, reduce_group, 1 / self.group.size(), grad_dtype))
-            self.shards.append(OptimizerShard(parameters, reduce_group, offload))
-            own[number].append(self.shards[-1].shard)
-        reserve(self.gradients, [number for number, _ in buckets], stage)
-        self.optimizer = optimizer_cls([g | {"params": p} for g, p in zip(groups, own, strict=True)], **kwargs)
-        super().__init__(groups, self.optimizer.defaults)
-        self.reducer = ShardReducer({p: name for name, p in module.named_parameters()}, self.gradients)
-        watch(self)
-
-    def add_param_group(self, param_group: dict) -> None:
-        """For __init__ alone; later it raises RuntimeError, since buckets are made once."""
-        if hasattr(self, "reducer"):
-            raise RuntimeError("no parameter group can be added: make a new ZeroOptimizer, with param_groups")
-        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -286,61 +182,10 @@ class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
                 shard.wait()
         return result
 
-    def wait(self) -> None:
-        """Until all parameters have their new values. The module's own forward and state_dict do it by themselves."""
-        for shard in self.shards:
-            shard.wait()
-
-    @torch.no_grad()
-    def take_values(self) -> None:
-        """Make the shards anew from the parameters. A module's load_state_dict does it by itself."""
-        self.wait()
-        for shard in self.shards:
-            shard.shard.copy_(shard.own_values)
-
-    def state_dict(self) -> dict:
-        """The whole state, on the CPU of every rank: that of `optimizer_cls` in one process. Collective.
-
-        Parameters of less than 32 bits have their float32 values in it too, as "master".
-        """
-        return whole_state(self)
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Take over a state of any world size and stage, or of `optimizer_cls` in one process. Collective.
-
-        Load the module's own state before. Raises ValueError where it is no state of these parameters; nothing is
-        changed then.
-        """
-        check_states(self.param_groups, state_dict)
-        load_state(self, state_dict)
-
 
 # %% 05.9 what is sent, then where to
-from collections.abc import Callable
-from typing import NamedTuple
-
-import torch
-from torch import nn
-
-
-class Encoding(NamedTuple):
-    """How parameters travel. encode(shard [n]) makes a payload, 1-D and as long on every rank; decode(payloads
-    [N, len], out [N, n]) writes the values that they stand for.
-    """
-
-    encode: Callable[[torch.Tensor], torch.Tensor]
-    decode: Callable[[torch.Tensor, torch.Tensor], None]
-
-
-class GatheredBuffer:
+class GatheredBuffer(WholeBuffer):
     """The whole values of a `shard`, [padded], while they are gathered. After free() there is no memory behind them."""
-
-    def __init__(self, layout: FlatLayout, shard: torch.Tensor, dtype: torch.dtype, encoding: Encoding | None):
-        self.layout, self.shard, self.encoding = layout, shard, encoding
-        self.values = torch.empty(layout.padded, dtype=dtype, device=shard.device)
-        self.nbytes = self.values.untyped_storage().nbytes()
-        self.gathered = False  # or on its way
-        self.work = self.payloads = None
 
     def gather(self) -> None:
         """Have the memory, and start the all-gather of all ranks' shards in it; or nothing, where that is done."""
@@ -356,15 +201,6 @@ class GatheredBuffer:
             sent.copy_(self.shard)
         self.work = all_gather_into_tensor(into, sent, group=group, async_op=True)
         self.gathered = True
-
-    def wait(self) -> None:
-        """Until the values are there, if they are on their way."""
-        if self.work is not None:
-            self.work.wait()
-            if self.encoding is not None:
-                rows = self.layout.world_size
-                self.encoding.decode(self.payloads.view(rows, -1), self.values.view(rows, -1))
-            self.work = self.payloads = None
 
     def free(self) -> None:
         """Give the memory back, whoever still has a view of it."""
@@ -388,43 +224,6 @@ class FullyShard(UnitRunner):
     All ranks run the same units in the same order. state_dict() has this rank's pieces; the whole: full_state_dict.
     """
 
-    def forward(self, *args, **kwargs):
-        """What the module returns; floating-point arguments are cast to compute_dtype."""
-        whole = [] if self.unfinished else [self.root]  # the root stays between micro-batches
-        self.send_all()  # of an earlier micro-batch
-        for unit in [*self.units, *whole]:  # of a forward without a backward: the pieces may have changed since
-            unit.free()
-        for unit in [self.root, *(self.ran or self.units)[:1]]:
-            unit.gather()
-        self.root.wait()
-        self.ran = []
-        if self.compute_dtype is not None:
-            args, kwargs = tree_map(self.cast, (args, kwargs))
-        out = self.module(*args, **kwargs)
-        for unit in self.ran[-1:]:
-            unit.successor = None
-        kept = [self.root, *self.ran[-1:]] if torch.is_grad_enabled() else []
-        for unit in [*self.units, self.root]:
-            if unit not in kept:
-                unit.free()
-        return out
-
-    def cast(self, value):
-        """A floating-point tensor in compute_dtype, anything else as it is."""
-        floating = torch.is_tensor(value) and value.is_floating_point()
-        return value.to(self.compute_dtype) if floating else value
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether there are gradients since the last finish()."""
-        return bool(self.open or self.sent or self.root.has_gradients)
-
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError where an optimizer of these parameters steps before finish()."""
-        own = {piece for unit in [*self.units, self.root] for part in unit.parts for piece in part.sharded}
-        if self.unfinished and not own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
-            raise RuntimeError("optimizer.step() before finish(): call finish() after a step's last backward")
-
     def before_backward(self, unit: Unit) -> None:
         """Have the unit whole; send the gradients of the one before it in backward; have the next one on its way."""
         if unit in self.open:
@@ -441,23 +240,9 @@ class FullyShard(UnitRunner):
 # %% 05.12 sorted anew
 import bisect
 
-ALIGNMENT = 512  # bytes: the sizes that PyTorch's allocator hands out are multiples of it
 
-
-class Arena:
+class Arena(FreeList):
     """`nbytes` of memory, handed out in blocks. holes: what is free, as (start, end); taken: sizes by address."""
-
-    def __init__(self, nbytes: float):
-        self.holes: list[tuple[int, float]] = [(0, nbytes)]
-        self.taken: dict[int, int] = {}
-
-    def no_hole(self, size: int) -> MemoryError:
-        """The error for a block that fits nowhere."""
-        free = [(end - start) / 2**20 for start, end in self.holes]
-        return MemoryError(
-            f"{size / 2**20:,.1f} MiB wanted; free are {sum(free):,.1f} MiB, but in {len(free)} holes, the largest of "
-            f"{max(free, default=0):,.1f}"
-        )
 
     def take(self, nbytes: int) -> int:
         """The address of a new block of at least nbytes: best fit. Raises MemoryError where no hole is large enough."""

@@ -55,16 +55,6 @@ class SumOverGroup(torch.autograd.Function):
         return gradient, None
 
 
-def copy_to_group(x: torch.Tensor, group) -> torch.Tensor:
-    """x, whole on all ranks, on its way into split work: its gradient is summed over the group."""
-    return x if group.size() == 1 else CopyToGroup.apply(x, group)
-
-
-def sum_over_group(x: torch.Tensor, group) -> torch.Tensor:
-    """The sum of the ranks' x, as a new tensor (x itself in a group of one); each rank's x gets the sum's gradient."""
-    return x if group.size() == 1 else SumOverGroup.apply(x, group)
-
-
 # %% 06.3 by einsum, the sum on its way first
 def silu_gradient(u: torch.Tensor) -> torch.Tensor:
     """The derivative of silu at u."""
@@ -256,9 +246,7 @@ def apply_tensor_parallel(
     Raises ValueError, and changes nothing, where the group's size does not fit the model or the model is split already.
     """
     group, config = group or dist.group.WORLD, model.config
-    check_degree(config, group.size())
-    if any(hasattr(parameter, "tensor_shard") for parameter in model.parameters()):
-        raise ValueError("the model is split already")
+    check_model(model, group)
     copies = group.size() // config.kv_heads
     replicas = replicas_of(group, copies) if copies > 1 else None
     column = {"q_proj": None, "k_proj": replicas, "v_proj": replicas, "gate_proj": None, "up_proj": None}
@@ -373,9 +361,8 @@ def own_randomness(group: dist.ProcessGroup | None = None):
 # %% 06.14 a dictionary
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.recompute.modes import Recomputed
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -403,21 +390,6 @@ class PartitionedCheckpoint(Recomputed):
         if isinstance(kept, torch.Tensor):
             return kept
         return kept["shard"].gather(kept["part"]).reshape(kept["shape"])
-
-
-def apply_partitioned_recompute(model: nn.Module, group: dist.ProcessGroup | None = None) -> nn.Module:
-    """Recompute each of `model.blocks` from an input that is shared out over `group`, whose ranks all have the same.
-
-    Replaces an earlier mode of recompute.apply_recompute, which undoes it. Returns the model. Raises ValueError for a
-    model that is sequence parallel (notebook 07): there each rank has other hidden states, a part of all, already.
-    """
-    leaving = {module.leave.__name__ for module in model.modules() if hasattr(module, "leave")}
-    if leaving - {"sum_over_group"}:
-        raise ValueError("the model is sequence parallel: what its ranks have between the layers is in parts already")
-    apply_recompute(model, "none")
-    for block in model.blocks:
-        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
-    return model
 
 
 # %% 06.15 two times

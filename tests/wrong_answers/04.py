@@ -770,10 +770,7 @@ class Bucket(course_lib.data_parallel.buckets.Bucket):
 
 
 # %% 04.7 no overlap: everything is left to finish()
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -782,10 +779,7 @@ class Reducer(course_lib.data_parallel.buckets.Reducer):
 
 
 # %% 04.7 fake: nothing is launched before the last gradient, then all buckets at once
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -798,10 +792,7 @@ class Reducer(course_lib.data_parallel.buckets.Reducer):
 
 
 # %% 04.7 mode naive launches early as well
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -813,10 +804,7 @@ class Reducer(course_lib.data_parallel.buckets.Reducer):
 
 
 # %% 04.7 a sum instead of a mean: never scales
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, 1.0)
@@ -828,10 +816,7 @@ class Reducer(course_lib.data_parallel.buckets.Reducer):
 
 
 # %% 04.7 the parameter stays missing: nothing is ever complete
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -842,10 +827,7 @@ class Reducer(course_lib.data_parallel.buckets.Reducer):
 
 
 # %% 04.7 copies into the buffer, and leaves the gradient a fresh tensor
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.views[parameter].copy_(parameter.grad).mul_(bucket.scale if final else 1.0)
@@ -857,10 +839,7 @@ class Reducer(course_lib.data_parallel.buckets.Reducer):
 
 
 # %% 04.7 synchronises on every micro-batch
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, 1.0)
@@ -877,10 +856,7 @@ class Reducer(course_lib.data_parallel.buckets.Reducer):
 
 
 # %% 04.7 forgets the earlier micro-batches
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         if final:
@@ -1573,10 +1549,7 @@ class Bucket(course_lib.data_parallel.buckets.Bucket):
 
 
 # %% 04.7 launches out of order: each bucket as soon as it is complete
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -1588,10 +1561,7 @@ class Reducer(course_lib.data_parallel.buckets.Reducer):
 
 
 # %% 04.7 if instead of while: one bucket at most for each gradient
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -1603,10 +1573,7 @@ class Reducer(course_lib.data_parallel.buckets.Reducer):
 
 
 # %% 04.7 waits for each bucket that it launches
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
@@ -1619,10 +1586,7 @@ class Reducer(course_lib.data_parallel.buckets.Reducer):
 
 
 # %% 04.7 stores the final gradient only
-import course_lib.data_parallel.buckets
-
-
-class Reducer(course_lib.data_parallel.buckets.Reducer):
+class Reducer(BucketQueue):
     def add(self, parameter, final):
         bucket = self.bucket_of[parameter]
         if not final:

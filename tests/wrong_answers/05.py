@@ -51,98 +51,49 @@ best_of_stage_2 = 8
 
 
 # %% 05.2 counts from the beginning of the buffer
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import course_lib.zero.shards
-
-
-class FlatLayout(course_lib.zero.shards.FlatLayout):
+class FlatLayout(FlatTensors):
     def span(self, i):
         begin, end = self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel
         return max(begin, self.starts[i]), max(min(end, self.starts[i] + self.shapes[i].numel()), self.starts[i])
 
 
 # %% 05.2 does not cut off what comes before the tensor
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import course_lib.zero.shards
-
-
-class FlatLayout(course_lib.zero.shards.FlatLayout):
+class FlatLayout(FlatTensors):
     def span(self, i):
         first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
         return min(first, numel), min(first + self.shard_numel, numel)
 
 
 # %% 05.2 does not cut off what comes after the tensor
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import course_lib.zero.shards
-
-
-class FlatLayout(course_lib.zero.shards.FlatLayout):
+class FlatLayout(FlatTensors):
     def span(self, i):
         first = self.rank * self.shard_numel - self.starts[i]
         return max(first, 0), max(first + self.shard_numel, 0)
 
 
 # %% 05.2 the last element is counted in
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import course_lib.zero.shards
-
-
-class FlatLayout(course_lib.zero.shards.FlatLayout):
+class FlatLayout(FlatTensors):
     def span(self, i):
         first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
         return min(max(first, 0), numel), min(max(first + self.shard_numel - 1, 0), numel)
 
 
 # %% 05.2 whole tensors: they belong to the rank where they begin
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import course_lib.zero.shards
-
-
-class FlatLayout(course_lib.zero.shards.FlatLayout):
+class FlatLayout(FlatTensors):
     def span(self, i):
         is_mine = self.starts[i] // self.shard_numel == self.rank
         return 0, self.shapes[i].numel() * is_mine
 
 
 # %% 05.2 each tensor is cut in equal pieces by itself
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import course_lib.zero.shards
-
-
-class FlatLayout(course_lib.zero.shards.FlatLayout):
+class FlatLayout(FlatTensors):
     def span(self, i):
         numel = self.shapes[i].numel()
         return numel * self.rank // self.world_size, numel * (self.rank + 1) // self.world_size
 
 
 # %% 05.2 a first and a number of elements
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import course_lib.zero.shards
-
-
-class FlatLayout(course_lib.zero.shards.FlatLayout):
+class FlatLayout(FlatTensors):
     def span(self, i):
         first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
         first, last = min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
@@ -150,14 +101,7 @@ class FlatLayout(course_lib.zero.shards.FlatLayout):
 
 
 # %% 05.2 rank 0 gets the rest, not the padding
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import course_lib.zero.shards
-
-
-class FlatLayout(course_lib.zero.shards.FlatLayout):
+class FlatLayout(FlatTensors):
     def span(self, i):
         size = self.numel // self.world_size
         first, numel = self.rank * size - self.starts[i], self.shapes[i].numel()
@@ -165,14 +109,7 @@ class FlatLayout(course_lib.zero.shards.FlatLayout):
 
 
 # %% 05.2 None where it owns nothing
-import torch
-import torch.distributed as dist
-from torch import nn
-
-import course_lib.zero.shards
-
-
-class FlatLayout(course_lib.zero.shards.FlatLayout):
+class FlatLayout(FlatTensors):
     def span(self, i):
         first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
         first, last = min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
@@ -738,10 +675,7 @@ class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
 
 
 # %% 05.8 in the order of backward: the last layers first
-import course_lib.zero.optimizer
-
-
-class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -756,10 +690,7 @@ class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
 
 
 # %% 05.8 all updates, then all gathers
-import course_lib.zero.optimizer
-
-
-class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -775,10 +706,7 @@ class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
 
 
 # %% 05.8 gathers before it updates
-import course_lib.zero.optimizer
-
-
-class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -793,10 +721,7 @@ class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
 
 
 # %% 05.8 waits for each gather
-import course_lib.zero.optimizer
-
-
-class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -812,10 +737,7 @@ class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
 
 
 # %% 05.8 waits at the end, with a module too
-import course_lib.zero.optimizer
-
-
-class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -829,10 +751,7 @@ class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
 
 
 # %% 05.8 nobody waits where there is no module
-import course_lib.zero.optimizer
-
-
-class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -845,10 +764,7 @@ class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
 
 
 # %% 05.8 waits for the last bucket only
-import course_lib.zero.optimizer
-
-
-class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -863,10 +779,7 @@ class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
 
 
 # %% 05.8 without a module it waits for each gather
-import course_lib.zero.optimizer
-
-
-class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -881,10 +794,7 @@ class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
 
 
 # %% 05.8 no gathers
-import course_lib.zero.optimizer
-
-
-class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -898,10 +808,7 @@ class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
 
 
 # %% 05.8 updates by sums instead of means
-import course_lib.zero.optimizer
-
-
-class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
+class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
         with torch.enable_grad():
@@ -916,10 +823,6 @@ class ZeroOptimizer(course_lib.zero.optimizer.ZeroOptimizer):
 
 
 # %% 05.9 fake: free() resizes nothing
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.zero.sharded_parameters
 
 
@@ -930,10 +833,6 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
 
 
 # %% 05.9 fake: free() drops its view, and gather() makes a new buffer
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.zero.sharded_parameters
 
 
@@ -958,10 +857,6 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
 
 
 # %% 05.9 fake: keeps a copy of all values
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.zero.sharded_parameters
 
 
@@ -972,10 +867,6 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
 
 
 # %% 05.9 free() does not wait
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.zero.sharded_parameters
 
 
@@ -986,10 +877,6 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
 
 
 # %% 05.9 free() waits when the memory is gone already
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.zero.sharded_parameters
 
 
@@ -1003,10 +890,6 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
 
 
 # %% 05.9 free() forgets the work instead of waiting
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.zero.sharded_parameters
 
 
@@ -1018,10 +901,6 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
 
 
 # %% 05.9 free() leaves it gathered
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.zero.sharded_parameters
 
 
@@ -1032,10 +911,6 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
 
 
 # %% 05.9 gather() waits
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.zero.sharded_parameters
 
 
@@ -1056,10 +931,6 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
 
 
 # %% 05.9 gather() gathers each time
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.zero.sharded_parameters
 
 
@@ -1079,10 +950,6 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
 
 
 # %% 05.9 the encoding is passed over
-import torch
-import torch.distributed as dist
-from torch import nn
-
 import course_lib.zero.sharded_parameters
 
 
@@ -1137,10 +1004,7 @@ times_data_parallel = "half as much again"
 
 
 # %% 05.11 no prefetch
-import course_lib.zero.full_sharding
-
-
-class FullyShard(course_lib.zero.full_sharding.FullyShard):
+class FullyShard(UnitRunner):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1151,10 +1015,7 @@ class FullyShard(course_lib.zero.full_sharding.FullyShard):
 
 
 # %% 05.11 prefetches after it has waited
-import course_lib.zero.full_sharding
-
-
-class FullyShard(course_lib.zero.full_sharding.FullyShard):
+class FullyShard(UnitRunner):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1168,10 +1029,7 @@ class FullyShard(course_lib.zero.full_sharding.FullyShard):
 
 
 # %% 05.11 prefetches in the order of forward
-import course_lib.zero.full_sharding
-
-
-class FullyShard(course_lib.zero.full_sharding.FullyShard):
+class FullyShard(UnitRunner):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1185,10 +1043,7 @@ class FullyShard(course_lib.zero.full_sharding.FullyShard):
 
 
 # %% 05.11 gathers everything at once
-import course_lib.zero.full_sharding
-
-
-class FullyShard(course_lib.zero.full_sharding.FullyShard):
+class FullyShard(UnitRunner):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1201,10 +1056,7 @@ class FullyShard(course_lib.zero.full_sharding.FullyShard):
 
 
 # %% 05.11 the hook works each time it fires
-import course_lib.zero.full_sharding
-
-
-class FullyShard(course_lib.zero.full_sharding.FullyShard):
+class FullyShard(UnitRunner):
     def before_backward(self, unit):
         unit.gather()
         self.send(self.open)
@@ -1216,10 +1068,7 @@ class FullyShard(course_lib.zero.full_sharding.FullyShard):
 
 
 # %% 05.11 never sends before the end
-import course_lib.zero.full_sharding
-
-
-class FullyShard(course_lib.zero.full_sharding.FullyShard):
+class FullyShard(UnitRunner):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1232,10 +1081,7 @@ class FullyShard(course_lib.zero.full_sharding.FullyShard):
 
 
 # %% 05.11 sends the unit whose backward begins
-import course_lib.zero.full_sharding
-
-
-class FullyShard(course_lib.zero.full_sharding.FullyShard):
+class FullyShard(UnitRunner):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1249,10 +1095,7 @@ class FullyShard(course_lib.zero.full_sharding.FullyShard):
 
 
 # %% 05.11 prefetches before it sends
-import course_lib.zero.full_sharding
-
-
-class FullyShard(course_lib.zero.full_sharding.FullyShard):
+class FullyShard(UnitRunner):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1266,10 +1109,7 @@ class FullyShard(course_lib.zero.full_sharding.FullyShard):
 
 
 # %% 05.11 before the first unit comes the last
-import course_lib.zero.full_sharding
-
-
-class FullyShard(course_lib.zero.full_sharding.FullyShard):
+class FullyShard(UnitRunner):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1282,10 +1122,7 @@ class FullyShard(course_lib.zero.full_sharding.FullyShard):
 
 
 # %% 05.11 takes for granted that the unit has run
-import course_lib.zero.full_sharding
-
-
-class FullyShard(course_lib.zero.full_sharding.FullyShard):
+class FullyShard(UnitRunner):
     def before_backward(self, unit):
         if unit in self.open:
             return
@@ -1300,7 +1137,6 @@ class FullyShard(course_lib.zero.full_sharding.FullyShard):
 
 # %% 05.12 first fit
 import course_lib.zero.defragmentation
-from course_lib.zero.defragmentation import ALIGNMENT
 
 
 class Arena(course_lib.zero.defragmentation.Arena):
@@ -1318,7 +1154,6 @@ class Arena(course_lib.zero.defragmentation.Arena):
 
 # %% 05.12 of equal holes the last
 import course_lib.zero.defragmentation
-from course_lib.zero.defragmentation import ALIGNMENT
 
 
 class Arena(course_lib.zero.defragmentation.Arena):
@@ -1336,7 +1171,6 @@ class Arena(course_lib.zero.defragmentation.Arena):
 
 # %% 05.12 sizes are rounded down
 import course_lib.zero.defragmentation
-from course_lib.zero.defragmentation import ALIGNMENT
 
 
 class Arena(course_lib.zero.defragmentation.Arena):
@@ -1354,7 +1188,6 @@ class Arena(course_lib.zero.defragmentation.Arena):
 
 # %% 05.12 a hole must be larger than the block
 import course_lib.zero.defragmentation
-from course_lib.zero.defragmentation import ALIGNMENT
 
 
 class Arena(course_lib.zero.defragmentation.Arena):
@@ -1372,7 +1205,6 @@ class Arena(course_lib.zero.defragmentation.Arena):
 
 # %% 05.12 no split: the whole hole is handed out
 import course_lib.zero.defragmentation
-from course_lib.zero.defragmentation import ALIGNMENT
 
 
 class Arena(course_lib.zero.defragmentation.Arena):
@@ -1419,7 +1251,6 @@ class Arena(course_lib.zero.defragmentation.Arena):
 
 # %% 05.12 fake: asks only whether enough is free in sum
 import course_lib.zero.defragmentation
-from course_lib.zero.defragmentation import ALIGNMENT
 
 
 class Arena(course_lib.zero.defragmentation.Arena):

@@ -122,14 +122,6 @@ class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
 
 
-def copy_to_group(x, group):
-    return CopyToGroup.apply(x, group)
-
-
-def sum_over_group(x, group):
-    return SumOverGroup.apply(x, group)
-
-
 # %% 06.2 f: nothing in backward
 import torch
 import torch.distributed as dist
@@ -145,14 +137,6 @@ class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
 
 class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
-
-
-def copy_to_group(x, group):
-    return CopyToGroup.apply(x, group)
-
-
-def sum_over_group(x, group):
-    return SumOverGroup.apply(x, group)
 
 
 # %% 06.2 f reduces the gradient that it is given, in place
@@ -174,14 +158,6 @@ class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
 
 
-def copy_to_group(x, group):
-    return CopyToGroup.apply(x, group)
-
-
-def sum_over_group(x, group):
-    return SumOverGroup.apply(x, group)
-
-
 # %% 06.2 f: a mean instead of the sum
 import torch
 import torch.distributed as dist
@@ -201,14 +177,6 @@ class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
 
 
-def copy_to_group(x, group):
-    return CopyToGroup.apply(x, group)
-
-
-def sum_over_group(x, group):
-    return SumOverGroup.apply(x, group)
-
-
 # %% 06.2 f sums over all ranks instead of the group
 import torch
 import torch.distributed as dist
@@ -226,14 +194,6 @@ class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
 
 class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
     pass
-
-
-def copy_to_group(x, group):
-    return CopyToGroup.apply(x, group)
-
-
-def sum_over_group(x, group):
-    return SumOverGroup.apply(x, group)
 
 
 # %% 06.2 f* sums in backward too, as the gradient of a sum would in one process
@@ -262,14 +222,6 @@ class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
         return total
 
 
-def copy_to_group(x, group):
-    return CopyToGroup.apply(x, group)
-
-
-def sum_over_group(x, group):
-    return SumOverGroup.apply(x, group)
-
-
 # %% 06.2 f* sums in place what it is given
 import torch
 import torch.distributed as dist
@@ -287,14 +239,6 @@ class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
         ctx.group = group
         dist.all_reduce(x, group=group)
         return x.view_as(x)
-
-
-def copy_to_group(x, group):
-    return CopyToGroup.apply(x, group)
-
-
-def sum_over_group(x, group):
-    return SumOverGroup.apply(x, group)
 
 
 # %% 06.2 f*: each rank's x gets an N-th of the gradient
@@ -321,14 +265,6 @@ class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
         return total
 
 
-def copy_to_group(x, group):
-    return CopyToGroup.apply(x, group)
-
-
-def sum_over_group(x, group):
-    return SumOverGroup.apply(x, group)
-
-
 # %% 06.2 f and f* mixed up
 import torch
 import torch.distributed as dist
@@ -342,14 +278,6 @@ class CopyToGroup(course_lib.tensor_parallel.regions.SumOverGroup):
 
 class SumOverGroup(course_lib.tensor_parallel.regions.CopyToGroup):
     pass
-
-
-def copy_to_group(x, group):
-    return CopyToGroup.apply(x, group)
-
-
-def sum_over_group(x, group):
-    return SumOverGroup.apply(x, group)
 
 
 # %% 06.3 no all-reduce: its own summand of dX
@@ -2109,10 +2037,9 @@ def own_randomness(group=None):
 # %% 06.14 fake: not partitioned
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.recompute.modes import Recomputed
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -2124,19 +2051,12 @@ class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.P
         return kept
 
 
-def apply_partitioned_recompute(model, group=None):
-    for block in model.blocks:
-        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
-    return model
-
-
 # %% 06.14 parts are views, which keep the whole alive
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.recompute.modes import Recomputed
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -2148,19 +2068,12 @@ class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.P
         return shard, shard.cut(tensor.detach().flatten()), tensor.shape
 
 
-def apply_partitioned_recompute(model, group=None):
-    for block in model.blocks:
-        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
-    return model
-
-
 # %% 06.14 gathers when it packs
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.recompute.modes import Recomputed
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -2172,19 +2085,12 @@ class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.P
         return shard.gather(shard.cut(tensor.detach().flatten()).clone()).view(tensor.shape)
 
 
-def apply_partitioned_recompute(model, group=None):
-    for block in model.blocks:
-        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
-    return model
-
-
 # %% 06.14 fake: keeps the whole, and gathers for show
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.recompute.modes import Recomputed
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -2204,19 +2110,12 @@ class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.P
         return self.whole
 
 
-def apply_partitioned_recompute(model, group=None):
-    for block in model.blocks:
-        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
-    return model
-
-
 # %% 06.14 unpacks by an all-reduce of parts that are padded with zeros
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.recompute.modes import Recomputed
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -2231,19 +2130,12 @@ class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.P
         return whole.view(shape)
 
 
-def apply_partitioned_recompute(model, group=None):
-    for block in model.blocks:
-        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
-    return model
-
-
 # %% 06.14 what all layers share is cut up too
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.recompute.modes import Recomputed
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -2253,19 +2145,12 @@ class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.P
         return shard, shard.cut(tensor.detach().flatten()).clone(), tensor.shape
 
 
-def apply_partitioned_recompute(model, group=None):
-    for block in model.blocks:
-        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
-    return model
-
-
 # %% 06.14 fake: keeps all of it in 16 bits
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.recompute.modes import Recomputed
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -2281,19 +2166,12 @@ class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.P
         return kept[0].float()
 
 
-def apply_partitioned_recompute(model, group=None):
-    for block in model.blocks:
-        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
-    return model
-
-
 # %% 06.14 parts over all ranks instead of the group
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.recompute.modes import Recomputed
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -2305,19 +2183,12 @@ class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.P
         return shard, shard.cut(tensor.detach().flatten()).clone(), tensor.shape
 
 
-def apply_partitioned_recompute(model, group=None):
-    for block in model.blocks:
-        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
-    return model
-
-
 # %% 06.14 sizes must divide
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.recompute.modes import Recomputed
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -2335,12 +2206,6 @@ class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.P
         pieces = [torch.empty_like(part) for _ in range(self.group.size())]
         dist.all_gather(pieces, part, group=self.group)
         return torch.cat(pieces).view(shape)
-
-
-def apply_partitioned_recompute(model, group=None):
-    for block in model.blocks:
-        block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)
-    return model
 
 
 # %% 06.15 t in the wrong place: (t-1)/t
