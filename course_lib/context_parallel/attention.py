@@ -64,16 +64,7 @@ def ring_forward(
 
 # %% ../../notebooks/07_sequence_context.ipynb #ex-07-10
 def ring_backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    group: dist.ProcessGroup,
-    causal: bool,
-    attention: AttentionBlock,
-    order: str,
+    gradient, q, k, v, out, lse, group: dist.ProcessGroup, causal: bool, attention: AttentionBlock, order: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of this rank's q, k and v; gradient: of its out [b, s/n, a, d]."""
     rank, n = group.rank(), group.size()
@@ -200,13 +191,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def ulysses_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    causal: bool = True,
-    attention: AttentionBlock = FUSED_BLOCK,
-    order: str = "zigzag",
+    q, k, v, group: dist.ProcessGroup | None = None, causal: bool = True, attention=FUSED_BLOCK, order: str = "zigzag"
 ) -> torch.Tensor:
     """As ring_attention, with all tokens of a/n heads on each rank in between: two all-to-alls, two more in backward.
 

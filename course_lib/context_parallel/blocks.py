@@ -34,7 +34,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
     out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse)[..., None])
     torch.logaddexp(lse, part_lse, out=lse)
 
-# %% ../../notebooks/07_sequence_context.ipynb #ex-07-7
+# %% ../../notebooks/07_sequence_context.ipynb #block-scores
 import math
 
 
@@ -49,7 +49,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
     z = torch.einsum("bqkgd,bskd->bkgqs", by_group(q, k), k) / math.sqrt(q.shape[-1])
     return z + torch.full_like(z[0, 0, 0], float("-inf")).triu(1) if causal else z
 
-
+# %% ../../notebooks/07_sequence_context.ipynb #ex-07-7
 def plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """out [b, s, a, d] and lse [b, s, a] of a block, by plain products: all its scores are there at once."""
     z = scores(q, k, causal)

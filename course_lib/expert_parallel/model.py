@@ -13,7 +13,8 @@ gradients and states, 1/(ep tp) where their matrices are split as well. Lepikhin
 
 # %% auto #0
 __all__ = ['ExpertGroups', 'run_exchanged', 'in_sequence_parts', 'borders', 'check_split', 'check_batch_group',
-           'apply_expert_parallel', 'dispatch_ratio', 'options', 'routing_of', 'main', 'MoE', 'Router', 'apply_moe']
+           'check_expert_parallel', 'apply_expert_parallel', 'dispatch_ratio', 'options', 'routing_of', 'main', 'MoE',
+           'Router', 'apply_moe']
 
 # %% ../../notebooks/08_expert_parallel.ipynb #expert-parallel-imports
 from .exchange import exchanged
@@ -107,6 +108,26 @@ def check_batch_group(block: nn.Module, batch_group: dist.ProcessGroup) -> None:
         wanted = "all tensor-parallel ranks, which split the sequence" if sequence else "one tensor-parallel rank alone"
         raise ValueError(f"batch_group: it should hold {wanted}, and has {inside}")
 
+
+def check_expert_parallel(
+    blocks: list[nn.Module],
+    groups: list[dist.ProcessGroup],
+    batch_group: dist.ProcessGroup | None,
+    tp_group: dist.ProcessGroup | None,
+) -> None:
+    """Raise ValueError where there is no block with a mixture, the ranks do not divide it, or batch_group is missing or
+    does not fit.
+    """
+    if not blocks:
+        raise ValueError("the model has no mixture of experts: apply_moe comes first")
+    ep, tp = functools.reduce(lambda size, each: size * each.size(), groups, 1), tp_group.size() if tp_group else 1
+    for block in blocks:
+        check_split(block.mlp, ep, tp)
+    if batch_group is None and len(groups) > 1:
+        raise ValueError("two hops: name the batch_group, all ranks whose tokens make up the batch")
+    for block in blocks:
+        check_batch_group(block, batch_group or groups[0])
+
 # %% ../../notebooks/08_expert_parallel.ipynb #ex-08-16
 def apply_expert_parallel(
     model: nn.Module,
@@ -123,24 +144,12 @@ def apply_expert_parallel(
     the sequence; None: those of a single `group`. tp_group: ranks that share each expert's matrices; they have the same
     tokens, or parts of the same sequences under sequence parallelism. After apply_moe, apply_tensor_parallel and
     apply_sequence_parallel. The model may be on the meta device (then `materialize` it). Without a reduce_group
-    collective over the default group.
-
-    Raises ValueError, and changes nothing, where there is no mixture, the ranks do not divide it, or batch_group is
-    missing or does not fit.
+    collective over the default group. Raises ValueError, and changes nothing, where `check_expert_parallel` refuses.
     """
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
     blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
-    if not blocks:
-        raise ValueError("the model has no mixture of experts: apply_moe comes first")
-    ep, tp = functools.reduce(lambda size, each: size * each.size(), groups, 1), tp_group.size() if tp_group else 1
-    for block in blocks:
-        check_split(block.mlp, ep, tp)
-    if batch_group is None and len(groups) > 1:
-        raise ValueError("two hops: name the batch_group, all ranks whose tokens make up the batch")
-    batch_group = batch_group or groups[0]
-    for block in blocks:
-        check_batch_group(block, batch_group)
-    reduce_group = reduce_group or dist.new_subgroups(group_size=1)[0]
+    check_expert_parallel(blocks, groups, batch_group, tp_group)
+    batch_group, reduce_group = batch_group or groups[0], reduce_group or dist.new_subgroups(group_size=1)[0]
     for block in blocks:
         if in_sequence_parts(block):  # each tensor-parallel rank routes a part of a sequence
             block.mlp.router.parts = block.attention.o_proj.group.size()

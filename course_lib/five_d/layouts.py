@@ -135,27 +135,19 @@ def check_ranks(layout: Layout, world_size: int) -> None:
 
 def check_pairs(layout: Layout) -> None:
     """Raise ValueError where two settings do not go together. The message names both, and which one to change."""
-    if layout.zero_stage not in (0, 1, 2, 3):
-        raise ValueError(f"zero_stage {layout.zero_stage}: it is 0, 1, 2 or 3")
+    stage, pp = layout.zero_stage, layout.pp
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_stage {stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if layout.zero_stage == 3 and layout.pp > 1 and not layout.keep_gathered:
-        raise ValueError(
-            f"zero_stage 3 with pp {layout.pp} would gather all weights for every micro-batch: make zero_stage 1, "
-            "or keep what is gathered (keep)"
-        )
-    if layout.keep_gathered and (layout.zero_stage < 3 or layout.pp == 1):
-        raise ValueError(
-            f"keep_gathered with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
-            "above 1; leave out keep"
-        )
-    if layout.zero_stage == 3 and layout.pp > 1 and layout.schedule == "dualpipe":
+    if stage == 3 and pp > 1 and not layout.keep_gathered:
+        raise ValueError(f"zero_stage 3 with pp {pp} gathers in each micro-batch: make zero_stage 1, or keep it (keep)")
+    if layout.keep_gathered and (stage < 3 or pp == 1):
+        raise ValueError(f"keep_gathered with zero_stage {stage} and pp {pp}, not 3 and 2 or more: leave out keep")
+    if stage == 3 and pp > 1 and layout.schedule == "dualpipe":
         raise ValueError("schedule dualpipe has each stage on two ranks, zero_stage 3 on none whole: make zero_stage 1")
     if layout.recompute == "selective" and layout.cp > 1:
-        raise ValueError(
-            f"recompute selective drops scores, and cp {layout.cp} keeps none: it would only repeat the exchange; make "
-            "recompute none or full"
-        )
+        raise ValueError(f"recompute selective with cp {layout.cp} repeats the exchange: make recompute none or full")
 
 # %% ../../notebooks/10_5d.ipynb #schedule-of
 def schedule_of(layout: Layout, m: int) -> Schedule:

@@ -15,7 +15,7 @@ summed. (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tr
 
 # %% auto #0
 __all__ = ['GatherSequence', 'ReduceScatterSequence', 'gather_sequence', 'reduce_scatter_sequence', 'GatheredProducts', 'given',
-           'need_positions', 'SequenceParallelNorm', 'apply_sequence_parallel']
+           'need_positions', 'SplitNorm', 'check_sequence_parallel', 'SequenceParallelNorm', 'apply_sequence_parallel']
 
 # %% ../../notebooks/07_sequence_context.ipynb #sequence-parallel-imports
 from .shards import by_rank, in_order, start_gather, start_reduce_scatter
@@ -23,15 +23,15 @@ from .shards import by_rank, in_order, start_gather, start_reduce_scatter
 # %% ../../notebooks/07_sequence_context.ipynb #sequence-parallel-torch
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 # %% ../../notebooks/07_sequence_context.ipynb #ex-07-1
 class GatherSequence(torch.autograd.Function):
-    """g: all ranks' tokens in forward; in backward the sum of the gradients of the own ones."""
+    """g: all ranks' tokens in forward, [b, s/t, h] to [b, s, h]; in backward the sum of the own ones' gradients."""
 
     @staticmethod
     def forward(ctx, part: torch.Tensor, group) -> torch.Tensor:
-        """part: [b, s/t, h]; returns [b, s, h]."""
         ctx.group = group
         pieces, work = start_gather(part, group)
         work.wait()
@@ -45,11 +45,10 @@ class GatherSequence(torch.autograd.Function):
 
 
 class ReduceScatterSequence(torch.autograd.Function):
-    """g*: the sum over the group of the own tokens in forward; in backward all ranks' gradients."""
+    """g*: the sum over the group of the own tokens in forward, [b, s, h] to [b, s/t, h]; in backward all gradients."""
 
     @staticmethod
     def forward(ctx, summand: torch.Tensor, group) -> torch.Tensor:
-        """summand: [b, s, h]; returns [b, s/t, h]."""
         ctx.group = group
         own, work = start_reduce_scatter(by_rank(summand, group.size()), group)
         work.wait()
@@ -57,11 +56,9 @@ class ReduceScatterSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        pieces, work = start_gather(gradient, ctx.group)
-        work.wait()
-        return in_order(pieces), None
+        return GatherSequence.apply(gradient, ctx.group), None
 
-
+# %% ../../notebooks/07_sequence_context.ipynb #sequence-gates
 def gather_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s, ...] of the ranks' parts [b, s/t, ...], on its way into split work: gradients are summed."""
     return GatherSequence.apply(part, group)
@@ -74,9 +71,6 @@ def reduce_scatter_sequence(summand: torch.Tensor, group: dist.ProcessGroup) -> 
     return ReduceScatterSequence.apply(summand, group)
 
 # %% ../../notebooks/07_sequence_context.ipynb #ex-07-2
-import torch.nn.functional as F
-
-
 class GatheredProducts(torch.autograd.Function):
     """g, and x · weightᵀ for each weight. Keeps this rank's part of x; in backward x is gathered once more beside the
     product that makes its gradient, and the sum of that travels beside the products for the weights.
@@ -134,13 +128,34 @@ def need_positions(model: nn.Module, args: tuple, kwargs: dict) -> None:
     if x.is_floating_point() and positions is None:
         raise ValueError("hidden states of a part of the sequence: give the positions of all tokens of the sequence")
 
-# %% ../../notebooks/07_sequence_context.ipynb #ex-07-4
-class SequenceParallelNorm(nn.Module):
-    """`norm`, an nn.RMSNorm, of this rank's tokens: its weight's gradient is the sum over the group."""
+# %% ../../notebooks/07_sequence_context.ipynb #split-norm
+class SplitNorm(nn.Module):
+    """The weight and eps of `norm`, an nn.RMSNorm whose tokens are split over the group."""
 
     def __init__(self, norm: nn.RMSNorm, group: dist.ProcessGroup):
         super().__init__()
         self.group, self.eps, self.weight = group, norm.eps, norm.weight
+
+
+def check_sequence_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ValueError for a model that is not split over the group, whose row layers work in chunks or have biases,
+    that has partitioned checkpoints, or is sequence parallel already.
+    """
+    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
+    if not rows or rows[0].group != group:
+        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
+    if rows[0].chunks > 1:
+        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
+    if rows[0].leave is reduce_scatter_sequence:
+        raise ValueError("the model is sequence parallel already")
+    if any(row.bias is not None for row in rows):
+        raise ValueError("a row layer's bias would get the gradient of each rank's own tokens only")
+    if any(isinstance(block.forward, PartitionedCheckpoint) for block in model.blocks):
+        raise ValueError("partitioned checkpoints want the same hidden states on all ranks: use mode full, afterwards")
+
+# %% ../../notebooks/07_sequence_context.ipynb #ex-07-4
+class SequenceParallelNorm(SplitNorm):
+    """`norm`, an nn.RMSNorm, of this rank's tokens: its weight's gradient is the sum over the group."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, copy_to_group(self.weight, self.group), self.eps)
@@ -154,24 +169,11 @@ def apply_sequence_parallel(
     The model has been split over `group` by apply_tensor_parallel. Still all ranks give it the same tokens [b, s], and
     get the logits of all of them. The norms' gradients are summed over the group in backward; where `reduce_group` is
     given, DataParallel or ZeRO sum them over it instead: all ranks that hold these norms. With dropout, each rank comes
-    with random numbers of its own.
-
-    Raises ValueError, and changes nothing, for a model that is not split over the group, whose row layers work in
-    chunks or have biases, that has partitioned checkpoints, or is sequence parallel already; and in forward where the
-    ranks do not divide the sequence.
+    with random numbers of its own. Raises ValueError, and changes nothing, where `check_sequence_parallel` refuses the
+    model; and in forward where the ranks do not divide the sequence.
     """
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
-    if any(row.bias is not None for row in rows):
-        raise ValueError("a row layer's bias would get the gradient of each rank's own tokens only")
-    if any(isinstance(block.forward, PartitionedCheckpoint) for block in model.blocks):
-        raise ValueError("partitioned checkpoints want the same hidden states on all ranks: use mode full, afterwards")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts

@@ -38,22 +38,7 @@ class ReduceScatterSequence(torch.autograd.Function):
         return (in_order(pieces), None)
 
 
-def gather_sequence(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[b, s, ...] of the ranks' parts [b, s/t, ...], on its way into split work: gradients are summed."""
-    return GatherSequence.apply(part, group)
-
-
-def reduce_scatter_sequence(summand: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's tokens [b, s/t, ...] of the sum of the ranks' [b, s, ...]. Raises ValueError where t does not divide
-    the sequence.
-    """
-    return ReduceScatterSequence.apply(summand, group)
-
-
 # %% 07.2 two cases
-import torch.nn.functional as F
-
-
 class GatheredProducts(torch.autograd.Function):
     """g, and x · weightᵀ for each weight. Keeps this rank's part of x; in backward x is gathered once more beside the
     product that makes its gradient, and the sum of that travels beside the products for the weights.
@@ -108,13 +93,7 @@ def diagnose(differing: list[str], ratios: dict[str, float]) -> str:
 
 
 # %% 07.4 by names, and by the functional norm
-class SequenceParallelNorm(nn.Module):
-    """`norm`, an nn.RMSNorm, of this rank's tokens: its weight's gradient is the sum over the group."""
-
-    def __init__(self, norm: nn.RMSNorm, group: dist.ProcessGroup):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = copy_to_group(self.weight, self.group)
         return torch.rms_norm(x, list(weight.shape), weight, self.eps)
@@ -135,17 +114,7 @@ def apply_sequence_parallel(
     ranks do not divide the sequence.
     """
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
-    if any(row.bias is not None for row in rows):
-        raise ValueError("a row layer's bias would get the gradient of each rank's own tokens only")
-    if any(isinstance(block.forward, PartitionedCheckpoint) for block in model.blocks):
-        raise ValueError("partitioned checkpoints want the same hidden states on all ranks: use mode full, afterwards")
+    check_sequence_parallel(model, group)
     for module in list(model.modules()):
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -197,21 +166,6 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
 
 
 # %% 07.7 softmax, and products of matrices
-import math
-
-
-def by_group(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """[b, s, a, ...] as [b, s, kv, a/kv, ...]: the heads that share a head of k."""
-    return x.unflatten(2, (k.shape[2], -1))
-
-
-def scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
-    """q · k / sqrt(d) in float32 or more, -inf where a query does not see a key: [b, kv, a/kv, s, s']."""
-    q, k = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k))
-    z = torch.einsum("bqkgd,bskd->bkgqs", by_group(q, k), k) / math.sqrt(q.shape[-1])
-    return z + torch.full_like(z[0, 0, 0], float("-inf")).triu(1) if causal else z
-
-
 def plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """out [b, s, a, d] and lse [b, s, a] of a block, by plain products: all its scores are there at once."""
     z = scores(q, k, causal)  # [b, kv, g, s, s']
@@ -496,18 +450,7 @@ def apply_context_parallel(
     (ulysses), and for a model that is context parallel already.
     """
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        core = getattr(block.attention.core, "function", block.attention.core)  # of a Recomputed one
-        if getattr(core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            check_heads(
-                *(getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj")),
-                group.size(),
-            )
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], attention=attention, order=order, group=group)
 

@@ -95,9 +95,7 @@ def apply_moe(
     `model.active_config` has the sizes of what one token goes through. Raises ValueError, and changes nothing, where
     the numbers do not fit together, or a block has no MLP of the model's own.
     """
-    if not all(type(block.mlp) is MLP and isinstance(block.mlp.down_proj, nn.Linear) for block in model.blocks):
-        raise ValueError("a block's MLP is split or replaced already: apply_moe comes first")
-    Routing(experts, top_k, **routing)
+    check_moe(model, experts, top_k, **routing)
     for number, block in enumerate(model.blocks):
         old = block.mlp.down_proj.weight
         with torch.device(old.device):
@@ -339,17 +337,8 @@ def apply_expert_parallel(
     """
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
     blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
-    if not blocks:
-        raise ValueError("the model has no mixture of experts: apply_moe comes first")
-    ep, tp = functools.reduce(lambda size, each: size * each.size(), groups, 1), tp_group.size() if tp_group else 1
-    for block in blocks:
-        check_split(block.mlp, ep, tp)
-    if batch_group is None and len(groups) > 1:
-        raise ValueError("two hops: name the batch_group, all ranks whose tokens make up the batch")
-    batch_group = batch_group or groups[0]
-    for block in blocks:
-        check_batch_group(block, batch_group)
-    reduce_group = reduce_group or dist.new_subgroups(group_size=1)[0]
+    check_expert_parallel(blocks, groups, batch_group, tp_group)
+    batch_group, reduce_group = batch_group or groups[0], reduce_group or dist.new_subgroups(group_size=1)[0]
     for block in blocks:
         if in_sequence_parts(block):  # each tensor-parallel rank routes a part of a sequence
             block.mlp.router.parts = block.attention.o_proj.group.size()

@@ -402,23 +402,7 @@ def zero_bubble_h2(p: int, m: int) -> Schedule:
 
 
 # %% 09.14 one kind after the other
-class Greedy:
-    """Builds a schedule in time: each rank takes what can start first."""
-
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        """When micro-batch i can begin its F or I on a rank, as far as others are concerned; None: not known yet."""
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         """What the rank could do next: F, I or W, and when it could begin."""
         done, now = self.done[rank], self.free[rank]
@@ -434,19 +418,6 @@ class Greedy:
             if held >= self.live or (idle > 0 and idle >= self.fill * self.times["W"][rank]):
                 possible["W"] = now
         return possible
-
-    def run(self) -> Schedule:
-        """The whole schedule."""
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
 
 
 # %% 09.15 sets of stages

@@ -169,16 +169,8 @@ def parallelize(
     **settings,
 ) -> ParallelModel:
     """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group."""
-    check_layout(config, layout, dist.get_world_size(), moe=moe)
-    model = split_model(config, layout, mesh, extra, moe)
-    schedule = schedule_of(layout, 2 * layout.pp)
-    stages = split_stages(model, stages_of(schedule))
-    own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
-    for stage in own.values():
-        apply_recompute(stage, layout.recompute)
-    init, sharding, loss_of = initial_values(config, seed), None, summed_loss
-    if layout.tp > 1:
-        loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage < 3:
             materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)

@@ -44,30 +44,7 @@ def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> to
 
 
 # %% 14.3 in place
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.single_gpu.model import loss
-
-
-class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
-        self.weights = [parameter for parameter in parameters if parameter.requires_grad]
-        if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
-            raise ValueError(f"float32 master weights are for parameters of 16 bits, not {wrong.pop()}")
-        self.master_parameters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        self.optimizer = optimizer_cls(self.master_parameters, **kwargs)
-        self.param_groups = self.optimizer.param_groups
-
+class MasterWeights(Float32Copies):
     def take_gradients(self) -> None:
         """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
         for weight, master in zip(self.weights, self.master_parameters):
@@ -87,46 +64,9 @@ class MasterWeights:
         for weight, master in zip(self.weights, self.master_parameters):
             weight.copy_(master)
 
-    def zero_grad(self) -> None:
-        for parameter in (*self.weights, *self.master_parameters):
-            parameter.grad = None
-
-    def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
-        return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
-        if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
-            raise ValueError("the state's master weights have other shapes than these parameters")
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch._foreach_copy_(self.master_parameters, state["master"])
-        torch._foreach_copy_(self.weights, self.master_parameters)
-
 
 # %% 14.4 a sum that looks for what is not finite
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
+class LossScaler(LossScale):
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
@@ -145,10 +85,6 @@ class LossScaler(nn.Module):
             gradient *= reciprocal
         if self.group:
             dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=self.group)
-
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -112,24 +112,7 @@ class DelayedCaster(Caster):
 
 
 # %% 14.8 the gradient of x in a loop
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
-        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
-        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
-        kept = rows.turned.values.t() if isinstance(rows, BothWays) else rows.values  # the same, as it lies for Wgrad
-        ctx.save_for_backward(kept, rows.scale, *weights, *(factor.scale for factor in factors))
-        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
-
+class Fp8Products(Fp8Forward):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         values, scale, *saved = ctx.saved_tensors

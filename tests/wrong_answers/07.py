@@ -10,14 +10,6 @@ class GatherSequence(RightGather):
         return by_rank(gradient, ctx.group.size())[ctx.group.rank()].contiguous(), None
 
 
-def gather_sequence(part, group):
-    return GatherSequence.apply(part, group)
-
-
-def reduce_scatter_sequence(summand, group):
-    return ReduceScatterSequence.apply(summand, group)
-
-
 # %% 07.1 g: gathers, and averages in backward
 from course_lib.sequence_parallel.model import GatherSequence as RightGather, ReduceScatterSequence
 
@@ -30,36 +22,24 @@ class GatherSequence(RightGather):
         return own / ctx.group.size(), None
 
 
-def gather_sequence(part, group):
-    return GatherSequence.apply(part, group)
-
-
-def reduce_scatter_sequence(summand, group):
-    return ReduceScatterSequence.apply(summand, group)
-
-
 # %% 07.1 g over all ranks instead of the group
-from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence
+from course_lib.sequence_parallel.model import GatherSequence as RightGather, ReduceScatterSequence
 
 
-def gather_sequence(part, group):
-    return GatherSequence.apply(part, dist.group.WORLD)
-
-
-def reduce_scatter_sequence(summand, group):
-    return ReduceScatterSequence.apply(summand, group)
+class GatherSequence(RightGather):
+    @staticmethod
+    def forward(ctx, part, group):
+        return RightGather.forward(ctx, part, dist.group.WORLD)
 
 
 # %% 07.1 g* over all ranks instead of the group
-from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence
+from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence as RightScatter
 
 
-def gather_sequence(part, group):
-    return GatherSequence.apply(part, group)
-
-
-def reduce_scatter_sequence(summand, group):
-    return ReduceScatterSequence.apply(summand, dist.group.WORLD)
+class ReduceScatterSequence(RightScatter):
+    @staticmethod
+    def forward(ctx, summand, group):
+        return RightScatter.forward(ctx, summand, dist.group.WORLD)
 
 
 # %% 07.1 g: parts are laid behind one another without in_order
@@ -75,14 +55,6 @@ class GatherSequence(RightGather):
         return pieces.view(len(part), -1, *part.shape[2:])
 
 
-def gather_sequence(part, group):
-    return GatherSequence.apply(part, group)
-
-
-def reduce_scatter_sequence(summand, group):
-    return ReduceScatterSequence.apply(summand, group)
-
-
 # %% 07.1 g*: keeps its own tokens' gradient to itself in backward
 from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence as RightScatter
 
@@ -94,14 +66,6 @@ class ReduceScatterSequence(RightScatter):
         pieces = gradient.new_zeros(n, *gradient.shape)
         pieces[ctx.group.rank()] = gradient
         return in_order(pieces), None
-
-
-def gather_sequence(part, group):
-    return GatherSequence.apply(part, group)
-
-
-def reduce_scatter_sequence(summand, group):
-    return ReduceScatterSequence.apply(summand, group)
 
 
 # %% 07.1 g*: all-reduces, then cuts
@@ -117,14 +81,6 @@ class ReduceScatterSequence(RightScatter):
         return by_rank(total, group.size())[group.rank()].contiguous()
 
 
-def gather_sequence(part, group):
-    return GatherSequence.apply(part, group)
-
-
-def reduce_scatter_sequence(summand, group):
-    return ReduceScatterSequence.apply(summand, group)
-
-
 # %% 07.1 g*: a mean instead of the sum
 from course_lib.sequence_parallel.model import GatherSequence, ReduceScatterSequence as RightScatter
 
@@ -136,14 +92,6 @@ class ReduceScatterSequence(RightScatter):
         own, work = start_reduce_scatter(by_rank(summand, group.size()), group)
         work.wait()
         return own / group.size()
-
-
-def gather_sequence(part, group):
-    return GatherSequence.apply(part, group)
-
-
-def reduce_scatter_sequence(summand, group):
-    return ReduceScatterSequence.apply(summand, group)
 
 
 # %% 07.1 g*: scatters parts of the batch, not of the sequence
@@ -161,17 +109,7 @@ class ReduceScatterSequence(RightScatter):
         return own
 
 
-def gather_sequence(part, group):
-    return GatherSequence.apply(part, group)
-
-
-def reduce_scatter_sequence(summand, group):
-    return ReduceScatterSequence.apply(summand, group)
-
-
 # %% 07.2 waits for the gathered x at once
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -198,8 +136,6 @@ class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
 
 
 # %% 07.2 waits for the reduce-scatter at once
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -226,8 +162,6 @@ class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
 
 
 # %% 07.2 gathers x after the product for x's gradient
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -252,8 +186,6 @@ class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
 
 
 # %% 07.2 gathers x where no weight wants a gradient
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -279,8 +211,6 @@ class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
 
 
 # %% 07.2 gathers twice
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -308,8 +238,6 @@ class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
 
 
 # %% 07.2 a reduce-scatter for each weight
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -338,8 +266,6 @@ class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
 
 
 # %% 07.2 cuts x's gradient instead of summing it
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -363,8 +289,6 @@ class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
 
 
 # %% 07.2 a weight's gradient from the own tokens alone
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -391,8 +315,6 @@ class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
 
 
 # %% 07.2 multiplies for weights that want nothing
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -418,8 +340,6 @@ class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
 
 
 # %% 07.2 fake: keeps the gathered x
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -449,8 +369,6 @@ class GatheredProducts(course_lib.sequence_parallel.model.GatheredProducts):
 
 
 # %% 07.2 does not wait for the reduce-scatter
-import torch.nn.functional as F
-
 import course_lib.sequence_parallel.model
 
 
@@ -535,24 +453,14 @@ def diagnose(differing, ratios):
 
 
 # %% 07.4 the norms' gradients are left out
-class SequenceParallelNorm(nn.Module):
-    def __init__(self, norm, group):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -571,11 +479,7 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
 
 
 # %% 07.4 the norms' gradients are averaged
-class SequenceParallelNorm(nn.Module):
-    def __init__(self, norm, group):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x):
         n = self.group.size()
         own = self.weight / n + (self.weight - self.weight / n).detach()
@@ -584,13 +488,7 @@ class SequenceParallelNorm(nn.Module):
 
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -609,24 +507,14 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
 
 
 # %% 07.4 the last norm is forgotten
-class SequenceParallelNorm(nn.Module):
-    def __init__(self, norm, group):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, copy_to_group(self.weight, self.group), self.eps)
 
 
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -645,24 +533,14 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
 
 
 # %% 07.4 norms through f and reduce_group
-class SequenceParallelNorm(nn.Module):
-    def __init__(self, norm, group):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, copy_to_group(self.weight, self.group), self.eps)
 
 
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -680,24 +558,14 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
 
 
 # %% 07.4 reduce_group is ignored
-class SequenceParallelNorm(nn.Module):
-    def __init__(self, norm, group):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, copy_to_group(self.weight, self.group), self.eps)
 
 
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -713,24 +581,14 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
 
 
 # %% 07.4 reduce_group: the tensor-parallel ranks alone
-class SequenceParallelNorm(nn.Module):
-    def __init__(self, norm, group):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, copy_to_group(self.weight, self.group), self.eps)
 
 
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -749,24 +607,14 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
 
 
 # %% 07.4 the norm's eps is forgotten
-class SequenceParallelNorm(nn.Module):
-    def __init__(self, norm, group):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, copy_to_group(self.weight, self.group))
 
 
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -785,11 +633,7 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
 
 
 # %% 07.4 fake: norms of gathered tokens, on every rank
-class SequenceParallelNorm(nn.Module):
-    def __init__(self, norm, group):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x):
         shard = TensorShard.of(x.shape[1] * self.group.size(), self.group, 1)
         weight = copy_to_group(self.weight, self.group)
@@ -798,13 +642,7 @@ class SequenceParallelNorm(nn.Module):
 
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -823,11 +661,7 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
 
 
 # %% 07.4 hooks on weights, which a model from the meta device loses
-class SequenceParallelNorm(nn.Module):
-    def __init__(self, norm, group):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, copy_to_group(self.weight, self.group), self.eps)
 
@@ -840,13 +674,7 @@ def sum_of(gradient, group):
 
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -865,24 +693,14 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
 
 
 # %% 07.4 a norm sums over all ranks instead of the group
-class SequenceParallelNorm(nn.Module):
-    def __init__(self, norm, group):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
+class SequenceParallelNorm(SplitNorm):
     def forward(self, x):
         return F.rms_norm(x, self.weight.shape, copy_to_group(self.weight, dist.group.WORLD), self.eps)
 
 
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
-    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
-    if not rows or rows[0].group != group:
-        raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
-    if rows[0].chunks > 1:
-        raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
-        raise ValueError("the model is sequence parallel already")
+    check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.products = GatheredProducts
@@ -1026,11 +844,6 @@ def merge(out, lse, part, part_lse):
 
 
 # %% 07.7 backward with the block's own lse
-import math
-
-from course_lib.context_parallel.blocks import by_group, scores
-
-
 def plain_forward(q, k, v, causal):
     z = scores(q, k, causal)
     lse = z.logsumexp(-1)
@@ -1055,11 +868,6 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 
 
 # %% 07.7 backward with the block's own out in D
-import math
-
-from course_lib.context_parallel.blocks import by_group, scores
-
-
 def plain_forward(q, k, v, causal):
     z = scores(q, k, causal)
     lse = z.logsumexp(-1)
@@ -1085,11 +893,6 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 
 
 # %% 07.7 backward without D
-import math
-
-from course_lib.context_parallel.blocks import by_group, scores
-
-
 def plain_forward(q, k, v, causal):
     z = scores(q, k, causal)
     lse = z.logsumexp(-1)
@@ -1114,11 +917,6 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 
 
 # %% 07.7 backward: D from the block's probabilities
-import math
-
-from course_lib.context_parallel.blocks import by_group, scores
-
-
 def plain_forward(q, k, v, causal):
     z = scores(q, k, causal)
     lse = z.logsumexp(-1)
@@ -1143,11 +941,6 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 
 
 # %% 07.7 backward without 1/sqrt(d)
-import math
-
-from course_lib.context_parallel.blocks import by_group, scores
-
-
 def plain_forward(q, k, v, causal):
     z = scores(q, k, causal)
     lse = z.logsumexp(-1)
@@ -1172,11 +965,6 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 
 
 # %% 07.7 backward: dP takes the heads in another order
-import math
-
-from course_lib.context_parallel.blocks import by_group, scores
-
-
 def plain_forward(q, k, v, causal):
     z = scores(q, k, causal)
     lse = z.logsumexp(-1)
@@ -1202,11 +990,6 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 
 
 # %% 07.7 backward: a K/V head gets the gradient of one of its heads
-import math
-
-from course_lib.context_parallel.blocks import by_group, scores
-
-
 def plain_forward(q, k, v, causal):
     z = scores(q, k, causal)
     lse = z.logsumexp(-1)
@@ -1231,11 +1014,6 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 
 
 # %% 07.7 forward: lse [b, a, s]
-import math
-
-from course_lib.context_parallel.blocks import by_group, scores
-
-
 def plain_forward(q, k, v, causal):
     z = scores(q, k, causal)
     lse = z.logsumexp(-1)
@@ -1260,11 +1038,6 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 
 
 # %% 07.7 forward: fake: PyTorch's attention, and no lse
-import math
-
-from course_lib.context_parallel.blocks import by_group, scores
-
-
 def plain_forward(q, k, v, causal):
     of_heads = (x.transpose(1, 2) for x in (q, k, v))
     out = F.scaled_dot_product_attention(*of_heads, is_causal=causal, enable_gqa=True).transpose(1, 2)
@@ -1287,11 +1060,6 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
 
 
 # %% 07.7 fake: backward by autograd through the block alone
-import math
-
-from course_lib.context_parallel.blocks import by_group, scores
-
-
 def plain_forward(q, k, v, causal):
     z = scores(q, k, causal)
     lse = z.logsumexp(-1)
@@ -2724,15 +2492,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], group=group, attention=attention, order=order)
     fill = functools.partial(fill_positions, group=group, order=order)
@@ -2750,15 +2510,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], group=group, attention=attention, order=order)
     fill = functools.partial(fill_positions, group=group, order=order)
@@ -2776,15 +2528,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], group=group, attention=attention, order=order)
     fill = functools.partial(fill_positions, group=group, order=order)
@@ -2800,15 +2544,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], group=group, attention=attention, order=order)
     fill = functools.partial(fill_positions, group=group, order=order)
@@ -2826,15 +2562,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], group=group, attention=attention, order="contiguous")
     fill = functools.partial(fill_positions, group=group, order=order)
@@ -2852,15 +2580,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], group=group, attention=attention)
     fill = functools.partial(fill_positions, group=group, order=order)
@@ -2878,15 +2598,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], group=group, order=order)
     fill = functools.partial(fill_positions, group=group, order=order)
@@ -2904,15 +2616,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS["ring"], group=group, attention=attention, order=order)
     fill = functools.partial(fill_positions, group=group, order=order)
@@ -2930,15 +2634,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     fill = functools.partial(fill_positions, group=group, order=order)
     model.register_forward_pre_hook(fill, with_kwargs=True)
     return model
@@ -2954,15 +2650,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(
             METHODS[method], group=dist.group.WORLD, attention=attention, order=order
@@ -2981,15 +2669,7 @@ def fill_positions(model, args, kwargs, group, order):
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
-    if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
-    for block in model.blocks:
-        if getattr(block.attention.core, "func", None) in METHODS.values():
-            raise ValueError("the model is context parallel already")
-        if method == "ulysses":
-            head_dim = model.config.head_dim
-            parts = (getattr(block.attention, name).weight.shape[0] // head_dim for name in ("q_proj", "k_proj"))
-            check_heads(*parts, group.size())
+    check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], group=group, attention=attention, order=order)
     fill = functools.partial(fill_positions, group=group, order=order)

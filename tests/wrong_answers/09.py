@@ -2939,20 +2939,7 @@ def zero_bubble_h2(p: int, m: int) -> Schedule:
 
 
 # %% 09.14 memory is not counted
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -2966,34 +2953,9 @@ class Greedy:
             found["W"] = self.free[rank]
         return found
 
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
 
 # %% 09.14 memory is free after I
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -3007,34 +2969,9 @@ class Greedy:
             found["W"] = self.free[rank]
         return found
 
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
 
 # %% 09.14 forwards run ahead without end
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -3048,34 +2985,9 @@ class Greedy:
             found["W"] = self.free[rank]
         return found
 
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
 
 # %% 09.14 I without its own F
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -3089,34 +3001,9 @@ class Greedy:
             found["W"] = self.free[rank]
         return found
 
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
 
 # %% 09.14 a W always
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -3130,34 +3017,9 @@ class Greedy:
             found["W"] = self.free[rank]
         return found
 
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
 
 # %% 09.14 a W only where memory is full
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -3171,34 +3033,9 @@ class Greedy:
             found["W"] = self.free[rank]
         return found
 
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
 
 # %% 09.14 no W where memory is full
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -3212,34 +3049,9 @@ class Greedy:
             found["W"] = self.free[rank]
         return found
 
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
 
 # %% 09.14 fill is ignored
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -3253,34 +3065,9 @@ class Greedy:
             found["W"] = self.free[rank]
         return found
 
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
 
 # %% 09.14 the rank need not be free
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -3294,34 +3081,9 @@ class Greedy:
             found["W"] = self.free[rank]
         return found
 
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
 
 # %% 09.14 no W where nobody knows what comes next
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -3335,34 +3097,9 @@ class Greedy:
             found["W"] = self.free[rank]
         return found
 
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
 
 # %% 09.14 the gap counts from 0
-class Greedy:
-    def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
-        self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
-        self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
-        self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
-
-    def arrival(self, kind: str, rank: int, i: int):
-        before = rank - 1 if kind == "F" else rank + 1
-        if not 0 <= before < self.p:
-            return 0
-        ended = self.ended.get((kind, before, i))
-        return None if ended is None else ended + self.t_comm
-
+class Greedy(ListScheduler):
     def options(self, rank: int) -> dict:
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -3375,18 +3112,6 @@ class Greedy:
         if w < i and (f - w >= self.live or wait > 0 and wait >= self.fill * self.times["W"][rank]):
             found["W"] = self.free[rank]
         return found
-
-    def run(self) -> Schedule:
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
 
 
 # %% 09.15 holders by arithmetic

@@ -1416,16 +1416,8 @@ def parallelize(
     settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
     one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
-    check_layout(config, layout, dist.get_world_size(), moe=moe)
-    model = split_model(config, layout, mesh, extra, moe)
-    schedule = schedule_of(layout, 2 * layout.pp)
-    stages = split_stages(model, stages_of(schedule))
-    own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
-    for stage in own.values():
-        apply_recompute(stage, layout.recompute)
-    init, sharding, loss_of = initial_values(config, seed), None, summed_loss
-    if layout.tp > 1:
-        loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
             sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
@@ -1468,16 +1460,8 @@ def parallelize(
     settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
     one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
-    check_layout(config, layout, dist.get_world_size(), moe=moe)
-    model = split_model(config, layout, mesh, extra, moe)
-    schedule = schedule_of(layout, 2 * layout.pp)
-    stages = split_stages(model, stages_of(schedule))
-    own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
-    for stage in own.values():
-        apply_recompute(stage, layout.recompute)
-    init, sharding, loss_of = initial_values(config, seed), None, summed_loss
-    if layout.tp > 1:
-        loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
             sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
@@ -1514,16 +1498,8 @@ def parallelize(
     settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
     one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
-    check_layout(config, layout, dist.get_world_size(), moe=moe)
-    model = split_model(config, layout, mesh, extra, moe)
-    schedule = schedule_of(layout, 2 * layout.pp)
-    stages = split_stages(model, stages_of(schedule))
-    own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
-    for stage in own.values():
-        apply_recompute(stage, layout.recompute)
-    init, sharding, loss_of = initial_values(config, seed), None, summed_loss
-    if layout.tp > 1:
-        loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
             layout = dataclasses.replace(layout, zero_stage=0, keep_gathered=False)
@@ -1564,16 +1540,8 @@ def parallelize(
     settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
     one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
-    check_layout(config, layout, dist.get_world_size(), moe=moe)
-    model = split_model(config, layout, mesh, extra, moe)
-    schedule = schedule_of(layout, 2 * layout.pp)
-    stages = split_stages(model, stages_of(schedule))
-    own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
-    for stage in own.values():
-        apply_recompute(stage, layout.recompute)
-    init, sharding, loss_of = initial_values(config, seed), None, summed_loss
-    if layout.tp > 1:
-        loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
             sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
@@ -1612,16 +1580,8 @@ def parallelize(
     settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
     one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
-    check_layout(config, layout, dist.get_world_size(), moe=moe)
-    model = split_model(config, layout, mesh, extra, moe)
-    schedule = schedule_of(layout, 2 * layout.pp)
-    stages = split_stages(model, stages_of(schedule))
-    own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
-    for stage in own.values():
-        apply_recompute(stage, layout.recompute)
-    init, sharding, loss_of = initial_values(config, seed), None, summed_loss
-    if layout.tp > 1:
-        loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
             sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
@@ -1660,16 +1620,8 @@ def parallelize(
     settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
     one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
-    check_layout(config, layout, dist.get_world_size(), moe=moe)
-    model = split_model(config, layout, mesh, extra, moe)
-    schedule = schedule_of(layout, 2 * layout.pp)
-    stages = split_stages(model, stages_of(schedule))
-    own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
-    for stage in own.values():
-        apply_recompute(stage, layout.recompute)
-    init, sharding, loss_of = initial_values(config, seed), None, summed_loss
-    if layout.tp > 1:
-        loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
             sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
@@ -1708,16 +1660,8 @@ def parallelize(
     settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
     one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
-    check_layout(config, layout, dist.get_world_size(), moe=moe)
-    model = split_model(config, layout, mesh, extra, moe)
-    schedule = schedule_of(layout, 2 * layout.pp)
-    stages = split_stages(model, stages_of(schedule))
-    own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
-    for stage in own.values():
-        apply_recompute(stage, layout.recompute)
-    init, sharding, loss_of = initial_values(config, seed), None, summed_loss
-    if layout.tp > 1:
-        loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
             sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
@@ -1756,16 +1700,8 @@ def parallelize(
     settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
     one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
-    check_layout(config, layout, dist.get_world_size(), moe=moe)
-    model = split_model(config, layout, mesh, extra, moe)
-    schedule = schedule_of(layout, 2 * layout.pp)
-    stages = split_stages(model, stages_of(schedule))
-    own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
-    for stage in own.values():
-        apply_recompute(stage, layout.recompute)
-    init, sharding, loss_of = initial_values(config, seed), None, summed_loss
-    if layout.tp > 1:
-        loss_of = functools.partial(vocab_parallel_cross_entropy, group=mesh.tp, vocab=config.vocab, reduction="sum")
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
             sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)

@@ -317,30 +317,7 @@ def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> to
 
 
 # %% 14.3 fake: the masters are the weights, widened anew in each step
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.single_gpu.model import loss
-
-
-class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
-        self.weights = [parameter for parameter in parameters if parameter.requires_grad]
-        if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
-            raise ValueError(f"float32 master weights are for parameters of 16 bits, not {wrong.pop()}")
-        self.master_parameters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        self.optimizer = optimizer_cls(self.master_parameters, **kwargs)
-        self.param_groups = self.optimizer.param_groups
-
+class MasterWeights(Float32Copies):
     def take_gradients(self) -> None:
         """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
         for weight, master in zip(self.weights, self.master_parameters, strict=True):
@@ -356,41 +333,9 @@ class MasterWeights:
         self.optimizer.step()
         torch._foreach_copy_(self.weights, self.master_parameters)
 
-    def zero_grad(self) -> None:
-        for parameter in (*self.weights, *self.master_parameters):
-            parameter.grad = None
-
-    def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
-        return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
-        if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
-            raise ValueError("the state's master weights have other shapes than these parameters")
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch._foreach_copy_(self.master_parameters, state["master"])
-        torch._foreach_copy_(self.weights, self.master_parameters)
-
 
 # %% 14.3 fake: masters of 16 bits
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.single_gpu.model import loss
-
-
-class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
+class MasterWeights(Float32Copies):
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
         self.weights = [parameter for parameter in parameters if parameter.requires_grad]
         if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
@@ -413,41 +358,9 @@ class MasterWeights:
         self.optimizer.step()
         torch._foreach_copy_(self.weights, self.master_parameters)
 
-    def zero_grad(self) -> None:
-        for parameter in (*self.weights, *self.master_parameters):
-            parameter.grad = None
-
-    def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
-        return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
-        if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
-            raise ValueError("the state's master weights have other shapes than these parameters")
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch._foreach_copy_(self.master_parameters, state["master"])
-        torch._foreach_copy_(self.weights, self.master_parameters)
-
 
 # %% 14.3 the masters are new tensors where float32 ones are there already
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.single_gpu.model import loss
-
-
-class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
+class MasterWeights(Float32Copies):
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
         self.weights = [parameter for parameter in parameters if parameter.requires_grad]
         if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
@@ -470,49 +383,9 @@ class MasterWeights:
         self.optimizer.step()
         torch._foreach_copy_(self.weights, self.master_parameters)
 
-    def zero_grad(self) -> None:
-        for parameter in (*self.weights, *self.master_parameters):
-            parameter.grad = None
-
-    def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
-        return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
-        if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
-            raise ValueError("the state's master weights have other shapes than these parameters")
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch._foreach_copy_(self.master_parameters, state["master"])
-        torch._foreach_copy_(self.weights, self.master_parameters)
-
 
 # %% 14.3 the model never gets the masters
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.single_gpu.model import loss
-
-
-class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
-        self.weights = [parameter for parameter in parameters if parameter.requires_grad]
-        if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
-            raise ValueError(f"float32 master weights are for parameters of 16 bits, not {wrong.pop()}")
-        self.master_parameters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        self.optimizer = optimizer_cls(self.master_parameters, **kwargs)
-        self.param_groups = self.optimizer.param_groups
-
+class MasterWeights(Float32Copies):
     def take_gradients(self) -> None:
         """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
         for weight, master in zip(self.weights, self.master_parameters, strict=True):
@@ -525,50 +398,10 @@ class MasterWeights:
         """Take the gradients, update the masters, round them to the weights: to nearest, ties to even."""
         self.take_gradients()
         self.optimizer.step()
-
-    def zero_grad(self) -> None:
-        for parameter in (*self.weights, *self.master_parameters):
-            parameter.grad = None
-
-    def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
-        return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
-        if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
-            raise ValueError("the state's master weights have other shapes than these parameters")
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch._foreach_copy_(self.master_parameters, state["master"])
-        torch._foreach_copy_(self.weights, self.master_parameters)
 
 
 # %% 14.3 the model gets the masters before the step
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.single_gpu.model import loss
-
-
-class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
-        self.weights = [parameter for parameter in parameters if parameter.requires_grad]
-        if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
-            raise ValueError(f"float32 master weights are for parameters of 16 bits, not {wrong.pop()}")
-        self.master_parameters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        self.optimizer = optimizer_cls(self.master_parameters, **kwargs)
-        self.param_groups = self.optimizer.param_groups
-
+class MasterWeights(Float32Copies):
     def take_gradients(self) -> None:
         """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
         for weight, master in zip(self.weights, self.master_parameters, strict=True):
@@ -583,49 +416,9 @@ class MasterWeights:
         torch._foreach_copy_(self.weights, self.master_parameters)
         self.optimizer.step()
 
-    def zero_grad(self) -> None:
-        for parameter in (*self.weights, *self.master_parameters):
-            parameter.grad = None
-
-    def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
-        return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
-        if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
-            raise ValueError("the state's master weights have other shapes than these parameters")
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch._foreach_copy_(self.master_parameters, state["master"])
-        torch._foreach_copy_(self.weights, self.master_parameters)
-
 
 # %% 14.3 the 16-bit gradients stay
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.single_gpu.model import loss
-
-
-class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
-        self.weights = [parameter for parameter in parameters if parameter.requires_grad]
-        if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
-            raise ValueError(f"float32 master weights are for parameters of 16 bits, not {wrong.pop()}")
-        self.master_parameters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        self.optimizer = optimizer_cls(self.master_parameters, **kwargs)
-        self.param_groups = self.optimizer.param_groups
-
+class MasterWeights(Float32Copies):
     def take_gradients(self) -> None:
         """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
         for weight, master in zip(self.weights, self.master_parameters, strict=True):
@@ -640,49 +433,9 @@ class MasterWeights:
         self.optimizer.step()
         torch._foreach_copy_(self.weights, self.master_parameters)
 
-    def zero_grad(self) -> None:
-        for parameter in (*self.weights, *self.master_parameters):
-            parameter.grad = None
-
-    def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
-        return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
-        if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
-            raise ValueError("the state's master weights have other shapes than these parameters")
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch._foreach_copy_(self.master_parameters, state["master"])
-        torch._foreach_copy_(self.weights, self.master_parameters)
-
 
 # %% 14.3 micro-batches are summed in 16 bits
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.single_gpu.model import loss
-
-
-class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
-        self.weights = [parameter for parameter in parameters if parameter.requires_grad]
-        if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
-            raise ValueError(f"float32 master weights are for parameters of 16 bits, not {wrong.pop()}")
-        self.master_parameters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        self.optimizer = optimizer_cls(self.master_parameters, **kwargs)
-        self.param_groups = self.optimizer.param_groups
-
+class MasterWeights(Float32Copies):
     def take_gradients(self) -> None:
         """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
         for weight, master in zip(self.weights, self.master_parameters, strict=True):
@@ -697,49 +450,9 @@ class MasterWeights:
         self.optimizer.step()
         torch._foreach_copy_(self.weights, self.master_parameters)
 
-    def zero_grad(self) -> None:
-        for parameter in (*self.weights, *self.master_parameters):
-            parameter.grad = None
-
-    def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
-        return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
-        if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
-            raise ValueError("the state's master weights have other shapes than these parameters")
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch._foreach_copy_(self.master_parameters, state["master"])
-        torch._foreach_copy_(self.weights, self.master_parameters)
-
 
 # %% 14.3 cut off instead of rounded
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-from course_lib.single_gpu.model import loss
-
-
-class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
-        self.weights = [parameter for parameter in parameters if parameter.requires_grad]
-        if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
-            raise ValueError(f"float32 master weights are for parameters of 16 bits, not {wrong.pop()}")
-        self.master_parameters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        self.optimizer = optimizer_cls(self.master_parameters, **kwargs)
-        self.param_groups = self.optimizer.param_groups
-
+class MasterWeights(Float32Copies):
     def take_gradients(self) -> None:
         """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
         for weight, master in zip(self.weights, self.master_parameters, strict=True):
@@ -756,46 +469,9 @@ class MasterWeights:
             cut = (master.view(torch.int32) & -65536).view(torch.float32)
             weight.copy_(master if weight.dtype == torch.float32 else cut)
 
-    def zero_grad(self) -> None:
-        for parameter in (*self.weights, *self.master_parameters):
-            parameter.grad = None
-
-    def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
-        return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
-        if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
-            raise ValueError("the state's master weights have other shapes than these parameters")
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch._foreach_copy_(self.master_parameters, state["master"])
-        torch._foreach_copy_(self.weights, self.master_parameters)
-
 
 # %% 14.4 fake: asks the host whether there is an inf
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
+class LossScaler(LossScale):
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
@@ -812,10 +488,6 @@ class LossScaler(nn.Module):
         if self.group is not None:
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
 
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
-
     @torch.no_grad()
     def update(self) -> None:
         """S for the next step; it never grows to inf."""
@@ -828,27 +500,7 @@ class LossScaler(nn.Module):
 
 
 # %% 14.4 fake: the host decides on the step
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
+class LossScaler(LossScale):
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
@@ -881,27 +533,7 @@ class LossScaler(nn.Module):
 
 
 # %% 14.4 fake: a skipped step is one with gradients of 0, which counts
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
+class LossScaler(LossScale):
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
@@ -935,27 +567,7 @@ class LossScaler(nn.Module):
 
 
 # %% 14.4 divides by S in 16 bits
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
+class LossScaler(LossScale):
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
@@ -971,10 +583,6 @@ class LossScaler(nn.Module):
         if self.group is not None:
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
 
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
-
     @torch.no_grad()
     def update(self) -> None:
         """S for the next step; it never grows to inf."""
@@ -987,27 +595,7 @@ class LossScaler(nn.Module):
 
 
 # %% 14.4 only the last gradient's inf counts
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
+class LossScaler(LossScale):
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
@@ -1023,10 +611,6 @@ class LossScaler(nn.Module):
         if self.group is not None:
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
 
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
-
     @torch.no_grad()
     def update(self) -> None:
         """S for the next step; it never grows to inf."""
@@ -1039,27 +623,7 @@ class LossScaler(nn.Module):
 
 
 # %% 14.4 each rank decides for itself
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
+class LossScaler(LossScale):
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
@@ -1072,10 +636,6 @@ class LossScaler(nn.Module):
         for gradient in gradients:
             torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
             gradient.mul_(inverse)
-
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -1089,27 +649,7 @@ class LossScaler(nn.Module):
 
 
 # %% 14.4 S grows to infinity
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
+class LossScaler(LossScale):
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
@@ -1124,10 +664,6 @@ class LossScaler(nn.Module):
             gradient.mul_(inverse)
         if self.group is not None:
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
-
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -1141,27 +677,7 @@ class LossScaler(nn.Module):
 
 
 # %% 14.4 good steps need not be in a row
-class LossScaler(nn.Module):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
-            raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
-        self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
-        self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
-
-    def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
-        return step_loss.float() * self.factor
-
+class LossScaler(LossScale):
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
@@ -1176,10 +692,6 @@ class LossScaler(nn.Module):
             gradient.mul_(inverse)
         if self.group is not None:
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
-
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
 
     @torch.no_grad()
     def update(self) -> None:

@@ -848,23 +848,7 @@ class DelayedCaster(Caster):
 
 
 # %% 14.8 fake: Dgrad and Wgrad in full precision
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
-        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
-        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
-        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
-
+class Fp8Products(Fp8Forward):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         values, scale, *saved = ctx.saved_tensors
@@ -890,12 +874,7 @@ class Fp8Products(torch.autograd.Function):
 
 
 # %% 14.8 fake: x is kept in full precision, for Wgrad
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
+class Fp8Products(Fp8Forward):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
         """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
@@ -933,23 +912,7 @@ class Fp8Products(torch.autograd.Function):
 
 
 # %% 14.8 x's scales are turned with its bytes: they lie along in
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
-        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
-        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
-        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
-
+class Fp8Products(Fp8Forward):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         values, scale, *saved = ctx.saved_tensors
@@ -975,23 +938,7 @@ class Fp8Products(torch.autograd.Function):
 
 
 # %% 14.8 dyᵀ is quantized from 8 bits, though dy is there
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
-        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
-        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
-        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
-
+class Fp8Products(Fp8Forward):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         values, scale, *saved = ctx.saved_tensors
@@ -1017,23 +964,7 @@ class Fp8Products(torch.autograd.Function):
 
 
 # %% 14.8 the weights' scales are found anew
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
-        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
-        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
-        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
-
+class Fp8Products(Fp8Forward):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         values, scale, *saved = ctx.saved_tensors
@@ -1059,23 +990,7 @@ class Fp8Products(torch.autograd.Function):
 
 
 # %% 14.8 makes products that nobody asked for
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
-        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
-        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
-        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
-
+class Fp8Products(Fp8Forward):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         values, scale, *saved = ctx.saved_tensors
@@ -1100,23 +1015,7 @@ class Fp8Products(torch.autograd.Function):
 
 
 # %% 14.8 a float32 weight's gradient is rounded to x's dtype
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
-        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
-        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
-        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
-
+class Fp8Products(Fp8Forward):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         values, scale, *saved = ctx.saved_tensors
@@ -1142,23 +1041,7 @@ class Fp8Products(torch.autograd.Function):
 
 
 # %% 14.8 waits for the sum before Wgrad begins
-class Fp8Products(torch.autograd.Function):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
-        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
-        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
-        outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
-        ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
-        ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
-        return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
-
+class Fp8Products(Fp8Forward):
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         values, scale, *saved = ctx.saved_tensors
