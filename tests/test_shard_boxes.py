@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from course_lib.checkpoint.boxes import Box, boxes_of, boxes_of_span, fill
+from course_lib.checkpoint.noise import drop_tokens
 from course_lib.checkpoint.save_interval import lost_share, save_interval
 from course_lib.expert_parallel.nested_shards import shard_nested
 from course_lib.five_d.layouts import Layout, fitted
-from course_lib.five_d.plan import drop_tokens
 from course_lib.tensor_parallel.shards import TensorShard, shard_parameter
 from course_lib.zero.shards import FlatLayout
 
