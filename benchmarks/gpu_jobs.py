@@ -111,7 +111,7 @@ def tests(marked: str, file: str) -> Iterator[dict]:
 
 def files_with(word: str) -> list[str]:
     return sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py") if word in path.read_text()
+        str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/test_*.py") if word in path.read_text()
     )
 
 
@@ -294,7 +294,7 @@ def jobs(device_type: str) -> Iterator[Job]:
     """All of them, in order."""
     device, on_gpu = torch.device(device_type), device_type == "cuda"
     yield Job("machine", functools.partial(machine, device), 15)
-    for file in files_with("mark.gpu") if on_gpu else ["tests/test_timing.py"]:
+    for file in files_with("mark.gpu") if on_gpu else ["tests/kernels/test_timing.py"]:
         yield Job(f"tests: {Path(file).stem}", functools.partial(tests, "gpu", file), 12)
     small = [
         Job(f"right: {case.kernel} {case.size}", functools.partial(right, case, each, device), 12, alone=on_gpu)

@@ -11,15 +11,22 @@ import ast
 import collections
 import gc
 import re
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+TESTS = Path(__file__).parent
+# Modules of tests find each other and their helpers by bare names, from folder to folder; so do ranks, which take over
+# the path. This folder, which pytest has put there for conftest.py, goes from it: with it tests/kernels would be a
+# package `kernels`. transformers looks for one, imports it, and then benchmarks/kernels.py is not found any more.
+sys.path[:] = [place for place in sys.path if place != str(TESTS)]
+sys.path += sorted({str(file.parent) for file in TESTS.glob("*/[a-z]*.py")})
 NOTEBOOKS = {path.stem.partition("_")[0]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 SCRIPTS = "scripts"  # what concerns no notebook
-EXERCISES = "tests/test_exercises.py"
+EXERCISES = "tests/scripts/test_exercises.py"
 PROCESSES = "ranks launch sweep survival course_scripts lab_browser setup".split()
 # The longest notebooks, and their exercises.
 LONGEST_FIRST = "10 09 11 07 06 08 05 03 04 10b 13 14b 12 12b 02 01 14".split()
@@ -43,20 +50,21 @@ def exercises_of(name: str) -> str | None:
 
 
 def notebook_of(file: Path) -> str | None:
-    """The number of the notebook that a file of tests concerns: that of the module or package it is named after, or the
-    last one that it imports from; None for the tests of scripts, and of instruments that know no notebook.
+    """The number of the notebook that a file of tests concerns: that of the module of its folder's package that it is
+    named after, or the last one that it imports from, of that package if it does; None for the tests of scripts, and of
+    instruments that know no notebook.
     """
     named = re.sub(r"^test_|_ranks$", "", file.stem)
-    library = ROOT / "course_lib"
-    own = [*library.glob(f"*/{named}.py"), library / named / "__init__.py"]
+    package = ROOT / "course_lib" / file.parent.name
+    own = package / ("__init__.py" if named == package.name else f"{named}.py")
     imported = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "course_lib":
             place = ROOT.joinpath(*node.module.split("."))
             imported += [place.with_suffix(".py"), *(place / f"{name.name}.py" for name in node.names)]
-    for modules in (own, imported):
-        found = {re.search(r"/notebooks/(\w+?)_", path.read_text())[1] for path in modules if path.exists()}
-        if len(found) == 1 or modules is imported and found:
+    for modules in ([own], [module for module in imported if package in module.parents], imported):
+        found = [re.search(r"/notebooks/(\w+?)_", path.read_text())[1] for path in modules if path.exists()]
+        if found:
             return max(found)
     return None
 

@@ -1,0 +1,398 @@
+"""Jobs of course_lib.checkpoint.program that are killed go on: a rank, a whole job while it saves, a node without
+warning.
+
+Also options that can't be, checkpoints of other runs, and a run that is resumed in another layout. CPU, gloo.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from calls import said, short_corpus
+from course_lib.checkpoint.checkpoints import latest
+from course_lib.checkpoint.files import complete, damaged, describe
+from course_lib.checkpoint.program import main, options
+from course_lib.checkpoint.saved_run import Log, SavedRun
+from course_lib.five_d.layouts import Layout
+from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import parallelize
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.data import TokenBatches
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 600  # a deadline for what hangs; beside three others, all of a launch took three minutes
+RENDEZVOUS = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=5"  # a busy launcher is not a lost one
+SMALL = "--preset debug --seq 32 --batch 8".split()
+
+
+def records(out: Path) -> list[dict]:
+    """What a run has written so far."""
+    lines = out.read_text().split("\n")[:-1] if out.exists() else []  # without one that is not written whole
+    return [json.loads(line) for line in lines]
+
+
+def losses(found: list[dict]) -> dict[int, float]:
+    """By step; of a step that was done twice, the second."""
+    return {record["step"]: record["loss"] for record in found}
+
+
+def wait_for(found: Callable[[], object], what: str, within_s: float = PATIENCE_S) -> object:
+    """What `found` gives, as soon as that is something."""
+    deadline = time.monotonic() + within_s
+    while not (value := found()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+    return value
+
+
+def trained(argv: list[str]) -> tuple[list[dict], str]:
+    """On a rank: the records and what is printed of a run."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, short_corpus(8_000_000):  # as launches have it, read once
+        found = main(argv)
+    return found, out.getvalue()
+
+
+# --- what takes no pool of ranks comes first: a test without one closes the pools
+
+
+def test_a_job_killed_while_it_saves_leaves_a_complete_checkpoint(tmp_path):
+    """At each kind of file operation of a save, of the coordinator and of another rank; see killed_saves.py."""
+    command = [sys.executable, str(ROOT / "tests" / "checkpoint" / "killed_saves.py"), str(tmp_path)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    coordinator, other = found["operations"]
+    assert {
+        "os.mkdir step-N.saving",
+        "open step-N.saving/__0_0.distcp w",
+        "os.rename step-N.saving/.metadata.tmp step-N.saving/.metadata",
+        "open step-N.saving/__0_0.distcp r",
+        "open step-N.saving/checkpoint.json w",
+        "os.rename step-N.saving step-N",
+        "os.rename step-N step-N.deleting",
+        "os.rmdir step-N.deleting",
+    } < set(coordinator), coordinator
+    assert {"open step-N.saving/__1_0.distcp w", "open step-N.saving/__1_0.distcp r"} < set(other), other
+    assert len(found["trials"]) > 25
+    for each in found["trials"]:
+        assert each["status"] == -signal.SIGKILL and each["went on"] and each["damaged"] is None, each
+        assert each["before"] <= each["after"], each
+        if each["moment"] == "os.rename step-N.saving step-N":
+            assert each["before"] == each["after"] and each["left"].count("step-N.saving") == 1, each
+        if each["moment"] == "os.rename step-N step-N.deleting":
+            assert each["before"] < each["after"] and set(each["left"]) == {"step-N"}, each
+    assert found["last"]["status"] == 0 and "failed" not in found["last"]["text"], found["last"]
+    assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["step-000000050"]
+    alone, log = records(tmp_path / "alone.jsonl"), records(tmp_path / "log.jsonl")
+    expected, steps = losses(alone), [record["step"] for record in log]
+    assert all(later <= step + 1 for step, later in zip([0, *steps], steps, strict=False)) and steps[-1] == 50
+    assert [record["loss"] for record in log] == [expected[step] for step in steps]
+
+
+def snapshot(folder: Path) -> dict:
+    """Every path below `folder` with its time of change and content."""
+    found = [folder, *folder.rglob("*")]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None) for path in found}
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("--save-every 0", "--save-every and --keep are 1 or more"),
+        ("--keep 0", "--save-every and --keep are 1 or more"),
+        ("--drop-tokens 1", "--drop-tokens is 0 or more and below 1"),
+        ("--drop-tokens -0.1", "--drop-tokens is 0 or more and below 1"),
+        ("--from-hf empty", "config.json"),
+        ("--from-hf missing", "missing"),
+    ],
+)
+def test_an_option_that_cannot_be_gets_one_line(line, expected, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    before = snapshot(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        options(line.split())
+    out, err = capsys.readouterr()
+    usage, error = err.split("five_d: error: ")
+    assert ended.value.code == 2 and out == "" and usage.startswith("usage: ")
+    assert expected in error and error.count("\n") == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_a_log_keeps_its_lines_and_survives_a_full_disk(tmp_path, capsys):
+    """Of a run that goes on: half a line that a kill has left goes. What can't be written is told of once."""
+    file = tmp_path / "log.jsonl"
+    file.write_text('{"step": 1}\n{"st')
+    log = Log(file, more=True)
+    log.add({"step": 2})
+    assert records(file) == [{"step": 1}, {"step": 2}]
+    Log(file, more=False).add({"step": 3})
+    assert records(file) == [{"step": 3}]
+    Log(None, more=True).add({"step": 4})
+    log = Log(Path("/dev/full"), more=False)
+    log.add({"step": 5})
+    log.add({"step": 6})
+    told = capsys.readouterr().out
+    assert told == "--out /dev/full: No space left on device; nothing more is written to it\n"
+
+
+# --- launches in processes of their own
+
+
+class Launch:
+    """A launch of notebook 10 in a process and a session of its own; all its processes have TMPDIR=folder."""
+
+    def __init__(self, folder: Path, torchrun: list[str], program: list[str]):
+        self.out = folder / "log.jsonl"
+        more = ["--checkpoints", str(folder / "checkpoints"), "--out", str(self.out)]
+        command = [sys.executable, str(ROOT / "scripts" / "launch_nb_torchrun.py"), "notebooks/10_5d.ipynb"]
+        command += ["--no-export", *torchrun, "--", *SMALL, *program, *more]
+        environment = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+        self.text = folder / f"{id(self)}.text"
+        with open(self.text, "w") as text:
+            self.process = psutil.Popen(
+                command, cwd=ROOT, env=environment, stdout=text, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """Its ranks that run, by RANK."""
+        found = {}
+        for process in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if name := re.fullmatch(r"rank (\d+)", process.name()):
+                    found[int(name[1])] = process
+        return found
+
+    def after_step(self, step: int, layout: str = "") -> None:
+        """Wait until a step is done, in a layout."""
+
+        def done() -> bool:
+            assert self.process.poll() is None, self.text.read_text()
+            return any(each["step"] >= step and layout in each["layout"] for each in records(self.out))
+
+        wait_for(done, f"no step {step}")
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the end; status, and what was printed."""
+        return self.process.wait(timeout=PATIENCE_S), self.text.read_text()
+
+
+def left_of(folder: Path) -> list[psutil.Process]:
+    """The processes of launches that have a folder for their temporary files."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TMPDIR") == str(folder) and not gone(process):
+                found.append(process)
+    return found
+
+
+def none_left(folder: Path) -> bool:
+    """Whether all of them end; multiprocessing's own do so a moment after their launcher."""
+    with contextlib.suppress(AssertionError):
+        return wait_for(lambda: not left_of(folder), "some are left", within_s=20)
+    return False
+
+
+def gone(process: psutil.Process) -> bool:
+    """Whether a process has ended; so has a zombie."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """For launches; at the end no process of theirs may be left."""
+    yield tmp_path
+    ended = none_left(tmp_path)
+    for process in left_of(tmp_path):
+        process.kill()
+    assert ended
+
+
+def test_a_job_goes_on_after_a_rank_is_killed(ranks, folder):
+    """By itself, to the same bits; no more is done twice than the steps since the last checkpoint that was complete."""
+    every = 4
+    program = "--layout dp2,tp2,zero1 --steps 24 --drop-tokens 0.1 --warmup 6 --start-batch 2 --ramp 18".split()
+    launch = Launch(folder, ["--nproc-per-node", "4", "--max-restarts", "1"], [*program, "--save-every", str(every)])
+    launch.after_step(7)
+    launch.ranks()[1].send_signal(signal.SIGKILL)
+    status, text = launch.end()
+    assert status == 0, text
+
+    found = records(launch.out)
+    steps = [record["step"] for record in found]
+    last = next(i for i in range(1, len(steps) + 1) if i == len(steps) or steps[i] <= steps[i - 1])
+    goes_on = steps[last] if last < len(steps) else steps[-1] + 1
+    assert steps == [*range(1, last + 1), *range(goes_on, 25)] and 7 <= last < 24
+    # The save of this step may not have begun yet, and the one before it is then still under way.
+    assert 0 <= last - (goes_on - 1) <= 2 * every and (goes_on - 1) % every == 0
+    assert f"goes on after step {goes_on - 1}, from " in text and text.count("goes on after") == 1
+
+    expected = ranks(trained, [*SMALL, *program])[0][0]
+    assert len({record["batch"] for record in expected}) > 2 and len({record["lr"] for record in expected}) == 24
+    for record in found:
+        same = expected[record["step"] - 1]
+        assert all(record[name] == same[name] for name in ("loss", "norm", "lr", "batch", "tokens")), record["step"]
+    checkpoints = complete(folder / "checkpoints")
+    assert [*checkpoints] == [20, 24] and len([*(folder / "checkpoints").iterdir()]) == 2
+    assert all(damaged(each, describe(each)["files"]) is None for each in checkpoints.values())
+
+
+def ports_of(launch: Launch, status: str) -> set[int]:
+    """The ports that a launcher listens on, or is connected to."""
+    found = [each for each in launch.process.net_connections() if each.status == status]
+    return {each.laddr.port if status == psutil.CONN_LISTEN else each.raddr.port for each in found}
+
+
+def test_a_job_goes_on_when_a_node_comes_and_when_it_is_lost(ranks, folder, port):
+    """Two launchers of two ranks each. The second joins a round that has begun, and is killed without warning."""
+    torchrun = "--nnodes 1:2 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id survival".split()
+    torchrun += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", RENDEZVOUS]
+    program = "--layout dp4 --elastic --steps 24 --drop-tokens 0.1 --warmup 6".split()
+    stays = Launch(folder, torchrun, [*program, "--save-every", "2"])
+    wait_for(lambda: len(stays.ranks()) == 2, "no ranks")
+    first_round = stays.ranks().values()
+    for rank in first_round:  # or they would have done all steps before the other node is there
+        rank.suspend()
+    goes = Launch(folder, torchrun, [*program, "--save-every", "2"])
+    wait_for(lambda: port in ports_of(goes, psutil.CONN_ESTABLISHED), "the node does not come")
+    for rank in first_round:
+        rank.resume()
+    goes.after_step(5, "dp4")
+    assert port in ports_of(stays, psutil.CONN_LISTEN) - ports_of(goes, psutil.CONN_LISTEN)
+    lost, before = goes.ranks(), len(records(stays.out))
+    assert len(lost) == 2
+    goes.process.kill()
+    status, text = stays.end()
+    assert status == 0, text
+    assert none_left(folder) and all(gone(rank) for rank in lost.values())
+
+    found = records(stays.out)
+    steps, layouts = [record["step"] for record in found], [record["layout"] for record in found]
+    changed = len(layouts) - layouts[::-1].index("dp4")  # the first record after the kill
+    assert set(layouts[changed:]) == {"dp2"} and changed >= before
+    assert [*steps[changed:]] == [*range(steps[changed], 25)]
+    assert 0 <= steps[changed - 1] + 1 - steps[changed] <= 4 and set(steps) == {*range(1, 25)}
+    assert {record["batch"] for record in found} == {8}
+    expected = losses(ranks(trained, [*SMALL, *program])[0][0])
+    assert all(record["loss"] == pytest.approx(expected[record["step"]], rel=1e-5) for record in found)
+
+
+# --- options, other runs, other layouts
+
+
+def refused(runs: list[list[str]]) -> list[str]:
+    """On a rank: what `main` raises with each of these options, and what it has printed of a step."""
+    found = []
+    with short_corpus(8_000_000):
+        for argv in runs:
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                error = said(lambda: main(argv))
+            found.append(error + "".join(line for line in out.getvalue().splitlines() if line.startswith("step ")))
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(ranks, tmp_path_factory):
+    """A folder with the checkpoints of a run of 8 steps in dp2,tp2, its records and its options."""
+    folder = tmp_path_factory.mktemp("saved")
+    argv = [*SMALL, *"--steps 8 --save-every 4 --drop-tokens 0.1 --checkpoints".split(), str(folder / "c")]
+    argv += ["--out", str(folder / "log.jsonl")]
+    ranks(trained, [*argv, "--layout", "dp2,tp2"])
+    return folder, argv
+
+
+def test_the_ranks_refuse_what_cannot_be_and_change_nothing(ranks, saved, tmp_path):
+    folder, argv = saved
+    file = tmp_path / "file"
+    file.write_text("a text")
+    before = snapshot(folder), snapshot(tmp_path)
+    last = latest(folder / "c")
+    cases = {
+        "--seq 16": f"CheckpointError: {last} is of another run: its seq is 32, and here 16",
+        "--seed 1": f"CheckpointError: {last} is of another run: its seed is 0, and here 1",
+        "--drop-tokens 0": f"CheckpointError: {last} is of another run: its drop_tokens is 0.1, and here 0.0",
+        "--preset small": "CheckpointError: another model: ",
+        "--experts 4": f"CheckpointError: {last} is of another run: its moe is None, and here ",
+        f"--checkpoints {file}": f"CheckpointError: --checkpoints {file}: File exists",
+        f"--checkpoints {file}/c": f"CheckpointError: --checkpoints {file}/c: Not a directory",
+        "--layout dp2,cp3 --seq 48 --elastic": "ValueError: 4 ranks are no multiple of the 3 that dp2,cp3 has",
+        "--layout dp8 --batch 8": "ValueError: dp 8 x pp 1 x cp 1 x tp 1 = 8 ranks, and there are 4: make dp 4",
+    }
+    of_ranks = ranks(refused, [[*argv, "--layout", "dp2,tp2", *line.split()] for line in cases])
+    for (line, expected), found in zip(cases.items(), zip(*of_ranks, strict=True), strict=True):
+        assert all(each.startswith(expected) and "\n" not in each for each in found), (line, found)
+        assert len(set(found)) == 1, (line, found)
+    assert (snapshot(folder), snapshot(tmp_path)) == before
+
+
+def test_a_run_whose_steps_are_all_done(ranks, saved):
+    folder, argv = saved
+    before = snapshot(folder / "c"), records(folder / "log.jsonl")
+    found = ranks(trained, [*argv, "--layout", "dp2,tp2"])
+    assert all(each == [] for each, _ in found) and "goes on after step 8, from " in found[0][1]
+    assert "nothing is left to do: 8 steps are done, --steps is 8" in found[0][1]
+    assert "step     " not in found[0][1]
+    assert (snapshot(folder / "c"), records(folder / "log.jsonl")) == before
+
+
+@pytest.mark.parametrize("layout", ["dp2,pp2", "dp4,zero3"])
+def test_a_run_goes_on_in_another_layout(layout, ranks, saved, tmp_path):
+    """As if it had been in the first one all the time."""
+    folder, argv = saved
+    shutil.copytree(folder, tmp_path / "copy")
+    shutil.rmtree(tmp_path / "copy/c/step-000000008")
+    argv = [word.replace(str(folder), str(tmp_path / "copy")) for word in argv]
+    (found, text), *_ = ranks(trained, [*argv, "--layout", layout])
+    assert "goes on after step 4, from " in text and "written in dp2,tp2" in text
+    assert [record["step"] for record in found] == [5, 6, 7, 8]
+    expected = losses(records(folder / "log.jsonl"))
+    assert losses(found) == {step: pytest.approx(expected[step], rel=1e-5) for step in (5, 6, 7, 8)}
+    assert describe(tmp_path / "copy/c/step-000000008")["layout"] == layout
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(ranks, tmp_path):
+    argv = [*SMALL, "--layout", "dp2,tp2,zero1", "--save-every", "4", "--checkpoints", str(tmp_path / "c"), "--steps"]
+    smooth = ranks(trained, [*argv, "8"])[0][0]
+    file = next((tmp_path / "c" / "step-000000008").glob("__1_*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    found, text = ranks(trained, [*argv, "8"])[0]
+    assert [each["loss"] for each in found] == [each["loss"] for each in smooth[4:]]
+    said_lines = text.splitlines()[1:3]
+    assert said_lines[0].endswith("other bytes than written; it is called step-000000008.damaged now")
+    assert said_lines[1].startswith("goes on after step 4, from ")
+    assert list(complete(tmp_path / "c")) == [4, 8] and (tmp_path / "c" / "step-000000008.damaged").is_dir()
+    assert "goes on with another steps: 9, was 8\n" in ranks(trained, [*argv, "9"])[0][1]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """On a rank: which of three steps are saved, the second of which has no number as its loss."""
+    layout = Layout.parse("dp4")
+    mesh, tokens = build_mesh(layout), torch.arange(1000) % 256
+    parallel = parallelize(single_gpu.PRESETS["debug"], layout, mesh, lr=1e-3)
+    batches = TokenBatches(tokens, 1, 8, mesh.dp.rank(), 4)
+    run = SavedRun(parallel, batches, folder, every=1, keep=3, same={}, plan={})
+    with contextlib.redirect_stdout(io.StringIO()):
+        for step, loss in ((1, 2.5), (2, float("nan")), (3, 2.4)):
+            run.after(step, loss)
+    run.finish()
+    return list(complete(folder))
+
+
+def test_a_step_whose_loss_is_no_number_is_not_saved(ranks, tmp_path):
+    assert ranks(saved_steps, tmp_path / "c") == [[1, 3]] * 4

@@ -1,0 +1,235 @@
+"""course_kit.planning.published_runs: rows used or left out for a reason, step times that agree with what else was
+published, layouts that could run, and predictions of the right size. Needs no GPU.
+"""
+
+import collections
+import csv
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from course_kit.planning.published_runs import (
+    errors_by_source,
+    left_out,
+    load_published,
+    predicted_step,
+    published_figure,
+    published_run,
+    reason_left_out,
+)
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.five_d.layouts import Layout, check_layout
+from course_lib.single_gpu.memory import param_count
+
+FILE = Path(__file__).parents[2] / "data" / "published_throughput.csv"
+with open(FILE, newline="") as stream:
+    ROWS = list(csv.DictReader(stream))
+USED = [row for row in ROWS if reason_left_out(row) is None]
+RUNS = load_published(FILE)
+
+
+def ids(run) -> str:
+    return f"{run.source}, {run.model}, {run.gpus}"
+
+
+def first(model: str, **columns: str) -> dict[str, str]:
+    """The first used row of a model, some columns changed."""
+    return next(row for row in USED if row["model"] == model) | columns
+
+
+def written(tmp_path: Path, rows: list[dict[str, str]]) -> Path:
+    file = tmp_path / "runs.csv"
+    with open(file, "w", newline="") as stream:
+        writer = csv.DictWriter(stream, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return file
+
+
+# Which rows.
+
+
+def test_every_row_is_used_or_left_out_for_a_reason():
+    assert len(RUNS) + sum(left_out(FILE).values()) == len(ROWS)
+    assert collections.Counter(run.source for run in RUNS) == {
+        "Narayanan et al. 2021, Megatron-LM": 16,
+        "Narayanan et al. 2021, DeepSpeed": 6,
+        "Korthikanti et al. 2022": 9,
+        "Llama 3": 3,
+        "torchtitan": 9,
+        "NVIDIA dgxc-benchmarking v24.11.1": 22,
+    }
+    assert [reason.split()[0] for reason in left_out(FILE)] == ["micro-batch,", "FP8,"]
+
+
+@pytest.mark.parametrize(
+    "columns, used",
+    [
+        ({}, True),
+        ({"dtype": "fp16"}, True),
+        ({"dtype": ""}, True),
+        ({"tier": "B"}, True),
+        ({"tier": "C"}, False),
+        ({"dtype": "fp8"}, False),
+        ({"status": "oom"}, False),
+    ],
+)
+def test_what_leaves_a_row_out(tmp_path, columns, used):
+    file = written(tmp_path, [first("Llama 3.1 8B", **columns)])
+    assert len(load_published(file)) == used and sum(left_out(file).values()) == 1 - used
+
+
+# What they say.
+
+
+@pytest.mark.parametrize("run", RUNS, ids=ids)
+def test_layouts_could_run_and_make_up_the_gpus(run):
+    check_layout(run.config, run.layout, run.gpus, run.batch, run.seq)
+    assert run.gpu in CLUSTERS
+
+
+@pytest.mark.parametrize("row, run", zip(USED, RUNS, strict=True), ids=map(ids, RUNS))
+def test_models_have_the_published_number_of_parameters(row, run):
+    if row["n_params_b"]:
+        assert param_count(run.config) == pytest.approx(float(row["n_params_b"]) * 1e9, rel=0.04)
+    else:
+        assert "PROXY" in row["model"]  # a part of the layers
+
+
+def test_two_matrices_are_three_of_two_thirds_the_width():
+    run = published_run(first("GPT-18B"))
+    h, f = 6144, 24576
+    assert 3 * h * run.config.ffn_hidden == 2 * h * f and run.config.tied
+    assert any("2/3" in each for each in run.assumed)
+
+
+def test_step_times_are_the_published_training_times():
+    """Narayanan et al., table 2: TFLOP/s, and days for 300B tokens. Both were rounded, the second to a day."""
+    found = 0
+    for row, run in zip(USED, RUNS, strict=True):
+        if days := re.search(r"300B tokens: (\d+) days", row["notes"]):
+            found += 1
+            steps = 300e9 / (run.batch * run.seq)
+            assert steps * run.step_s / 86400 == pytest.approx(int(days[1]), abs=0.5 + 0.012 * int(days[1]))
+    assert found == 12
+
+
+def test_step_times_are_the_published_tokens_a_second():
+    """Where both were published, the step's time is taken; without it, tokens/s say the same."""
+    both = [row for row in USED if row["iter_time_s"] and row["tokens_per_s_per_gpu"]]
+    assert len(both) == 22
+    for row in both:
+        seconds = published_run(row).step_s
+        assert seconds == float(row["iter_time_s"])
+        assert published_run(row | {"iter_time_s": ""}).step_s == pytest.approx(seconds, rel=0.01)
+
+
+def test_llama_3_counts_the_models_flops():
+    """6N FLOPs a token are less than 5% from its count with 8K tokens, and far from it with 131K."""
+    short, *_, long = (run for run in RUNS if run.source == "Llama 3")
+    for run, tflops, share in ((short, 430, 0.96), (long, 380, 0.6)):
+        alone = 6 * 405.9e9 * run.batch * run.seq / (run.gpus * tflops * 1e12)
+        assert alone / run.step_s == pytest.approx(share, abs=0.01)
+
+
+def test_what_was_assumed_is_said():
+    assumed = {(run.source, run.model): run.assumed for run in RUNS}
+    assert assumed["NVIDIA dgxc-benchmarking v24.11.1", "Llama 3.1 70B"] == ()
+    of_llama = set(assumed["Llama 3", "Llama 3 405B"])
+    assert {"micro-batch 1", "8 stages a rank, interleaved", "no recomputation"} < of_llama
+    assert "not interleaved" in next(run.assumed for run in RUNS if run.model == "GPT-3 175B" and run.layout.pp > 1)
+    assert any("matrix product" in each for run in RUNS if run.source == "torchtitan" for each in run.assumed)
+    assert any("other layer" in each for run in RUNS if run.source == "torchtitan" for each in run.assumed)
+    assert any("an H100 SXM" in each for each in published_run(first("Llama 3.1 405B")).assumed)
+
+
+@pytest.mark.parametrize(
+    "words, stage",
+    [
+        ("0 (DDP)", 0),
+        ("1 (distributed_fused_adam)", 1),
+        ("3 (DeepSpeed ZeRO-3)", 3),
+        ("fsdp2 (ZeRO-3)", 3),
+        ("fsdp (optimizer+gradient sharded; params not resharded after forward)", 1),
+    ],
+)
+def test_words_for_zero_stages(words, stage):
+    assert published_run(first("Llama 3.1 8B", zero_stage_or_fsdp=words)).layout.zero_stage == stage
+
+
+@pytest.mark.parametrize(
+    "model, layout",
+    [
+        ("Nemotron-4 340B", "dp2,pp8,tp8,sp,zero1,interleaved,v12,selective"),
+        ("GPT-18B", "dp32,tp8,mb8,full"),
+        ("GPT-1T", "dp6,pp64,tp8,full"),
+        ("Llama 3 405B", "dp64,pp16,tp8,sp,zero1,interleaved,v8"),
+        ("Llama 3.1 70B", "dp64,zero3,full"),
+        ("Llama 3.1 8B", "dp64,zero3,selective"),
+    ],
+)
+def test_layouts_are_read(model, layout):
+    assert published_run(first(model)).layout == Layout.parse(layout)
+
+
+def test_sizes_are_read():
+    run = published_run(first("Nemotron-4 340B"))
+    assert (run.gpu, run.gpus, run.batch, run.seq, run.step_s) == ("H100", 128, 32, 4096, 4.61)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize("text", ["", "model,nodes\n1B,1\n"])
+def test_a_file_of_other_columns_is_one_line(tmp_path, text):
+    file = tmp_path / "other.csv"
+    file.write_text(text)
+    for read in (load_published, left_out):
+        with pytest.raises(ValueError, match="has not the columns of the published runs$"):
+            read(file)
+
+
+def test_an_unknown_word_for_a_zero_stage_is_one_line(tmp_path):
+    file = written(tmp_path, [first("Llama 3.1 8B", zero_stage_or_fsdp="hybrid")])
+    with pytest.raises(ValueError, match="^zero_stage_or_fsdp 'hybrid': none of the words for a ZeRO stage$"):
+        load_published(file)
+
+
+# Predictions.
+
+
+def test_predictions_use_the_runs_own_gpu():
+    run = published_run(first("GPT 22B"))
+    assert run.gpu == "A100"
+    on_h100 = dataclasses.replace(run, gpu="H100")
+    assert 1.5 < float(predicted_step(run).step_s / predicted_step(on_h100).step_s) < 989 / 312
+
+
+def test_predictions_have_the_right_size():
+    """Within 2.5 times, but for DeepSpeed's: ZeRO stage 3 over up to 2,240 ranks, whose traffic no step hid."""
+    for run in RUNS:
+        if "DeepSpeed" not in run.source:
+            assert 0.4 < float(predicted_step(run).step_s) / run.step_s < 2.5, ids(run)
+
+
+def test_errors_are_medians_of_each_source():
+    source = "Llama 3"
+    ratios = sorted(float(predicted_step(run).step_s) / run.step_s for run in RUNS if run.source == source)
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    assert errors_by_source(RUNS)[source] == (3, ratios[1], errors[1])
+    twice = [dataclasses.replace(run, step_s=run.step_s / 2) for run in RUNS]
+    for name, (n, ratio, _) in errors_by_source(twice).items():
+        assert (n, ratio) == (errors_by_source(RUNS)[name][0], pytest.approx(2 * errors_by_source(RUNS)[name][1]))
+
+
+def test_figure_has_every_run_and_names_every_source():
+    figure = published_figure(RUNS)
+    (ax,) = figure.axes
+    points = [tuple(point) for one in ax.collections for point in one.get_offsets()]
+    assert sorted(points) == sorted((run.step_s, float(predicted_step(run).step_s)) for run in RUNS)
+    (low, high), (left, right) = sorted(ax.get_ylim()), sorted(ax.get_xlim())
+    assert all(left < x < right and low < y < high for x, y in points)
+    named = [text.get_text().splitlines()[0] for text in figure.legends[0].get_texts()]
+    assert named == list(errors_by_source(RUNS))

@@ -1,0 +1,117 @@
+"""scripts/fold.py: a reader sees text, exercises and the lines that call what was built; of the rest one line each,
+which says what it is. Needs no GPU.
+"""
+
+import copy
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbdev.clean import clean_nb
+from nbdev.config import get_config
+
+import edit
+import fold
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+PICTURE = nbformat.v4.new_output("display_data", data={"image/png": "iVBOR"})
+PRINTED = nbformat.v4.new_output("stream", text="4.2")
+
+
+def a_cell(cell_id, lines=1, first="x = 1", outputs=(), kind="code", tags=()):
+    cell = getattr(nbformat.v4, f"new_{kind}_cell")("\n".join([first] + ["y = 2"] * (lines - 1)), id=cell_id)
+    if kind == "code":
+        cell.outputs = list(outputs)
+    if tags:
+        cell.metadata.tags = list(tags)
+    return cell
+
+
+FOLDED = [
+    a_cell("setup"),
+    a_cell("setup-first"),
+    a_cell("check-01-2", 5),
+    a_cell("tools-01-2", 5),
+    a_cell("helpers", 5, "# Given: what the checks compare with"),
+    a_cell("watch-01-2", 5),
+    a_cell("zero-shards", 1, "#| export zero"),
+    a_cell("zero-docstring", 9, '#| export zero\n"""Shards."""', kind="raw"),
+    a_cell("a-figure", fold.FIGURE_LINES + 1, outputs=(PRINTED, PICTURE)),
+    a_cell("long", fold.LONGEST + 1),
+]
+OPEN = [
+    a_cell("ex-01-2", 90, "#| export zero", [PICTURE]),
+    a_cell("text", 90, kind="markdown"),
+    a_cell("setup-text", kind="markdown"),
+    a_cell("a-figure", fold.FIGURE_LINES, outputs=(PICTURE,)),
+    a_cell("measure", fold.FIGURE_LINES + 1, outputs=(PRINTED,)),
+    a_cell("call", fold.LONGEST),
+    a_cell("ex-01-2-tried"),
+    a_cell("lab", fold.LONGEST + 1, outputs=(PICTURE,), tags=("measurement", "show-input")),
+]
+
+
+@pytest.mark.parametrize("cell, folded", [(cell, True) for cell in FOLDED] + [(cell, False) for cell in OPEN])
+def test_the_rule(cell, folded):
+    assert fold.is_folded(cell) == folded
+
+
+def a_notebook() -> nbformat.NotebookNode:
+    notebook = nbformat.v4.new_notebook(cells=[copy.deepcopy(cell) for cell in FOLDED + OPEN[:5]])
+    for number, cell in enumerate(notebook.cells):
+        cell.id = cell.id if number < len(FOLDED) else f"{cell.id}-open" if not cell.id.startswith("ex") else cell.id
+    return notebook
+
+
+def test_folding_leaves_all_other_metadata_and_is_undone():
+    notebook = fold.fold(a_notebook())
+    nbformat.validate(notebook)
+    folded = [cell for cell in notebook.cells if cell.metadata.get("jupyter") == {"source_hidden": True}]
+    assert [cell.id for cell in folded] == [cell.id for cell in FOLDED]
+    assert all(cell.metadata.tags == [fold.TAG] for cell in folded)
+    assert fold.fold(copy.deepcopy(notebook)) == notebook
+    cell = notebook.cells[2]
+    cell.metadata.update(tags=["measurement"], jupyter={"outputs_hidden": True}, nbgrader={"grade": True})
+    before = copy.deepcopy(cell.metadata)
+    fold.mark(cell, True)
+    assert cell.metadata == before | {
+        "tags": ["measurement", fold.TAG],
+        "jupyter": {"outputs_hidden": True, "source_hidden": True},
+    }
+    fold.mark(cell, False)
+    assert cell.metadata == before
+
+
+def test_folds_survive_cleaning_and_stand_not_in_the_text():
+    notebook, config = fold.fold(a_notebook()), get_config(path=ROOT)
+    cleaned = copy.deepcopy(notebook)
+    clean_nb(cleaned, allowed_cell_metadata_keys=config.allowed_cell_metadata_keys)
+    assert [cell.metadata for cell in cleaned.cells] == [cell.metadata for cell in notebook.cells]
+    text = edit.to_text(notebook)
+    assert fold.TAG not in text and "source_hidden" not in text
+    back = edit.to_notebook(text, notebook)
+    assert [cell.metadata for cell in back.cells if "nbgrader" not in cell.metadata] == [
+        cell.metadata for cell in notebook.cells if not cell.id.startswith(("ex-", "check-"))
+    ]
+
+
+def test_a_file_that_is_no_notebook_is_one_line(tmp_path, capsys):
+    good, bad = tmp_path / "a.ipynb", tmp_path / "b.ipynb"
+    nbformat.write(a_notebook(), good)
+    bad.write_text("{}")
+    assert fold.main([str(good)]) == 0 and "source_hidden" in good.read_text()
+    assert fold.main([str(bad)]) == 1 and bad.read_text() == "{}"
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_courses_notebooks_are_folded(path):
+    """By the rule. What is seen of a folded cell says what it is: a comment, the module that it goes to, a check."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert fold.fold(copy.deepcopy(notebook)) == notebook, f"python scripts/fold.py {path}"
+    for cell in notebook.cells:
+        first = cell.source.splitlines()[0] if cell.source else ""
+        if fold.is_folded(cell):
+            assert first.startswith(("#", "with check(")), f"{cell.id}: {first}"

@@ -1,0 +1,46 @@
+"""Who imports whom: `[tool.importlinter]` in pyproject.toml holds the floors of the house. Needs no GPU."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.fixture
+def lint(monkeypatch):
+    """The exit status of import-linter in a folder."""
+    cli = pytest.importorskip("importlinter.cli")
+
+    def run(folder: Path) -> int:
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(str(folder))
+        return cli.lint_imports(no_cache=True)
+
+    return run
+
+
+def test_nothing_looks_up(lint):
+    assert lint(ROOT) == 0
+
+
+@pytest.mark.parametrize(
+    "place, imported",
+    [("zero/shards", "a_kit.ranks"), ("zero/shards", "a_lib.five_d"), ("single_gpu/data", "a_lib.zero")],
+)
+def test_an_import_that_looks_up_is_found(place, imported, lint, tmp_path, capsys):
+    """The same contracts on a house of empty packages, where one function imports what it may not."""
+    layers = tomllib.loads(SETTINGS)["tool"]["importlinter"]["contracts"][1]["layers"]
+    packages = [f"a_lib/{name.strip()}" for layer in layers for name in layer.split(":")]
+    for name in ("a_lib", "a_kit", "a_kit/ranks", *packages):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "__init__.py").touch()
+    contracts = "[tool.importlinter]" + SETTINGS.partition("[tool.importlinter]")[2]
+    contracts = contracts.replace("course_lib", "a_lib").replace("course_kit", "a_kit")
+    (tmp_path / "pyproject.toml").write_text(contracts)
+    assert lint(tmp_path) == 0
+    (tmp_path / "a_lib" / f"{place}.py").write_text(f"def step():\n    import {imported}\n    return {imported}\n")
+    assert lint(tmp_path) == 1
+    assert f"a_lib.{place.replace('/', '.')} -> {imported}" in capsys.readouterr().out

@@ -1,0 +1,76 @@
+"""scripts/render.py: outputs come in, ids stay, a notebook that fails stays as it was. Starts two kernels, no GPU."""
+
+import base64
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from PIL import Image
+
+from render import shrunk
+
+ROOT = Path(__file__).resolve().parents[2]
+CELLS = {
+    "look": "import os\nprint('one')\nprint('two')",
+    "widget": "import ipywidgets\nipywidgets.IntSlider()",
+    "object": "object()",
+    "complaint": "import sys\nprint(f'Failed to load {sys.prefix}/lib/site-packages/a.so', file=sys.stderr)",
+    "warning": "import sys\nprint('this is slow', file=sys.stderr)",
+}
+
+
+def render(folder: Path, **cells: str) -> tuple[Path, subprocess.CompletedProcess]:
+    """A notebook with one code cell for each id and source, rendered."""
+    path = folder / "a.ipynb"
+    made = [nbformat.v4.new_code_cell(source, id=name, metadata={"scrolled": True}) for name, source in cells.items()]
+    nbformat.write(nbformat.v4.new_notebook(cells=made, metadata={"course": {"nproc_per_node": 1}}), path)
+    command = [sys.executable, str(ROOT / "scripts/render.py"), str(path)]
+    return path, subprocess.run(command, capture_output=True, text=True, cwd=folder)
+
+
+def test_outputs_come_in_and_nbdev_clean_has_nothing_left_to_do(tmp_path):
+    path, run = render(tmp_path, **CELLS)
+    assert run.returncode == 0, run.stderr
+    look, widget, thing, complaint, warning = cells = nbformat.read(path, as_version=4).cells
+    assert [cell.id for cell in cells] == list(CELLS)
+    assert complaint.outputs == [] and warning.outputs[0].text == "this is slow\n"
+    assert [output.text for output in look.outputs] == ["one\ntwo\n"] and look.execution_count is None
+    assert widget.outputs == [] and thing.outputs[0].data["text/plain"] == "<object>"
+    assert look.metadata == {}
+
+    before = path.read_bytes()
+    subprocess.run([Path(sys.executable).parent / "nbdev-clean", "--fname", path], check=True, cwd=ROOT)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_no_notebook_names_a_file_of_the_machine_it_ran_on(path):
+    assert not re.search(r"site-packages/|/home/\w+/|/root/", path.read_text(encoding="utf-8"))
+
+
+def test_a_picture_gets_smaller_and_stays_the_same():
+    """Where something is transparent it stays so; what can't get smaller is left alone."""
+    for alpha, mode in ((255, "RGB"), (0, "RGBA")):
+        picture = Image.new("RGBA", (90, 60), (255, 255, 255, 255))
+        for x in range(90):
+            picture.putpixel((x, x * 7 % 60), (x, 3 * x % 256, 200, alpha))
+        stored = io.BytesIO()
+        picture.save(stored, "PNG", compress_level=1)
+        before = base64.b64encode(stored.getvalue()).decode()
+        after = shrunk(before)
+        found = Image.open(io.BytesIO(base64.b64decode(after)))
+        assert len(after) < len(before) and found.mode == mode
+        assert found.convert("RGBA").tobytes() == picture.tobytes()
+        assert shrunk(after + "\n") == after
+
+
+def test_a_notebook_that_fails_stays_as_it_was(tmp_path):
+    path, run = render(tmp_path, **CELLS, bad="1 / 0")
+    assert run.returncode == 1
+    place = len(CELLS) + 1
+    assert f"render: {path}: cell {place} (bad): ZeroDivisionError: division by zero" in run.stderr.splitlines()
+    assert "one" not in path.read_text().replace("'one'", "") and list(tmp_path.glob(".*")) == []

@@ -1,0 +1,130 @@
+"""`make lab` and `make test` where something is missing: one line of advice, nothing half-made stays. No network."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEBIAN = """The virtual environment was not created successfully because ensurepip is not
+available.  On Debian/Ubuntu systems, you need to install the python3-venv package."""
+
+
+@pytest.fixture
+def course(tmp_path):
+    """A copy of what the set-up reads, in a path with a space."""
+    folder = tmp_path / "my course"
+    (folder / "scripts").mkdir(parents=True)
+    (folder / "course_lib").mkdir()
+    (folder / "README.md").write_text("")
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "scripts/setup.sh"):
+        shutil.copy(ROOT / name, folder / name)
+    return folder
+
+
+def program(path: Path, text: str) -> None:
+    """A shell script at `path` that can be called."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def make(course: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run make in the copy, with `fakes` first on the PATH and no package index but a closed port of this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        closed = f"http://127.0.0.1:{free.getsockname()[1]}/simple"
+    keep = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PIP_", "MAKE", "MFLAGS")) and name not in ("PYTHON", "CPU", "TORCH")
+    }
+    pip = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": closed, "PIP_RETRIES": "0", "PIP_NO_CACHE_DIR": "1"}
+    path = f"{course / 'fakes'}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["make", *words],
+        cwd=course,
+        env={**keep, **pip, "PATH": path, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def advice(run: subprocess.CompletedProcess) -> str:
+    """The one line on stderr; make's own last line aside."""
+    assert run.returncode != 0
+    lines = run.stderr.splitlines()
+    assert len(lines) == 2 and lines[1].startswith("make: ***"), run.stderr
+    return lines[0]
+
+
+@pytest.mark.parametrize("version", ["3.9", "3.10", "3.14", "2.7"])
+def test_python_too_old_or_too_new(course, version):
+    program(course / "fakes/python3", f"echo {version}")
+    assert advice(make(course, "lab")) == (
+        f"setup: python3 is Python {version}, the course needs 3.11, 3.12 or 3.13: "
+        "install one and name it: make lab PYTHON=python3.12"
+    )
+    assert not (course / ".venv").exists()
+
+
+def test_python_that_is_not_there(course):
+    line = advice(make(course, "lab", "PYTHON=python3.99"))
+    assert line.startswith("setup: python3.99 does not run: install Python 3.11, 3.12 or 3.13")
+
+
+def test_debian_without_venv(course):
+    program(
+        course / "fakes/python3",
+        f"""case "$2" in
+        venv) mkdir -p .venv/bin; echo '{DEBIAN}'; exit 1;;
+        *) echo 3.11;;
+    esac""",
+    )
+    assert "run 'sudo apt install python3-venv'" in advice(make(course, "test"))
+    assert not (course / ".venv").exists()
+
+
+def test_no_network(course):
+    line = advice(make(course, "lab", PYTHON=sys.executable))
+    assert line.startswith("setup: pip cannot reach its package index: check the network")
+    assert not (course / ".venv").exists()
+
+
+def test_no_network_leaves_an_environment_that_stood_before(course):
+    program(course / ".venv/bin/python", f'exec "{sys.executable}" "$@"')
+    assert "pip cannot reach its package index" in advice(make(course, "test"))
+    assert os.listdir(course / ".venv") == ["bin"]
+
+
+def test_installs_once_and_again_when_the_list_changes(course):
+    program(course / ".venv/bin/python", 'case "$2" in import*) echo 3.12;; esac; echo "$@" >> calls')
+
+    def installs(*words):
+        (course / "calls").write_text("")
+        assert make(course, *words).returncode == 0
+        return [line for line in (course / "calls").read_text().splitlines() if "install" in line]
+
+    assert installs("lab") == ["-m pip install -c constraints.txt -e ."]
+    assert installs("lab") == []
+    assert installs("test") == ["-m pip install -c constraints.txt -e .[test]"]
+    assert installs("test") == installs("lab") == []
+    os.utime(course / "constraints.txt", (4e9, 4e9))
+    assert installs("lab", "CPU=1") == [
+        "-m pip install -c constraints.txt -e . --extra-index-url https://download.pytorch.org/whl/cpu"
+    ]
+
+
+def test_another_torch_than_the_pinned_one(course):
+    """It brings its own Triton, and a NumPy that this one's interpreter knows; the other versions stay."""
+    program(course / ".venv/bin/python", 'case "$2$4" in import*) echo 3.12;; pip-c) cp "$5" pins;; esac')
+    make(course, "lab", "TORCH=2.11.0")
+    pins, pinned = ((course / name).read_text().splitlines() for name in ("pins", "constraints.txt"))
+    assert set(pins) - set(pinned) == {"torch==2.11.0", "numpy<2.4"}
+    names = {line.split("==")[0] for line in set(pinned) - set(pins)}
+    assert names == {"torch", "torchao", "triton", "numpy", "setuptools"}

@@ -1,0 +1,327 @@
+"""course_lib.single_gpu.training: training lowers the loss, MFU is the playbook's, options refuse early. Needs no GPU.
+"""
+
+import csv
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from course_lib.single_gpu import training as single_gpu
+from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
+from course_lib.single_gpu.memory import param_count
+from course_lib.single_gpu.model import PRESETS, Transformer, loss
+from course_lib.single_gpu.training import (
+    PEAK_TFLOPS,
+    flops_per_token,
+    main,
+    mfu,
+    options,
+    peak_flops,
+    train,
+    train_step,
+)
+
+torch.set_num_threads(1)
+CONFIG = PRESETS["debug"]
+HARDWARE = Path(__file__).parents[2] / "data" / "hardware.csv"
+FIELDS = ["step", "loss", "step_s", "tokens_per_s", "mfu", "peak_memory"]
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return ByteTokenizer().encode(corpus(400_000))
+
+
+def fresh():
+    """A model and its optimizer."""
+    model = Transformer(CONFIG)
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+
+# Training.
+
+
+def test_thirty_steps_lower_the_loss(tokens):
+    model, optimizer = fresh()
+    records = train(model, optimizer, TokenBatches(tokens, batch=8, seq=64), steps=30)
+    losses = [record["loss"] for record in records]
+    assert losses[0] == pytest.approx(math.log(256), rel=0.05)
+    assert sum(losses[-5:]) / 5 < losses[0] - 1.5, "a byte of Python costs far less than a random one"
+
+
+def test_the_same_seed_gives_the_same_losses(tokens):
+    runs = [train(*fresh(), TokenBatches(tokens, 2, 32), steps=3) for _ in range(2)]
+    first, second = ([record["loss"] for record in records] for records in runs)
+    assert first == second
+
+
+@pytest.mark.parametrize("max_norm", [1.0, 0.1, 1e9])
+def test_a_step_is_the_step_written_out(tokens, max_norm):
+    """Three steps, so that clipping and the optimizer's states count."""
+    (model, optimizer), (expected, expected_optimizer) = fresh(), fresh()
+    batches = TokenBatches(tokens, 2, 32)
+    for _ in range(3):
+        inputs, targets = next(batches)
+        found = train_step(model, optimizer, inputs, targets, max_norm=max_norm)
+        step_loss = nn.functional.cross_entropy(expected(inputs).flatten(0, 1), targets.flatten())
+        gradients = torch.autograd.grad(step_loss, list(expected.parameters()))
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        for parameter, gradient in zip(expected.parameters(), gradients):
+            parameter.grad = gradient * min(1.0, max_norm / (norm + 1e-6))
+        expected_optimizer.step()
+        assert found.item() == pytest.approx(step_loss.item(), rel=1e-6)
+        assert not found.requires_grad and found.shape == ()
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters()):
+        error = (parameter - other).norm() / other.norm()
+        assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+def test_old_gradients_do_not_count(tokens):
+    (model, optimizer), (expected, expected_optimizer) = fresh(), fresh()
+    inputs, targets = next(TokenBatches(tokens, 2, 32))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    train_step(model, optimizer, inputs, targets)
+    train_step(expected, expected_optimizer, inputs, targets)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters()))
+
+
+def test_records_hold_what_each_step_did(tokens):
+    (model, optimizer), shown = fresh(), []
+    model.eval()
+    records = train(model, optimizer, TokenBatches(tokens, 4, 32), steps=3, on_step=shown.append)
+    assert shown == records and model.training
+    for step, record in enumerate(records, start=1):
+        assert list(record) == FIELDS and record["step"] == step
+        assert 0 < record["step_s"] < 60
+        assert record["tokens_per_s"] == pytest.approx(4 * 32 / record["step_s"])
+        assert 4 * 4 * param_count(CONFIG) < record["peak_memory"] < 2**40
+        if not torch.cuda.is_available():
+            assert record["mfu"] is None
+    json.dumps(records)
+
+
+def test_the_records_mfu_is_that_of_the_device(tokens, monkeypatch):
+    monkeypatch.setattr(single_gpu, "peak_flops", lambda: 1e12)
+    (record,) = train(*fresh(), TokenBatches(tokens, 2, 32), steps=1)
+    assert record["mfu"] == pytest.approx(record["tokens_per_s"] * flops_per_token(CONFIG, 32) / 1e12)
+    assert f"MFU {record['mfu']:.1%}" in single_gpu.describe(record)
+    assert "MFU" not in single_gpu.describe({**record, "mfu": None})
+
+
+def test_a_mixtures_mfu_is_that_of_what_a_token_goes_through(tokens, monkeypatch):
+    monkeypatch.setattr(single_gpu, "peak_flops", lambda: 1e12)
+    model, optimizer = fresh()
+    model.active_config = dataclasses.replace(CONFIG, ffn_hidden=2 * 64)
+    (record,) = train(model, optimizer, TokenBatches(tokens, 2, 32), steps=1)
+    flops = flops_per_token(model.active_config, 32)
+    assert flops != flops_per_token(CONFIG, 32)
+    assert record["mfu"] == pytest.approx(record["tokens_per_s"] * flops / 1e12)
+
+
+def test_bfloat16_products_train_as_well(tokens):
+    """Autocast: BF16 inside, FP32 weights, gradients and states; losses within 1%."""
+    (model, optimizer), seen = fresh(), set()
+    model.blocks[0].mlp.up_proj.register_forward_hook(lambda module, args, out: seen.add(out.dtype))
+    records = train(model, optimizer, TokenBatches(tokens, 4, 32), 8, torch.bfloat16)
+    assert seen == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    exact = train(*fresh(), TokenBatches(tokens, 4, 32), 8)
+    for found, expected in zip(records, exact):
+        assert found["loss"] == pytest.approx(expected["loss"], rel=0.01)
+
+
+# MFU and peaks.
+
+
+@pytest.mark.parametrize(
+    "preset, gflops", [("bench-1B", 9.66), ("bench-3B", 25.67), ("bench-8B", 59.59), ("bench-80B", 512.2)]
+)
+def test_flops_of_the_benchmarked_models(preset, gflops):
+    assert flops_per_token(PRESETS[preset], 4096) / 1e9 == pytest.approx(gflops, rel=1e-3)
+
+
+def test_attention_is_linear_in_the_sequence():
+    config = PRESETS["llama3-8B"]
+    assert flops_per_token(config, 0) == 6 * param_count(config)
+    assert flops_per_token(config, 8192) - flops_per_token(config, 4096) == 12 * 32 * 4096 * 4096
+
+
+def test_mfu_of_the_playbooks_1b_run():
+    """8 H100, 40,150 tokens/s each, printed as 39.2% of 989.5 TFLOP/s."""
+    assert mfu(PRESETS["bench-1B"], 4096, 40149.94, 989.5e12) == pytest.approx(0.392, abs=5e-4)
+
+
+def test_peaks_are_the_published_ones():
+    with HARDWARE.open() as file:
+        rows = list(csv.DictReader(file))
+    names = {name: f"{name}-SXM" for name in ("H200", "H100", "A100", "B200", "B300", "V100")}
+    names |= {"H100 PCIe": "H100-PCIe"}
+    for name, tflops in PEAK_TFLOPS.items():
+        published = {
+            float(row["bf16_dense_tflops"])
+            for row in rows
+            if row["gpu"].startswith(names.get(name, name)) and row["bf16_dense_tflops"] and "dgxc" not in row["gpu"]
+        }
+        assert published == {tflops}, name
+
+
+@pytest.mark.parametrize(
+    "device, tflops",
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA GB300", 2500),
+        ("Tesla V100-SXM2-32GB", 125),
+        ("AMD Instinct MI300X", 1300),
+        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10G", None),
+        ("", None),
+    ],
+)
+def test_the_peak_of_a_device_by_its_name(device, tflops):
+    assert peak_flops(device) == (tflops and tflops * 1e12)
+
+
+# The program.
+
+
+def test_options_of_the_launch_line():
+    chosen = options(["--steps", "30", "--preset", "debug", "--dtype", "bf16", "--lr", "0.1"])
+    assert (chosen.steps, chosen.preset, chosen.dtype, chosen.lr, chosen.out) == (30, "debug", "bf16", 0.1, None)
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--no-such-option"], "--no-such-option"),
+        (["extra"], "extra"),
+        (["--preset", "gpt5"], "invalid choice: 'gpt5'"),
+        (["--dtype", "fp8"], "invalid choice: 'fp8'"),
+        (["--steps", "many"], "invalid int value: 'many'"),
+        (["--steps", "0"], "must be 1 or more"),
+        (["--batch", "-1"], "must be 1 or more"),
+        (["--seq", "0"], "must be 1 or more"),
+        (["--lr", "-1"], "--lr"),
+        (["--lr", "nan"], "--lr"),
+        (["--dataset", "texts"], "--dataset and --tokenizer go together"),
+        (["--tokenizer", "words"], "--dataset and --tokenizer go together"),
+        (["--out", "no/such/folder/run.json"], "there is no folder no/such/folder"),
+        (["--out", "a folder"], "a folder"),
+    ],
+)
+def test_an_impossible_option_ends_with_status_2_and_touches_nothing(tmp_path, monkeypatch, capsys, argv, words):
+    (tmp_path / "a folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        options(argv)
+    assert end.value.code == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("single_gpu: error: ") and words in last
+    assert [path.name for path in tmp_path.rglob("*")] == ["a folder"]
+
+
+def test_options_touch_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options(["--out", "run.json", "--dataset", "texts", "--tokenizer", "words"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def short_corpus(monkeypatch):
+    """The program's corpus, made short: reading all of it takes longer than training on it."""
+    monkeypatch.setattr(single_gpu, "corpus", lambda: corpus(200_000))
+
+
+def test_main_trains_prints_and_writes_its_records(tmp_path, capsys, short_corpus):
+    out = tmp_path / "run.json"
+    argv = ["--preset", "debug", "--steps", "3", "--batch", "2", "--seq", "32", "--dtype", "bf16", "--out", str(out)]
+    records = main(argv)
+    written = json.loads(out.read_text())
+    assert written["records"] == records and [record["step"] for record in records] == [1, 2, 3]
+    assert written["options"]["preset"] == "debug" and written["options"]["steps"] == "3"
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert lines[0].startswith("debug: 108,864 parameters on ") and len(lines) == 4
+    for line, record in zip(lines[1:], records):
+        assert f"loss {record['loss']:.4f}" in line
+        assert all(words in line for words in ("step", "tokens/s", "peak memory", "GiB"))
+
+
+def test_main_trains_from_the_seed_that_was_given(short_corpus, capsys):
+    argv = ["--preset", "debug", "--steps", "2", "--batch", "2", "--seq", "16", "--dtype", "fp32", "--seed"]
+    losses = [[record["loss"] for record in main([*argv, seed])] for seed in ("0", "0", "1")]
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_main_is_what_train_does(short_corpus, capsys):
+    argv = ["--preset", "debug", "--steps", "3", "--batch", "2", "--seq", "32", "--dtype", "fp32", "--lr", "0.01"]
+    found = main([*argv, "--seed", "7"])
+    model = Transformer(CONFIG, seed=7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    batches = TokenBatches(ByteTokenizer().encode(corpus(200_000)), 2, 32, seed=7)
+    for record in found:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        step_loss = loss(model(inputs), targets)
+        step_loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        assert record["loss"] == pytest.approx(step_loss.item(), rel=1e-4)
+
+
+def test_run_trains_what_is_built_with_the_optimizer_that_is_made(short_corpus, capsys):
+    """A wrapper that has the model as `.module`, and SGD."""
+    calls = []
+
+    class Wrapper(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, tokens):
+            return self.module(tokens)
+
+    def build(config, seed):
+        calls.append((config.vocab, seed))
+        return Wrapper(Transformer(config, seed))
+
+    def make_optimizer(model, lr):
+        calls.append((type(model), lr))
+        return torch.optim.SGD(model.parameters(), lr=lr)
+
+    argv = ["--preset", "debug", "--steps", "2", "--batch", "2", "--seq", "16", "--seed", "3", "--dtype", "fp32"]
+    found = single_gpu.run(options(argv), build=build, make_optimizer=make_optimizer)
+    assert calls == [(256, 3), (Wrapper, 2e-3)]
+    model = Transformer(CONFIG, seed=3)
+    batches = TokenBatches(ByteTokenizer().encode(corpus(200_000)), 2, 16, seed=3)
+    expected = train(model, torch.optim.SGD(model.parameters(), lr=2e-3), batches, 2)
+    assert [record["loss"] for record in found] == [record["loss"] for record in expected]
+
+
+def test_the_optimizer_of_the_course_is_adamw_with_its_options():
+    model = Transformer(CONFIG)
+    optimizer = single_gpu.adamw(model, 0.25)
+    (group,) = optimizer.param_groups
+    assert type(optimizer) is torch.optim.AdamW and group["params"] == list(model.parameters())
+    assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.25, (0.9, 0.95), 0.1, True)
+
+
+def test_main_takes_a_hugging_face_data_set(monkeypatch, capsys):
+    """The vocabulary is the tokenizer's; test_data.py reads real folders."""
+    numbers = torch.randint(300, (5000,), dtype=torch.int32)
+    monkeypatch.setattr(single_gpu, "hf_tokens", lambda dataset, tokenizer: (numbers, range(300)))
+    argv = ["--preset", "debug", "--steps", "1", "--batch", "2", "--seq", "16", "--dataset", "d", "--tokenizer", "t"]
+    assert main(argv)[0]["loss"] == pytest.approx(math.log(300), rel=0.03)
+    assert "5,000 tokens of text" in capsys.readouterr().out
