@@ -115,3 +115,11 @@ def test_the_courses_notebooks_are_folded(path):
         first = cell.source.splitlines()[0] if cell.source else ""
         if fold.is_folded(cell):
             assert first.startswith(("#", "with check(")), f"{cell.id}: {first}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_reader_sees_90_cells_at_most_and_no_code_longer_than_a_screen(path):
+    seen = [cell for cell in nbformat.read(path, as_version=4).cells if not fold.is_folded(cell)]
+    assert len(seen) <= 90, f"{len(seen)} cells: what is beyond 90 goes to a second notebook"
+    long = [cell.id for cell in seen if cell.cell_type == "code" and len(cell.source.splitlines()) > fold.LONGEST]
+    assert not long, f"more than {fold.LONGEST} lines: {long}"
