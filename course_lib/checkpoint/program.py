@@ -86,6 +86,7 @@ def program_parser() -> argparse.ArgumentParser:
     add("--checkpoints", type=Path, help="a folder: go on from its last checkpoint, and save there")
     add("--save-every", type=int, default=100, help="steps from one checkpoint to the next; the last step is saved too")
     add("--keep", type=int, default=2, help="checkpoints that stay")
+    add("--bad-steps", type=int, default=3, help="in a row without a finite loss and norm, until the run stops")
     add("--from-hf", type=Path, help="start from a model of transformers, in safetensors; its sizes replace --preset")
     add("--drop-tokens", type=float, default=0.0, help="share of the input tokens that is replaced at random")
     add("--elastic", action="store_true", help="as many dp ranks as there are, whatever --layout says")
@@ -112,8 +113,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
             sizes = {"experts": chosen.experts, "top_k": chosen.top_k, "ffn_hidden": chosen.expert_hidden}
             chosen.moe = sizes | {"balance": chosen.balance}
         chosen.config = from_hf_config(chosen.from_hf) if chosen.from_hf else PRESETS[chosen.preset]
-        if min(chosen.save_every, chosen.keep) < 1 or not 0 <= chosen.drop_tokens < 1:
-            raise ValueError("--save-every and --keep are 1 or more, --drop-tokens is 0 or more and below 1")
+        if min(chosen.save_every, chosen.keep, chosen.bad_steps) < 1 or not 0 <= chosen.drop_tokens < 1:
+            raise ValueError("--save-every, --keep and --bad-steps are 1 or more, --drop-tokens is 0 to below 1")
         if min(*(1 if n is None else n for n in (chosen.expert_hidden, chosen.peak_tflops)), 1) <= 0:
             raise ValueError("--expert-hidden and --peak-tflops are above 0")
         if (
@@ -199,7 +200,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         print(f"{chosen.preset}, layout {layout}: {layout.ranks} ranks, {len(tokens):,} tokens of text")
     same = {"seed": chosen.seed, "drop_tokens": chosen.drop_tokens, "moe": chosen.moe}
     plan = {name: getattr(chosen, name) for name in ("steps", "lr", "warmup", "batch", "start_batch", "ramp")}
-    run = SavedRun(parallel, batches, chosen.checkpoints, chosen.save_every, chosen.keep, same, plan)
+    run = SavedRun(parallel, batches, chosen.checkpoints, chosen.save_every, chosen.keep, same, plan, chosen.bad_steps)
     if chosen.from_hf and not run.step:
         from_hf(parallel, chosen.from_hf)
     if run.step >= chosen.steps:
@@ -209,6 +210,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
         records.append(record)
         run.say(single_gpu.describe(record))
         log.add(record)
-        run.after(record["step"], record["loss"], record["step"] == chosen.steps)
+        run.after(record["step"], record["loss"], record["norm"], record["step"] == chosen.steps)
     run.finish()
     return records

@@ -24,17 +24,19 @@ from ..five_d.model import ParallelModel
 # %% ../../notebooks/10b_checkpoint.ipynb #saved-run
 class SavedRun:
     """Its constructor takes over the last checkpoint of a folder, if there is one, and the position of the data; then
-    after(step, loss) saves every so many steps. step: how many are done. Collective.
+    after(step, loss, norm) saves every so many steps. step: how many are done. Collective.
 
     root: None for a run that saves nothing. same: what the run that goes on must have in common with the one before;
-    plan: what it need not, and is told of. Raises CheckpointError, on all ranks, where it has not, the checkpoint can't
-    be loaded, or there is no such folder and none can be made.
+    plan: what it need not, and is told of; bad_steps: in a row, until the run stops. Raises CheckpointError, on all
+    ranks, where it has not, the checkpoint can't be loaded, or there is no such folder and none can be made.
     """
 
     def __init__(
-        self, parallel: ParallelModel, batches: TokenBatches, root: Path | None, every: int, keep: int, same: dict, plan
-    ):
+        self, parallel: ParallelModel, batches: TokenBatches, root: Path | None, every: int, keep: int,
+        same: dict, plan: dict, bad_steps: int = 3,
+    ):  # fmt: skip
         self.parallel, self.batches, self.every, self.step, self.checkpoints = parallel, batches, every, 0, None
+        self.bad_steps, self.bad, self.skipped, self.good = bad_steps, 0, 0, 0
         text = batches.tokens[:: max(1, len(batches.tokens) // 2**20)].contiguous()  # enough to know it by
         self.same = {"seq": batches.seq, "text": [len(batches.tokens), zlib.crc32(text.numpy())]} | same
         self.plan = plan
@@ -74,20 +76,30 @@ class SavedRun:
             self.on_first(lambda: folder.rename(folder.with_suffix(".damaged")) and None)
             return False
         self.step, self.batches.position = about["step"], about["position"]
+        self.good = self.step
         self.say(f"goes on after step {self.step}, from {folder}, written in {about['layout']}")
         for name, value in self.plan.items():
             if (there := about.get("plan", {}).get(name)) != value:
                 self.say(f"goes on with another {name}: {value}, was {there}")
         return True
 
-    def after(self, step: int, loss: float, last: bool = False) -> None:
-        """Begin to save, where it is time; not where the loss is no number: the good ones are to stay. Collective."""
-        if self.checkpoints is None or not (last or step % self.every == 0):
+    def after(self, step: int, loss: float, norm: float, last: bool = False) -> None:
+        """Begin to save, where it is time. A step whose loss or norm is not finite has changed nothing: it is counted
+        and told of, and not saved, so that the good checkpoints stay. Collective. Raises CheckpointError after
+        `bad_steps` of them in a row.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            self.bad, self.good = 0, step
+            if self.checkpoints is not None and (last or step % self.every == 0):
+                self.checkpoints.save(step, self.same | {"plan": self.plan, "position": self.batches.position})
             return
-        if math.isfinite(loss):
-            self.checkpoints.save(step, self.same | {"plan": self.plan, "position": self.batches.position})
-        else:
-            self.say(f"step {step} is not saved: its loss is {loss}")
+        self.bad, self.skipped = self.bad + 1, self.skipped + 1
+        self.say(f"step {step} is skipped, the {self.skipped}. of this run: its loss is {loss}, its norm {norm}")
+        if self.bad == self.bad_steps:
+            self.finish()
+            words = f"stopped: {self.bad} steps in a row skipped, with the weights of step {self.good}"
+            hint = "" if self.checkpoints is None else "; rename its checkpoint to go on from the one before"
+            raise CheckpointError(words + hint)
 
     def finish(self) -> None:
         """Until the last save is on the disk, or has failed. Collective."""

@@ -124,12 +124,21 @@ class ParallelSteps:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Gradients, clipped by the norm of all ranks', and the optimizer's step; inputs and targets each [b / dp, s].
 
-        All ranks of one dp place come with the same ones. Returns the loss of the whole batch, and the norm.
+        All ranks of one dp place come with the same ones. Returns the loss of the whole batch, and the norm. Where one
+        of them is not finite, no weight, moment or counter changes, on any rank, and the host does not learn of it;
+        that takes an optimizer which can skip a step on the device, as torch's fused ones can.
         """
         self.optimizer.zero_grad()
         loss = self.gradients(inputs, targets)
         norm = clip_grad_norm_(self.runner, max_norm, self.optimizer if self.layout.zero_stage in (1, 2) else None)
-        self.optimizer.step()
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)  # what ZeRO's steps with
+        if getattr(inner, "_step_supports_amp_scaling", False):
+            found = (~(loss.isfinite() & norm.isfinite())).float()
+            inner.found_inf = found.to(inner.param_groups[0]["params"][0].device)  # the host, where it is offloaded
+        try:
+            self.optimizer.step()
+        finally:
+            inner.__dict__.pop("found_inf", None)
         return loss, norm
 
 # %% ../../notebooks/10_5d.ipynb #ex-10-6

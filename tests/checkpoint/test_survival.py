@@ -7,6 +7,7 @@ Also options that can't be, checkpoints of other runs, and a run that is resumed
 import contextlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -111,8 +112,9 @@ def snapshot(folder: Path) -> dict:
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("--save-every 0", "--save-every and --keep are 1 or more"),
-        ("--keep 0", "--save-every and --keep are 1 or more"),
+        ("--save-every 0", "--save-every, --keep and --bad-steps are 1 or more"),
+        ("--bad-steps 0", "--save-every, --keep and --bad-steps are 1 or more"),
+        ("--keep 0", "--save-every, --keep and --bad-steps are 1 or more"),
         ("--drop-tokens 1", "--drop-tokens is 0 or more and below 1"),
         ("--drop-tokens -0.1", "--drop-tokens is 0 or more and below 1"),
         ("--from-hf empty", "config.json"),
@@ -380,19 +382,57 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(ranks, tm
     assert "goes on with another steps: 9, was 8\n" in ranks(trained, [*argv, "9"])[0][1]
 
 
-def saved_steps(folder: Path) -> list[int]:
-    """On a rank: which of three steps are saved, the second of which has no number as its loss."""
+BAD = float("inf"), float("nan")
+
+
+def saved_steps(folder: Path) -> tuple[list[int], list[str], str]:
+    """On a rank: which steps are saved, of which some have no finite loss or norm; what is said; and the error that the
+    third such step in a row ends in.
+    """
     layout = Layout.parse("dp4")
     mesh, tokens = build_mesh(layout), torch.arange(1000) % 256
     parallel = parallelize(single_gpu.PRESETS["debug"], layout, mesh, lr=1e-3)
     batches = TokenBatches(tokens, 1, 8, mesh.dp.rank(), 4)
-    run = SavedRun(parallel, batches, folder, every=1, keep=3, same={}, plan={})
-    with contextlib.redirect_stdout(io.StringIO()):
-        for step, loss in ((1, 2.5), (2, float("nan")), (3, 2.4)):
-            run.after(step, loss)
-    run.finish()
-    return list(complete(folder))
+    run = SavedRun(parallel, batches, folder, every=1, keep=9, same={}, plan={}, bad_steps=3)
+    inf, nan = BAD
+    steps = [(2.5, 1.0), (nan, 1.0), (2.4, inf), (2.3, 1.0), (inf, inf), (2.2, nan)]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        for step, (loss, norm) in enumerate(steps, start=1):
+            run.after(step, loss, norm, last=step == len(steps))
+        error = said(lambda: run.after(7, 2.1, inf))
+    return list(complete(folder)), out.getvalue().splitlines(), error
 
 
-def test_a_step_whose_loss_is_no_number_is_not_saved(ranks, tmp_path):
-    assert ranks(saved_steps, tmp_path / "c") == [[1, 3]] * 4
+def test_a_step_without_a_finite_loss_and_norm_is_not_saved_and_the_third_in_a_row_stops_the_run(ranks, tmp_path):
+    first, *others = ranks(saved_steps, tmp_path / "c")
+    complete_steps, lines, error = first
+    assert complete_steps == [1, 4] and all((steps, line) == ([1, 4], error) for steps, _, line in others)
+    assert [line.split(",")[0] for line in lines] == [f"step {n} is skipped" for n in (2, 3, 5, 6, 7)]
+    assert lines[1] == "step 3 is skipped, the 2. of this run: its loss is 2.4, its norm inf"
+    assert error.startswith("CheckpointError: stopped: 3 steps in a row skipped, with the weights of step 4; rename")
+    assert not any(line for _, line, _ in others), "one rank says it"
+
+
+def explodes(argv: list[str]) -> tuple[str, str]:
+    """On a rank: what a run prints, and the error it ends in."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, short_corpus(8_000_000):
+        error = said(lambda: main(argv))
+    return error, out.getvalue()
+
+
+def test_a_run_that_explodes_stops_and_no_later_run_goes_on_without_a_word(ranks, tmp_path):
+    folder = tmp_path / "c"
+    argv = [*SMALL, "--layout", "dp2,tp2,zero1", "--save-every", "1", "--checkpoints", str(folder)]
+    ranks(trained, [*argv, "--steps", "2"])
+    before = snapshot(folder)
+    bad = [*argv, "--lr", "1e38", "--steps", "9", "--keep", "9"]  # the step after the first has no finite loss
+    error, text = ranks(explodes, bad)[0]
+    assert error.startswith("CheckpointError: stopped: 3 steps in a row skipped, with the weights of step 3"), error
+    assert text.count(" is skipped, ") == 3 and list(complete(folder)) == [1, 2, 3]
+    after = snapshot(folder)
+    assert all(after[path] == before[path] for path in before if path.is_file()), "the good ones are as they were"
+    error, _ = ranks(explodes, [*argv, "--lr", "1e-3", "--steps", "9"])[0]
+    assert error.endswith("step 3; rename its checkpoint to go on from the one before")
+    (folder / "step-000000003").rename(folder / "aside")
+    found, _ = ranks(trained, [*argv, "--lr", "1e-3", "--steps", "4"])[0]
+    assert [record["step"] for record in found] == [3, 4] and all(math.isfinite(each["loss"]) for each in found)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from unittest import mock
 
 import pytest
@@ -23,6 +24,7 @@ from course_lib.expert_parallel.router import routers_of
 from course_lib.five_d.kept_gathers import KeptGathers
 from course_lib.five_d.layouts import Layout, coordinates, groups_along
 from course_lib.five_d.meshes import build_mesh
+from course_lib.pipeline.norm import gradients_of
 from course_lib.recompute.modes import IGNORED, summed_loss
 from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.model import ModelConfig, Transformer
@@ -36,6 +38,7 @@ MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 12, "balance": 0.02, "z": 0.01}
 SEQ, MAX_NORM = 16, 0.5
 OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4}),
+    "fused": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4, "fused": True}),  # it can skip a step on the device
     "SGD": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),  # unlike AdamW, it does not forgive a wrong scale
 }
 
@@ -237,6 +240,48 @@ def test_clipping_is_by_the_norm_of_all_gradients(ranks):
 
 
 BFLOAT16 = [Way("dp2,pp2,zero1", tied=True), Way("dp2,tp2,sp,zero3"), Way("pp2,cp2,zero3,keep"), Way("pp2,tp2,sp,zb-v")]
+
+
+def states_of(parallel) -> list[torch.Tensor]:
+    """The optimizer's numbers on this rank: moments and counters, and ZeRO's own copies of the weights."""
+    inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)
+    shards = [parameter.detach() for group in inner.param_groups for parameter in group["params"]]
+    return shards + [value for state in inner.state.values() for value in state.values()]
+
+
+def poisoned(texts: list[str]) -> dict[str, tuple]:
+    """On a rank: whether a step in which rank 1 has one inf, or NaN, in one gradient has changed weights or states; its
+    norm; and whether the next step changes them.
+    """
+    found = {}
+    for text, bad in itertools.product(texts, (float("inf"), float("nan"))):
+        parallel = parallel_of(Way(text, optimizer="fused"))
+        gradients = parallel.gradients
+
+        def with_one(*batch, parallel=parallel, gradients=gradients, bad=bad):
+            loss = gradients(*batch)
+            zero = parallel.optimizer if parallel.layout.zero_stage in (1, 2) else None
+            if dist.get_rank() == 1:
+                gradients_of(parallel.runner, zero)[0][0].view(-1)[0] = bad
+            return loss
+
+        states = []
+        for step, run in enumerate((gradients, with_one, gradients)):
+            parallel.gradients = run
+            norm = parallel.step(*own_batch(parallel, step, 4), MAX_NORM)[1].item()
+            states.append([x.clone() for x in (*whole_weights(parallel).values(), *states_of(parallel))])
+            if step == 1:
+                bad_norm = norm
+        kept, goes_on = (all(map(torch.equal, *pair)) for pair in itertools.pairwise(states))
+        found[f"{text} {bad}"] = kept, not goes_on, bad_norm, all(x.isfinite().all() for x in states[-1])
+    return found
+
+
+def test_a_step_with_an_inf_in_one_gradient_of_one_rank_changes_nothing_on_any(ranks):
+    texts = ["dp4", "dp4,zero2", "dp2,tp2,zero3", "dp2,pp2,zero1", "tp2,pp2"]
+    for found in ranks(poisoned, texts):
+        for case, (kept, goes_on, norm, finite) in found.items():
+            assert kept and goes_on and finite and not math.isfinite(norm), (case, kept, goes_on, norm, finite)
 
 
 def test_bfloat16_products(ranks):
