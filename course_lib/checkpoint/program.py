@@ -29,7 +29,6 @@ import torch.distributed as dist
 
 from .hugging_face import from_hf, from_hf_config
 from .noise import drop_tokens
-from ..collectives.into_tensor import all_gather_into_tensor
 from ..five_d.layouts import Layout, check_layout, fitted
 from ..five_d.meshes import build_mesh
 from ..single_gpu.model import ModelConfig
@@ -142,7 +141,6 @@ def train(
     """
     layout, device = parallel.layout, next(parallel.stages.parameters()).device
     peak = chosen.peak_tflops * 1e12 if chosen.peak_tflops else single_gpu.peak_flops()
-    memory = torch.zeros(dist.get_world_size(), device=device, dtype=torch.int64)
     for number in range(done + 1, chosen.steps + 1):
         start = time.perf_counter()
         batch = batch_at(number, chosen.start_batch, chosen.batch, chosen.ramp)
@@ -155,10 +153,12 @@ def train(
         if chosen.drop_tokens:
             inputs = drop_tokens(inputs, chosen.drop_tokens, config.vocab, chosen.seed, first)
         loss, norm = parallel.step(*(part.to(device, non_blocking=True) for part in (inputs, targets)), chosen.max_norm)
-        loss, norm = loss.item(), norm.item()  # waits for the device: the time is the whole step's
+        loss, norm = torch.stack([loss, norm]).tolist()  # waits for the device: the time is the whole step's
         step_s = time.perf_counter() - start
-        own = memory.new_tensor([single_gpu.peak_memory(device)])
-        all_gather_into_tensor(memory, own)
+        # The fullest rank's bytes, and which rank that is, in one number: no list as long as the world.
+        fullest = torch.tensor(single_gpu.peak_memory(device) * layout.ranks + dist.get_rank(), device=device)
+        dist.all_reduce(fullest, dist.ReduceOp.MAX)
+        peak_memory, rank = divmod(fullest.item(), layout.ranks)
         speed = batch * chosen.seq / step_s / layout.ranks
         yield {
             "step": number,
@@ -170,15 +170,15 @@ def train(
             "step_s": step_s,
             "tokens_per_s": speed,
             "mfu": single_gpu.mfu(config, chosen.seq, speed, peak) if peak else None,
-            "peak_memory": max(memory.tolist()),
-            "memory": memory.tolist(),
+            "peak_memory": peak_memory,
+            "fullest_rank": rank,
             "layout": str(layout),
         }
 
 # %% ../../notebooks/10_5d.ipynb #main
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say. Rank 0 prints one line a step and writes where --out says; tokens/s and MFU are one
-    device's, memory is the fullest rank's (in --out: every rank's).
+    device's, memory is the fullest rank's.
 
     Returns the records. Needs the default process group. Raises ValueError where the layout does not fit the ranks.
     """

@@ -174,6 +174,8 @@ def check_words(layout: Layout) -> None:
 
 def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
     """Raise ValueError where the degrees do not divide the model; the message names the number to change."""
+    if config.dropout and layout.tp > 1:  # what its ranks hold whole would get another mask on each
+        raise ValueError(f"dropout {config.dropout}, which each of tp {layout.tp} ranks would draw: make dropout 0")
     try:
         check_degree(config, layout.tp)
     except ValueError as error:

@@ -55,9 +55,9 @@ def apply_tensor_parallel(
 
     All ranks give it the same tokens, and come with the same random state where there is dropout. It returns this
     rank's logits [b, s, v/N], for vocab_parallel_cross_entropy, or all of them with gather_logits. chunks: see
-    RowParallelLinear. The model may be on the meta device (then `tensor_shards.materialize` it). Weights of q, k, v,
-    gate and up are used without calling their layers: hooks on these do not run, and a layer that is replaced later is
-    not noticed. Collective over the default group where there are more ranks than K/V heads.
+    RowParallelLinear. The model may be on the meta device (then `shards.materialize` it). Weights of q, k, v, gate and
+    up are used without calling their layers: hooks on these do not run, and a layer that is replaced later is not
+    noticed. Collective over the default group where there are more ranks than K/V heads.
 
     Raises ValueError, and changes nothing, where the group's size does not fit the model or the model is split already.
     """

@@ -157,6 +157,13 @@ def test_what_does_not_fit_is_one_line_with_the_number_and_what_to_change(text, 
     assert "\n" not in str(error.value)
 
 
+def test_dropout_is_refused_where_tensor_parallel_ranks_would_draw_their_own_masks():
+    config = dataclasses.replace(OF, dropout=0.1)
+    with pytest.raises(ValueError, match="^dropout 0.1, which each of tp 2 ranks would draw: make dropout 0$"):
+        check_layout(config, Layout.parse("dp2,tp2,sp"))
+    check_layout(config, Layout.parse("dp2,pp2,cp2"))
+
+
 def followed(message: str, layout: Layout, sizes: dict) -> tuple[Layout, dict] | None:
     """The layout and sizes after what the message advises; None where it leaves the number open."""
     change = dataclasses.replace
