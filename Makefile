@@ -61,7 +61,7 @@ gpu: ## all that wants a GPU, right or wrong, and how fast; again to go on (OUT=
 	@$(if $(wildcard .venv/bin/python),$(RUN),$(PYTHON)) benchmarks/gpu.py --out "$(or $(OUT),gpu_run)" \
 	--budget $(or $(BUDGET),540) $(if $(ONLY),--only "$(ONLY)") $(GPU_ARGS)
 
-gpu-record: .venv/installed-test ## benchmarks/results/ and notebooks 12 to 14 from what make gpu has measured (OUT=gpu_run)
+gpu-record: .venv/installed-test ## benchmarks/results/ and notebooks 12 to 14b from what make gpu has measured (OUT=gpu_run)
 	@$(RUN) benchmarks/gpu.py --out "$(or $(OUT),gpu_run)" --record
 	@$(RUN) scripts/render.py $(wildcard notebooks/12*.ipynb notebooks/13*.ipynb notebooks/14*.ipynb)
 

@@ -1,4 +1,4 @@
-"""FP8 of notebook 14 on a GPU: products, casts and linear layers against BF16, PyTorch's own FP8 and torchao.
+"""FP8 of notebook 14b on a GPU: products, casts and linear layers against BF16, PyTorch's own FP8 and torchao.
 
     python benchmarks/gpu.py --out DIR --only "fp8: "                 # and with --record, fp8_<gpu>.json
     python benchmarks/gpu.py --out DIR --only "fp8: " --device cpu    # the same code at tiny sizes: is it right?

@@ -1,4 +1,4 @@
-"""What benchmarks/fp8.py compares: products, casts and linear layers of notebook 14, at which sizes, and their work.
+"""What benchmarks/fp8.py compares: products, casts and linear layers of notebook 14b, at which sizes, and their work.
 
 Products of x [m, k] and w [n, k], transposed; 2 m n k FLOPs. Operands are in 8 bits before the clock starts. BF16:
 torch.mm. scaled_mm: torch._scaled_mm with a scale for each matrix, slow accumulation (the accurate one); fast: with

@@ -1,4 +1,4 @@
-"""What benchmarks/kernels.py compares: the kernels of notebook 12 and their rivals, at which sizes, and their work.
+"""What benchmarks/kernels.py compares: the kernels of notebook 12b and their rivals, at which sizes, and their work.
 
 Columns. ours; eager: the model's code; PyTorch: one operator of its own where it has one (linear_cross_entropy with
 default options, AdamW with fused=True, of a flat buffer and of all of a model's parameters); Liger: Liger-Kernel's,

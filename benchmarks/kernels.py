@@ -1,4 +1,4 @@
-"""The kernels of notebook 12 against eager PyTorch, its own fused operators, torch.compile and Liger-Kernel, on a GPU.
+"""The kernels of notebook 12b against eager PyTorch, its own fused operators, torch.compile and Liger-Kernel, on a GPU.
 
     python benchmarks/gpu.py --out DIR --only "kernels: "                 # and with --record, kernels_<gpu>.json
     python benchmarks/gpu.py --out DIR --only "kernels: " --device cpu    # the same code at tiny sizes: is it right?

@@ -1,4 +1,4 @@
-"""FP8 models on ranks, and what one process makes of the same: for the tests of notebook 14."""
+"""FP8 models on ranks, and what one process makes of the same: for the tests of notebook 14b."""
 
 import dataclasses
 import functools
