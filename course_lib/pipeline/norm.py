@@ -51,13 +51,14 @@ def clip_grad_norm_(runner, max_norm: float, zero=None) -> torch.Tensor:
     """
     if zero is not None:
         zero.finish()
-    gradients = gradients_of(runner, zero)
+    found = gradients_of(runner, zero)
+    gradients = [gradient for gradient, _ in found]
     square = torch.zeros((), device=next(runner.stages.parameters()).device)
-    for gradient, copies in gradients:
-        square += torch.linalg.vector_norm(gradient, dtype=torch.float32).square() / copies
+    if found:
+        squares = torch._foreach_pow(torch._foreach_norm(gradients, dtype=torch.float32), 2)  # few launches for all
+        torch._foreach_div_(squares, [copies for _, copies in found])
+        square += torch.stack(squares).sum()
     dist.all_reduce(square)
     norm = square.sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient, _ in gradients:
-        gradient.mul_(factor)
+    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -181,6 +181,5 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torc
     gradients = [p.new_zeros(0) if p.grad is None else p.grad for p in parameters]  # a rank may own nothing
     norm = nested_norm([(g, outer_groups(p)) for g, p in zip(gradients, parameters, strict=True)])
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in gradients:
-        gradient.mul_(factor)
+    torch._foreach_mul_(gradients, factor)  # one launch, not one for each
     return norm

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from calls import peak_bytes, said, short_corpus
+from calls import Operations, peak_bytes, said, short_corpus
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel.replicas import DataParallel, out_of_step
 from course_lib.expert_parallel.mixture import apply_moe
@@ -20,6 +20,7 @@ from course_lib.expert_parallel.model import apply_expert_parallel
 from course_lib.expert_parallel.router import routers_of
 from course_lib.pipeline import runner as pipeline
 from course_lib.pipeline.copies import final_backwards, holders
+from course_lib.pipeline.norm import gradients_of
 from course_lib.pipeline.runner import (
     PipelineRunner,
     clip_grad_norm_,
@@ -517,6 +518,21 @@ def test_clipping_is_of_all_stages_together(ranks):
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9).item()
     for found in ranks(clipped):
         assert found == pytest.approx([norm, norm, 0.01], rel=1e-4)
+
+
+def operations_of_clipping(layers: int) -> tuple[int, int]:
+    """On a rank: how many operations it takes to clip a stage's gradients, and how many of these there are."""
+    runner = PipelineRunner(split_stages(whole_model(dataclasses.replace(TIED, layers=layers)), 4), one_f_one_b(4, 4))
+    runner.step(*batches(0, 4, SEQ))
+    with Operations() as operations:
+        clip_grad_norm_(runner, 0.01)
+    return operations.count.total(), len(gradients_of(runner))
+
+
+def test_clipping_takes_as_few_launches_for_many_gradients_as_for_few(ranks):
+    few, many = (ranks(operations_of_clipping, layers) for layers in (4, 12))
+    for (launches, gradients), (as_many, more) in zip(few, many, strict=True):
+        assert more > gradients + 10 and launches == as_many < 16, (launches, as_many)
 
 
 def other_batches() -> dict[str, object]:

@@ -1,11 +1,13 @@
-"""What tests on several ranks ask of a call: its peak memory, what it raises, and a short text to train on."""
+"""What tests on several ranks ask of a call: peak memory, errors, operations; and a short text to train on."""
 
+import collections
 import functools
 import inspect
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.data import corpus
@@ -31,6 +33,18 @@ def peak_bytes(run) -> int:
 
 
 KEPT = {"sort_ranks": False} if "sort_ranks" in inspect.signature(dist.new_group).parameters else {}
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that PyTorch dispatches meanwhile, each a launch or more on a GPU: `.count`, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = collections.Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.count[function.overloadpacket.__name__] += 1
+        return function(*arguments, **(keywords or {}))
 
 
 def new_group(*ranks: int) -> dist.ProcessGroup:

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.zero.shards import FlatLayout, GradientBuffer, global_norm, norm_group
+from calls import Operations
+from course_lib.zero.shards import FlatLayout, GradientBuffer, clip_grad_norm_, global_norm, norm_group
 
 GATHER, SCATTER = "course_lib.zero.shards.all_gather_into_tensor", "course_lib.zero.shards.reduce_scatter_tensor"
 
@@ -223,3 +224,14 @@ def test_the_group_of_a_norm_is_the_outer_one_unless_others_say_who_has_the_rest
     assert norm_group("all", "pair") == "all" and norm_group("all", "all") == "all"
     assert norm_group("all", "pair", ("tp",)) == "pair" and norm_group("all", "all", ("tp",)) == "all"
     assert norm_group("all", "other") == norm_group("all", "other", ("tp",)) == "other"
+
+
+def test_clipping_scales_all_gradients_in_one_launch():
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(20)]
+    for parameter in parameters[1:]:  # the first was not used
+        parameter.grad = torch.full((3,), 2.0)
+    with Operations() as operations:
+        norm = clip_grad_norm_(parameters, 1.0)
+    assert norm == pytest.approx(2 * (3 * 19) ** 0.5) and parameters[0].grad is None
+    assert all(torch.allclose(p.grad, torch.full((3,), 2 / norm.item())) for p in parameters[1:])
+    assert operations.count["_foreach_mul_"] == 1 and operations.count["mul_"] == 0, operations.count
