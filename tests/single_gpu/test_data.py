@@ -3,11 +3,15 @@ GPU.
 """
 
 import json
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
-from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus, hf_tokens
+from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus, hf_tokens, mapped_once
 
 # windows, seq, batch of one rank, ranks; windows that batch * ranks divides, and odd ones
 CASES = [(24, 5, 2, 3), (100, 10, 2, 3), (17, 3, 4, 1), (7, 1, 2, 5), (3, 8, 2, 4), (1, 4, 3, 2)]
@@ -188,6 +192,7 @@ def test_half_a_character_does_not_stop_decoding():
 def tokenizer_folder(tmp_path, monkeypatch):
     """A tokenizer of five words and an end token, saved as Hugging Face does."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -229,3 +234,55 @@ def test_a_data_set_in_parquet(tmp_path, dataset_folder, tokenizer_folder):
     assert tokens.tolist() == [4, 2, 0, 3, 0]
     inputs, targets = next(TokenBatches(tokens, batch=1, seq=4))
     assert inputs.tolist() == [[4, 2, 0, 3]] and targets.tolist() == [[2, 0, 3, 0]]
+
+
+def test_a_data_set_is_read_once_and_a_folder_that_changes_again(dataset_folder, tokenizer_folder, tmp_path):
+    from transformers import PreTrainedTokenizerFast
+
+    with mock.patch.object(PreTrainedTokenizerFast, "__call__", autospec=True) as calls:
+        calls.side_effect = lambda self, text: {"input_ids": [len(text)]}
+        first, _ = hf_tokens(dataset_folder, tokenizer_folder)
+        again, _ = hf_tokens(dataset_folder, tokenizer_folder)
+        assert calls.call_count == 3 and torch.equal(first, again)
+        hf_tokens(dataset_folder, tokenizer_folder, max_documents=2)
+        assert calls.call_count == 5, "another choice is another file"
+        file = Path(dataset_folder) / "train.jsonl"
+        file.write_text(json.dumps({"text": "goes"}))
+        assert hf_tokens(dataset_folder, tokenizer_folder)[0].tolist() == [4, 0] and calls.call_count == 6
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+MAKES = """
+import sys, time, torch
+from pathlib import Path
+from course_lib.single_gpu.data import mapped_once
+
+def make():
+    with open(sys.argv[2], "a") as log:
+        log.write("made\\n")
+    time.sleep(0.5)  # the others come meanwhile
+    return torch.arange(100_000, dtype=torch.int32)
+
+tokens = mapped_once(Path(sys.argv[1]), make)
+mapped = sys.argv[1] in Path("/proc/self/maps").read_text() if Path("/proc/self/maps").exists() else True
+print(int(tokens.sum()), tokens.dtype, len(tokens), mapped)
+"""
+
+
+def test_one_process_of_a_machine_makes_what_all_map(tmp_path):
+    file, log = tmp_path / "deep" / "tokens.int32", tmp_path / "log"
+    command = [sys.executable, "-c", MAKES, str(file), str(log)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    assert {process.communicate()[0] for process in running} == {"4999950000 torch.int32 100000 True\n"}
+    assert log.read_text() == "made\n"
+    assert mapped_once(tmp_path / "empty", lambda: torch.empty(0, dtype=torch.int32)).numel() == 0
+
+
+def test_a_process_that_dies_while_it_makes_leaves_nothing_half(tmp_path):
+    def dies():
+        raise KeyboardInterrupt
+
+    file = tmp_path / "tokens.int32"
+    with pytest.raises(KeyboardInterrupt):
+        mapped_once(file, dies)
+    assert mapped_once(file, lambda: torch.ones(3, dtype=torch.int32)).tolist() == [1, 1, 1]
