@@ -3,9 +3,11 @@ CPU.
 """
 
 import math
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from calls import said
@@ -334,3 +336,33 @@ def test_the_best_nodes_have_the_best_sums():
 def test_what_does_not_fit_together_is_one_line(top_k, routing, words):
     text = said(lambda: router(top_k, **routing))
     assert text.startswith("ValueError: ") and words in text and "\n" not in text, text
+
+
+def test_forward_does_not_wait_for_the_counts_of_other_ranks():
+    """They are on their way until backward, which takes them for the gradient of the balance loss."""
+    group, others, happened = object(), torch.arange(EXPERTS), []
+
+    def all_reduce(counts, group=None, async_op=False):
+        assert group is made.batch_group and async_op, "the rank would wait here"
+        happened.append("sent")
+
+        def wait():
+            counts.add_(others)  # not there before
+            happened.append("waited")
+
+        return mock.Mock(wait=wait)
+
+    made, x = router(balance=0.3), tokens(5, 7)
+    made.batch_group = group
+    with mock.patch.object(dist, "all_reduce", all_reduce):
+        gates = made(x)
+        assert happened == ["sent"]
+        gates.sum().backward()
+    assert happened == ["sent", "waited"]
+
+    weight = made.weight.detach().clone().requires_grad_()
+    scores = (x @ weight.t()).softmax(-1)
+    kept = top_k_gates(scores, scores.detach(), 2)
+    counts = (kept.detach() != 0).flatten(0, -2).sum(0) + others
+    (kept.sum() + 0.3 * balance_loss(scores, counts)).backward()
+    torch.testing.assert_close(made.weight.grad, weight.grad)
