@@ -113,7 +113,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
             chosen.moe = sizes | {"balance": chosen.balance}
         chosen.config = from_hf_config(chosen.from_hf) if chosen.from_hf else PRESETS[chosen.preset]
         if min(chosen.save_every, chosen.keep, chosen.bad_steps) < 1 or not 0 <= chosen.drop_tokens < 1:
-            raise ValueError("--save-every, --keep and --bad-steps are 1 or more, --drop-tokens is 0 to below 1")
+            ones = "--save-every, --keep and --bad-steps are 1 or more"
+            raise ValueError(f"{ones}, --drop-tokens is 0 or more and below 1")
         if min(*(1 if n is None else n for n in (chosen.expert_hidden, chosen.peak_tflops)), 1) <= 0:
             raise ValueError("--expert-hidden and --peak-tflops are above 0")
         if (

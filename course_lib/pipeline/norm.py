@@ -60,5 +60,6 @@ def clip_grad_norm_(runner, max_norm: float, zero=None) -> torch.Tensor:
         square += torch.stack(squares).sum()
     dist.all_reduce(square)
     norm = square.sqrt()
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    if found:
+        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
