@@ -34,7 +34,7 @@ from .planners import read_into
 from .plans import PlannedSaves, described, own_index, shared_index
 from .files import BoxReader, CheckpointError, DamagedError, begin, check_there, commit
 from .files import damaged, describe, digest, latest
-from .groups import one_line, together
+from .groups import host_group, one_line, together
 from ..five_d.model import ParallelModel
 from .boxes import Box, optimized, own_share, split_large, state_boxes, weight_boxes, weight_names
 
@@ -55,7 +55,7 @@ class HostCopies:
     """What this rank is to write of a model, copied to memory of the host that stays. Its constructor is collective."""
 
     def __init__(self, parallel: ParallelModel):
-        self.parallel, self.group = parallel, dist.new_group(backend="gloo")
+        self.parallel, self.group = parallel, host_group()
         self.known, self.own, self.copies = None, set(), {}  # of all boxes; this rank's to write; their memory
 
     def all_boxes(self) -> dict[str, list[Box]]:
@@ -264,7 +264,7 @@ def load(parallel: ParallelModel, folder: Path) -> dict:
     CheckpointError, on all ranks, where the checkpoint is of another model, format or version, or could have been
     written by others; DamagedError where its files are not those that were written.
     """
-    group = dist.new_group(backend="gloo")
+    group = host_group()
     try:
         about, targets, rooms, states = read_boxes(parallel, Path(folder), group)
     finally:
