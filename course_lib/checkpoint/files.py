@@ -30,7 +30,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 FORMAT, VERSION, ABOUT = "course_lib checkpoint", 1, "checkpoint.json"
 SAVING, DELETING = ".saving", ".deleting"
@@ -156,24 +156,55 @@ class MetadataUnpickler(pickle.Unpickler):
 
 # %% ../../notebooks/10b_checkpoint.ipynb #box-writer-and-reader
 class BoxWriter(FileSystemWriter):
-    """torch.distributed.checkpoint's writer of a new folder, of what is on the host; it says what the disk says."""
+    """torch.distributed.checkpoint's writer of a new folder, of what is on the host; it says what the disk says.
+
+    places: of this rank's boxes in its file, once they are written; index: on rank 0 the bytes of .metadata, likewise.
+    """
 
     def __init__(self, folder: Path):
         super().__init__(folder, overwrite=False, per_thread_copy_ahead=0)  # 0: no stream of the GPU in this thread
+        self.places, self.index = [], b""
+
+    def storage_meta(self) -> StorageMeta:
+        """Names no folder, so that the index of one checkpoint serves for the next."""
+        return StorageMeta()
 
     def write_data(self, plan, planner):
         """Raises OSError where the disk is full; torch.save makes a RuntimeError of it that tells nobody."""
         try:
-            return super().write_data(plan, planner)
+            written = super().write_data(plan, planner)
         except RuntimeError as error:
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
+        self.places = written.value()
+        return written
+
+    def finish(self, metadata: Metadata, results: list) -> None:
+        """Write the index, on rank 0. dcp.save sends all ranks what is left of it: nothing, they do not need it."""
+        super().finish(metadata, results)
+        self.index = (self.path / ".metadata").read_bytes()
+        metadata.state_dict_metadata.clear()
+        metadata.storage_data.clear()
+
+    def write_index(self, index: bytes) -> None:
+        """Write an index that is known already."""
+        (self.path / ".metadata").write_bytes(index)
+        flush(self.path / ".metadata")
 
 
 class BoxReader(FileSystemReader):
-    """torch.distributed.checkpoint's reader of a folder; its index can't run code."""
+    """torch.distributed.checkpoint's reader of a folder; its index can't run code.
+
+    metadata: what another rank has read of .metadata; None: read it, once.
+    """
+
+    def __init__(self, folder: Path, metadata: Metadata | None = None):
+        super().__init__(folder)
+        self.metadata = metadata
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         """Which box is where. Raises CheckpointError where .metadata is damaged or names what it should not."""
+        if self.metadata is not None:
+            return self.metadata
         try:
             with open(self.path / ".metadata", "rb") as file:
                 metadata = MetadataUnpickler(file).load()
@@ -182,6 +213,7 @@ class BoxReader(FileSystemReader):
             metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # a damaged pickle raises anything
             raise CheckpointError(f"{self.path / '.metadata'} can't be read: {error}") from None
+        self.metadata = metadata
         return metadata
 
 # %% ../../notebooks/10b_checkpoint.ipynb #describe-damaged

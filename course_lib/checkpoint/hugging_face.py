@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .planners import read_into
-from .checkpoints import together
+from .groups import together
 from .files import BoxReader, CheckpointError, DamagedError, damaged, describe, flush
 from ..five_d.model import ParallelModel
 from .boxes import Box, weight_boxes
@@ -41,7 +41,7 @@ def cut_into_files(sizes: dict[str, int], most: float) -> list[list[str]]:
     return files
 
 
-def write_hf(folder: Path, out: Path, about: dict, kinds: dict, dtype: torch.dtype | None, file_bytes: float) -> None:
+def write_hf(reader: BoxReader, out: Path, about: dict, kinds: dict, dtype: torch.dtype | None, file_bytes: float):
     """See to_hf. kinds: the index's entry of each weight."""
     from safetensors.torch import save_file
 
@@ -52,7 +52,7 @@ def write_hf(folder: Path, out: Path, about: dict, kinds: dict, dtype: torch.dty
         for name in names:
             whole = torch.empty(kinds[name].size, dtype=kinds[name].properties.dtype)
             box = Box((0,) * whole.dim(), tuple(whole.shape), whole)
-            read_into({name: [box]}, BoxReader(folder))
+            read_into({name: [box]}, reader)
             tensors[hf_name(name)] = whole.to(dtype)
         save_file(tensors, out / file, {"format": "pt"})
         flush(out / file)
@@ -79,7 +79,8 @@ def to_hf(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes:
         raise DamagedError(f"{folder} is damaged: {wrong}")
     if out.exists():
         raise CheckpointError(f"{out} is there already")
-    metadata = BoxReader(folder).read_metadata().state_dict_metadata
+    reader = BoxReader(folder)
+    metadata = reader.read_metadata().state_dict_metadata
     kinds = {name: each for name, each in metadata.items() if "/" not in name}
     if foreign := sorted(name for name in kinds if ".experts." in name or "router" in name):
         raise CheckpointError(f"no model of Llama's kind: it has {foreign[0]}")
@@ -87,7 +88,7 @@ def to_hf(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes:
     shutil.rmtree(writing, ignore_errors=True)
     try:
         writing.mkdir()
-        write_hf(folder, writing, about, kinds, dtype, file_bytes)
+        write_hf(reader, writing, about, kinds, dtype, file_bytes)
         writing.rename(out)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{out} can't be written: {error}") from None

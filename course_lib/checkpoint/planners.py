@@ -42,12 +42,16 @@ class BoxSavePlanner(DefaultSavePlanner):
     def __init__(self):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+    def set_up_planner(self, state_dict: dict, storage_meta=None, is_coordinator: bool = False) -> None:
+        """Called first."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.values = {(name, box.offsets): box.values for name, boxes in state_dict.items() for box in boxes}
+
     def create_local_plan(self) -> SavePlan:
         """An item for each box."""
-        self.values, items = {}, []
+        items = []
         for name, boxes in self.state_dict.items():
             for box in boxes:
-                self.values[name, box.offsets] = box.values
                 kind = TensorProperties.create_from_tensor(box.values)
                 about = TensorWriteData(chunk(box), kind, torch.Size(box.whole))
                 index = MetadataIndex(name, torch.Size(box.offsets))

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from .checkpoints import CheckpointError, Checkpoints, DamagedError, latest, load, together
+from .checkpoints import CheckpointError, Checkpoints, DamagedError, latest, load
 from .files import describe
+from .groups import together
 from ..single_gpu.data import TokenBatches
 from ..five_d.model import ParallelModel
 
