@@ -2,9 +2,9 @@
 
 Of a folded cell JupyterLab shows the first line and what it printed or drew (`jupyter.source_hidden`); the tag
 `hide-input` says the same to Sphinx. Folded are, by rule and never by hand: set-up, checks and what they need, given
-code (it goes to course_lib, or begins with `# Given:`), code of figures that is longer than FIGURE_LINES, and any cell
-longer than LONGEST. Open are all text, all exercises, the few lines that call what was built, and cells tagged
-`show-input`: code that the text asks to be read. `make render` and scripts/edit.py fold, too.
+code (it goes to course_lib, or begins with `# Given:`), widgets (`# Widget:`), code of figures that is longer than
+FIGURE_LINES, and any cell longer than LONGEST. Open are all text, all exercises, the few lines that call what was
+built, and cells tagged `show-input`: code that the text asks to be read. `make render` and scripts/edit.py fold, too.
 """
 
 import re
@@ -28,7 +28,7 @@ def is_folded(cell: nbformat.NotebookNode) -> bool:
         return False
     if cell["cell_type"] == "raw" or cell["source"].lstrip().startswith("#| export"):
         return True
-    if re.match(r"setup|check-|tools-|watch-", cell["id"]) or cell["source"].startswith("# Given:"):
+    if re.match(r"setup|check-|tools-|watch-", cell["id"]) or cell["source"].startswith(("# Given:", "# Widget:")):
         return True
     lines = len(cell["source"].splitlines())
     draws = any("image/png" in output.get("data", {}) for output in cell["outputs"])

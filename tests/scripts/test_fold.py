@@ -34,6 +34,7 @@ FOLDED = [
     a_cell("check-01-2", 5),
     a_cell("tools-01-2", 5),
     a_cell("helpers", 5, "# Given: what the checks compare with"),
+    a_cell("sliders", 5, "# Widget: a picture with sliders"),
     a_cell("watch-01-2", 5),
     a_cell("zero-shards", 1, "#| export zero"),
     a_cell("zero-docstring", 9, '#| export zero\n"""Shards."""', kind="raw"),
