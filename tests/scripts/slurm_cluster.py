@@ -1,12 +1,13 @@
-"""A real Slurm of two nodes on this machine, for tests: munged, slurmctld and two slurmd, with files and ports of their
-own, and without the system's /etc/slurm, cgroups or systemd.
+"""A real Slurm of two nodes and a spare one on this machine, for tests: munged, slurmctld and three slurmd, with files
+and ports of their own, and without the system's /etc/slurm, cgroups or systemd.
 
     with Cluster() as cluster:
         cluster.run("sbatch", "--wrap", "hostname")
 
-The nodes are called 127.0.0.1 and 127.0.0.2, names that every machine can resolve. Each has more cores than there are,
-and two GPUs, which are device files that nobody opens. All of it runs below one process of `course_kit.sweep.enclosed`:
-when that ends, or the process of the tests does, nothing is left, whatever a job has started.
+The nodes are called 127.0.0.1 to 127.0.0.3, names that every machine can resolve; the third has jobs where the others
+are not enough. Each has more cores than there are, and two GPUs, which are device files that nobody opens. All of it
+runs below one process of `course_kit.sweep.enclosed`: when that ends, or the process of the tests does, nothing is
+left, whatever a job has started.
 """
 
 import contextlib
@@ -27,7 +28,7 @@ import psutil
 from course_kit.sweep.enclosed import ROOT
 
 PATIENCE_S = 300  # a deadline for what hangs
-NODES = "127.0.0.1", "127.0.0.2"
+NODES = "127.0.0.1", "127.0.0.2", "127.0.0.3"
 PROGRAMS = "munged munge slurmctld slurmd sbatch srun squeue scontrol scancel".split()
 JOBS = 50  # at most, in the life of a cluster
 CONFIGURATION = """\
@@ -47,15 +48,19 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
+KillWait={patience_s}
+MessageTimeout=60
 SchedulerParameters=batch_sched_delay=0
 GresTypes=gpu
 ReturnToService=2
 FirstJobId={first_job}
-NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=64 Gres=gpu:2
-NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=64 Gres=gpu:2
+NodeName=DEFAULT CPUs=64 Gres=gpu:2
+NodeName=127.0.0.1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]}
+NodeName=127.0.0.2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]}
+NodeName=127.0.0.3 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} Weight=2
 PartitionName=main Nodes=ALL Default=YES
 """
-GPUS = "NodeName=127.0.0.[1-2] Name=gpu File={folder}/gpu[0-1]\n"
+GPUS = "NodeName=127.0.0.[1-3] Name=gpu File={folder}/gpu[0-1]\n"
 # A slurmd that has ended starts again, unless there is a file that says that its node is dead.
 DAEMONS = """\
 cd {folder} || exit 1
@@ -63,7 +68,7 @@ munged --foreground --key-file={folder}/key --socket={folder}/munge.socket --pid
     --log-file={folder}/munged.log --seed-file={folder}/seed &
 until munge --no-input --socket={folder}/munge.socket >/dev/null 2>&1; do sleep 0.1; done
 slurmctld -D -f {folder}/slurm.conf &
-for node in 127.0.0.1 127.0.0.2; do
+for node in 127.0.0.1 127.0.0.2 127.0.0.3; do
     while :; do
         [ -e "{folder}/$node.dead" ] || slurmd -D -f {folder}/slurm.conf -N "$node"
         sleep 0.2
@@ -118,10 +123,11 @@ class Cluster:
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
         self.folder.chmod(0o755)  # munged wants its socket to be in reach of everyone
-        about = {"folder": self.folder, "host": socket.gethostname().split(".")[0], "ports": free_ports(3)}
+        about = {"folder": self.folder, "host": socket.gethostname().split(".")[0], "patience_s": PATIENCE_S}
+        about |= {"ports": free_ports(4), "first_job": first_job()}
         files = {"slurm.conf": CONFIGURATION, "gres.conf": GPUS, "daemons.sh": DAEMONS}
         for name, text in files.items():
-            (self.folder / name).write_text(text.format(**about, first_job=first_job()))
+            (self.folder / name).write_text(text.format(**about))
         for name in ("gpu0", "gpu1"):
             os.mknod(self.folder / name, stat.S_IFCHR | 0o600, os.makedev(1, 3))  # /dev/null's
         (self.folder / "key").write_bytes(os.urandom(128))
@@ -139,7 +145,7 @@ class Cluster:
 
     def __enter__(self) -> "Cluster":
         try:
-            wait_for(lambda: self.node_states() == {node: "idle" for node in NODES}, self.logs)
+            wait_for(self.all_idle, self.logs)
         except BaseException:
             self.close()
             raise
@@ -167,11 +173,12 @@ class Cluster:
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}\n{self.logs()}"
         return done.stdout
 
-    def node_states(self) -> dict[str, str]:
-        """The state of each node; empty while the controller does not answer."""
+    def all_idle(self) -> bool:
+        """Whether all nodes are there, and nothing runs on them."""
+        assert "fatal: " not in (logs := self.logs()), logs
         command = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=PATIENCE_S)
-        return dict(line.split() for line in done.stdout.splitlines())
+        return done.stdout.splitlines() == [f"{node} idle" for node in NODES]
 
     def state(self, job: str) -> str:
         """A job's state, such as RUNNING or COMPLETED."""
@@ -204,9 +211,11 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """As if its power were cut: slurmd and all processes of jobs there are gone, without a word."""
         (self.folder / f"{node}.dead").touch()
-        daemons = [each for each in self.keeper.children(recursive=True) if each.name() == "slurmd"]
-        (daemon,) = [each for each in daemons if each.cmdline()[-1] == node]
-        victims = [daemon, *self.of_jobs(node)]
+        victims = self.of_jobs(node)
+        for process in self.keeper.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if process.name() == "slurmd" and process.cmdline()[-1:] == [node]:
+                    victims.append(process)
         for number in (signal.SIGSTOP, signal.SIGKILL):  # none of them sees that another has gone
             for process in victims:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -214,7 +223,10 @@ class Cluster:
         # Slurm would find it out by itself, after its SlurmdTimeout.
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
-    def revive_node(self, node: str) -> None:
-        """Start its slurmd again, and wait until Slurm has the node back."""
-        (self.folder / f"{node}.dead").unlink()
-        wait_for(lambda: self.node_states()[node] == "idle", self.logs)
+    def tidy(self) -> None:
+        """After a test, which may have failed: no job, and all nodes."""
+        self.run("scancel", "--partition=main")
+        self.none_left()
+        for node in NODES:
+            (self.folder / f"{node}.dead").unlink(missing_ok=True)
+        wait_for(self.all_idle, self.logs)

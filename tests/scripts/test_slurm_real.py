@@ -1,9 +1,10 @@
-"""The launcher and the sweep under a real Slurm of two nodes, all on this machine (slurm_cluster.py). CPU, gloo.
+"""The launcher and the sweep under a real Slurm of two nodes, on this machine (slurm_cluster.py). CPU, gloo.
 
 Without Slurm, or where this is not root, these are skipped: test_launch.py and tests/kit/test_sweep.py try the scripts
 everywhere, with commands that stand for Slurm's.
 """
 
+import collections
 import contextlib
 import json
 import re
@@ -37,7 +38,7 @@ def cluster():
 def folder(cluster, tmp_path):
     """The current folder of what a test submits. At the end no process of a job may be left."""
     yield tmp_path
-    cluster.none_left()
+    cluster.tidy()
 
 
 class Job:
@@ -72,7 +73,7 @@ class Job:
 
     def ranks(self) -> dict[str, set[str]]:
         """The ranks that run, by node."""
-        found = {node: set() for node in NODES}
+        found = collections.defaultdict(set)
         for process in self.cluster.of_jobs():
             with contextlib.suppress(psutil.NoSuchProcess):
                 if re.fullmatch(r"rank \d+", process.name()):
@@ -83,6 +84,7 @@ class Job:
         """Wait until there are two ranks on each."""
         wanted = [{"rank 0", "rank 1"}, {"rank 2", "rank 3"}]  # either node may be the first
         self.while_it_goes_on(lambda: sorted(self.ranks().values(), key=sorted) == wanted)
+        assert set(self.ranks()) <= {*NODES[:2]}
 
     def cores(self) -> tuple[str, str]:
         """Of the job, those for a task; of its step, those in all."""
@@ -116,7 +118,7 @@ def test_notebook_04_on_two_nodes(cluster, folder):
 
 
 def test_notebook_10_goes_on_after_the_death_of_a_node_until_scancel(cluster, folder):
-    """Under --max-restarts Slurm starts the job anew, once it has two nodes; the program finds its checkpoint. scancel
+    """Under --max-restarts Slurm starts the job anew, on two nodes that live; the program finds its checkpoint. scancel
     leaves no process and no file.
     """
     out = folder / "log.jsonl"
@@ -137,13 +139,13 @@ def test_notebook_10_goes_on_after_the_death_of_a_node_until_scancel(cluster, fo
     before, left = steps(), temporary(cluster)
     assert before == [*range(1, len(before) + 1)]
 
-    cluster.revive_node(NODES[1])
     cluster.run("scontrol", "update", f"jobid={job.number}", "starttime=now")  # by itself it would wait for two minutes
     job.while_it_goes_on(lambda: len(steps()) >= len(before) + 10)
     goes_on = steps()[len(before)]
     assert goes_on % 4 == 1 and 4 < goes_on <= len(before) + 1
     assert f"goes on after step {goes_on - 1}, from " in job.text()
     assert job.text().count("layout dp2,tp2,zero1: 4 ranks") == 2, "the log goes on too"
+    assert set(job.ranks()) == {NODES[0], NODES[2]}
     cluster.run("scancel", job.number)
     cluster.when(job.number, "CANCELLED")
     cluster.none_left()
@@ -189,7 +191,7 @@ def test_a_sweep_as_array_jobs(cluster, folder, monkeypatch, capsys):
 
     one_node, _ = [cluster.run(*command.split()).split()[-1] for command in submit]
     wait_for(lambda: [*jobs.glob("1-*/waits")], cluster.logs)
-    assert collect(jobs, file) == [] or [row["layout"] for row in collect(jobs, file)] == ["mb4"]
+    assert "mb2" not in [row["layout"] for row in collect(jobs, file)], "it runs"
     cluster.run("scancel", f"{one_node}_1")
     rows = wait_for(lambda: len(found := collect(jobs, file)) == 3 and found, cluster.logs)
     assert {row["layout"]: (row["ok"], row["why"]) for row in rows} == {
