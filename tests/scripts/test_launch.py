@@ -414,6 +414,18 @@ def test_a_port_that_another_program_holds(launch, course, monkeypatch):
     assert snapshot(course) == before
 
 
+def test_a_port_that_another_launcher_looks_at_is_free(launcher, monkeypatch):
+    """srun starts the launchers of several nodes at once, and here they are on one machine."""
+    from launcher.port import held
+
+    other = socket.create_server(("", 0))
+    monkeypatch.setattr("launcher.port.LOOK_S", 0.0)
+    assert held(other.getsockname()[1]) == "another program holds it"
+    monkeypatch.setattr("launcher.port.time", SimpleNamespace(sleep=lambda seconds: seconds and other.close()))
+    monkeypatch.setattr("launcher.port.LOOK_S", 1.0)
+    assert held(other.getsockname()[1]) is None
+
+
 def test_the_learners_modules_lie_over_the_reference(launch, course):
     """Chapter 06 is the learner's too, once exported; --reference leaves it out."""
     own = course / "workbook" / "course_lib"
