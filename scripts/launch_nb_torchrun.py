@@ -10,9 +10,7 @@ import argparse
 import importlib.util
 import os
 import shlex
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from launcher import slurm  # noqa: E402
 from launcher.first_error import shown  # noqa: E402
 from launcher.program import LaunchError, Program, parse, read_program, try_options  # noqa: E402
 from launcher.run import run, say, stopped  # noqa: E402
-from launcher.torchrun import ENVIRONMENT, complete_options, given, split_notebook  # noqa: E402
+from launcher.torchrun import ENVIRONMENT, arguments, complete_options, given, split_notebook  # noqa: E402
 
 ENTRY = Path(__file__).resolve().parent / "rank_entry.py"
 
@@ -44,8 +42,8 @@ def own_options() -> argparse.ArgumentParser:
     add("--reference", action="append", default=[], metavar="NN",
         help="take chapter NN from the reference, not from workbook/; may be repeated")
     add("--dry-run", action="store_true", help="print the torchrun command, or the sbatch script, and do nothing")
-    add("--slurm", metavar="nodes=4,gpus=8[,time=1:00:00]",
-        help="write an sbatch script to runs/slurm/, and submit it where there is sbatch")
+    add("--slurm", metavar=slurm.FORM,
+        help="write an sbatch script to runs/slurm/, and submit it where there is Slurm; cpus: cores for each GPU")
     return parser
 
 
@@ -107,22 +105,8 @@ def slurm_script(own: argparse.Namespace, torchrun: list[str], program: Program,
     command = [sys.executable, str(Path(__file__).resolve()), str(program.path.resolve())]
     more = [word for chapter in own.reference for word in ("--reference", chapter)] + torchrun
     more += ["--", *options] if options else []
-    return slurm.script(slurm.parse(own.slurm), program.path.stem, command, more)
-
-
-def submit(script: str, name: str) -> int:
-    """Write the sbatch script to runs/slurm/ in the current folder, and submit it where there is sbatch."""
-    file = Path("runs/slurm") / f"{name}.sbatch"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(script, encoding="utf-8")
-    except OSError as error:
-        raise LaunchError(f"cannot write {file}: {error.strerror}") from None
-    if not shutil.which("sbatch"):
-        print(f"{file} is written; this machine has no sbatch: submit it where there is one, by 'sbatch {file}'")
-        return 0
-    print(f"{file} is written", flush=True)
-    return 1 if subprocess.run(["sbatch", str(file)]).returncode else 0
+    restarts = arguments(torchrun).max_restarts > 0
+    return slurm.script(slurm.parse(own.slurm), program.path.stem, command, more, restarts)
 
 
 def launch(argv: list[str]) -> int:
@@ -150,7 +134,7 @@ def launch(argv: list[str]) -> int:
         return 0
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on there is something to put in order
     export(program)
-    return submit(script, program.path.stem) if own.slurm else run(command)
+    return slurm.submit(script, program.path.stem) if own.slurm else run(command)
 
 
 def quit_at_once(number: int, frame: object) -> None:

@@ -27,7 +27,7 @@ sys.path += sorted({str(file.parent) for file in TESTS.glob("*/[a-z]*.py")})
 NOTEBOOKS = {path.stem.partition("_")[0]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 SCRIPTS = "scripts"  # what concerns no notebook
 EXERCISES = "tests/scripts/test_exercises.py"
-PROCESSES = "ranks launch sweep survival course_scripts lab_browser setup".split()
+PROCESSES = "ranks launch slurm_real sweep survival course_scripts lab_browser setup".split()
 # The longest notebooks, and their exercises.
 LONGEST_FIRST = "10 09 11 07 06 08 05 03 04 10b 13 14b 12 12b 02 01 14".split()
 SLOW_CHECK_S = 3

@@ -49,6 +49,11 @@ def now() -> str:
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
+def last_change(path: Path) -> str:
+    """When a file, or what is in a folder, has last changed, in the same form."""
+    return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc).isoformat(timespec="seconds")
+
+
 def run_enclosed(command: list[str], time_limit_s: float, log: Path) -> Outcome:
     """Run a command in the folder of course_lib, its output appended to `log`, for time_limit_s seconds at most.
 

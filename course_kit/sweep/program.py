@@ -45,6 +45,19 @@ def fresh_folder(parent: Path, name: str) -> Path:
     return folder
 
 
+def settled(before: dict | None, why: str, retry_failed: bool) -> bool:
+    """Whether a run need not be run (again). before: its row, if there is one; why: what keeps it from running now."""
+    return bool(before and (before["ok"] or not retry_failed or before["why"] == why))
+
+
+def unsettled(runs: Sequence[Run], csv: Path, retry_failed: bool) -> list[Run]:
+    """The runs that are to be run, in view of what the CSV has; it gets no row."""
+    if not csv.exists():
+        return list(runs)
+    with Rows(csv) as rows:
+        return [run for run in runs if not settled(rows.of(run), refusal(run), retry_failed)]
+
+
 def sweep(
     runs: Sequence[Run],
     csv: Path,
@@ -65,7 +78,7 @@ def sweep(
     with Rows(csv) as rows:
         for number, run in enumerate(runs, 1):
             before, why = rows.of(run), refusal(run)
-            if before and (before["ok"] or not retry_failed or before["why"] == why):
+            if settled(before, why, retry_failed):
                 say(f"{number} of {len(runs)}: (there already) {describe(before)}")
                 continue
             if why:
@@ -100,7 +113,8 @@ def parser() -> argparse.ArgumentParser:
     add("--csv", type=Path, default=Path("sweep.csv"))
     add("--retry-failed", action="store_true", help="run again what has failed")
     add("--plot", type=Path, help="a picture of the best layout by model and ranks, such as sweep.png")
-    add("--slurm", type=Path, metavar="FOLDER", help="run nothing here; write array jobs to a new folder")
+    add("--slurm", type=Path, metavar="FOLDER",
+        help="run nothing here; write array jobs, of the runs that the CSV does not have, to a new folder")
     add("--gpus-per-node", type=int, default=8, help="for --slurm: how many nodes the ranks need")
     add("--at-once", type=int, default=4, help="for --slurm: how many runs of an array go on at once")
     add("--collect", type=Path, metavar="FOLDER", help="run nothing; bring what such jobs have done so far to the CSV")
@@ -146,8 +160,12 @@ def main(argv: list[str] | None = None) -> list[dict]:
     chosen, runs = options(argv)
     try:
         if chosen.slurm:
-            scripts = write_arrays(runs, chosen.slurm, chosen.time_limit, chosen.at_once)
-            print("\n".join(f"sbatch {script}" for script in scripts))
+            left = unsettled(runs, chosen.csv, chosen.retry_failed)
+            if len(left) < len(runs):
+                print(f"{len(runs) - len(left)} of {len(runs)} runs have their rows in {chosen.csv} already")
+            scripts = write_arrays(left, chosen.slurm, chosen.time_limit, chosen.at_once) if left else []
+            for script in scripts:
+                print(f"sbatch {script}")
             return []
         if chosen.collect:
             rows = collect(chosen.collect, chosen.csv)

@@ -139,11 +139,12 @@ def read_json(folder: Path, pattern: str) -> list[dict]:
     return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(pattern))]
 
 
-def why_failed(run: Run, folder: Path, time_limit_s: float) -> str:
+def why_failed(run: Run, folder: Path, time_limit_s: float, from_outside: str = "") -> str:
     """What ended a run before its last step, in one line; "" where nothing did.
 
-    In this order: a rank's own error; processes that would not go; the time limit; a rank that a signal killed; a lost
-    connection, which is a consequence of what this machine has not seen; the exit status.
+    In this order: a rank's own error; `from_outside`, where it was ended from there; processes that would not go; the
+    time limit; a rank that a signal killed; a lost connection, which is a consequence of what this machine has not
+    seen; the exit status.
     """
     outcomes = [Outcome(**each) for each in read_json(folder, "node-*.json")]
     errors = sorted(read_json(folder, "error-*.json"), key=lambda error: error["time_ns"])
@@ -151,6 +152,8 @@ def why_failed(run: Run, folder: Path, time_limit_s: float) -> str:
         if not error["lost_peer"]:
             kind = "out of memory: " if error["no_memory"] else ""
             return f"{kind}rank {error['rank']}: {error['headline']}"[:300]
+    if from_outside:
+        return from_outside
     if left := [process for outcome in outcomes for process in outcome.left]:
         return f"processes {left} do not end, even by SIGKILL"
     hows = [outcome.how for outcome in outcomes]
@@ -196,9 +199,10 @@ def refused(run: Run, why: str, date: str) -> dict:
     return settings(run) | {"ok": 0, "why": why, "seconds": 0.0, "date": date}
 
 
-def row_of(run: Run, folder: Path, time_limit_s: float) -> dict:
-    """The row of a run that has ended, from what is in its folder."""
-    steps, outcomes, why = read_steps(folder), read_json(folder, "node-*.json"), why_failed(run, folder, time_limit_s)
+def row_of(run: Run, folder: Path, time_limit_s: float, from_outside: str = "") -> dict:
+    """The row of a run that has ended, from what is in its folder. from_outside: who ended it, if it was not itself."""
+    steps, outcomes = read_steps(folder), read_json(folder, "node-*.json")
+    why = why_failed(run, folder, time_limit_s, from_outside)
     if not why and len(steps) != run.steps:
         why = f"{len(steps)} of {run.steps} steps are logged"
     device = folder / "device.txt"

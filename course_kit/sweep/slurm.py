@@ -5,26 +5,33 @@
 
 All tasks of an array have the same number of nodes, so there is an array for each. Tasks go on side by side, and no two
 write one file: a task has a folder of its own, NUMBER-JOB, with each node's log and outcome, and the CSV is written by
-`collect` alone. Each node ends its part at the time limit; Slurm's own limit, a little later, ends what is stuck.
-The folder has to be on a file system that all nodes see. (Not yet run on a cluster.)
+`collect` alone. Each node ends its part at the time limit; Slurm's own limit, a little later, ends what is stuck. A
+task that Slurm has ended (scancel, its limit, a lost node) has left no word: `collect` asks squeue for it.
+The folder has to be on a file system that all nodes see. (Tried with a Slurm of two nodes on one machine.)
 """
 
 import json
 import math
 import os
+import re
 import shlex
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from course_kit.sweep.enclosed import ROOT, now
+from course_kit.sweep.enclosed import ROOT, last_change, now
 from course_kit.sweep.rows import Rows
 from course_kit.sweep.runs import PROGRAM, Run, measure, refusal, refused, row_of
 from course_lib.five_d.layouts import Layout
 
 MARGIN_S = 180  # from a run's time limit to Slurm's
+# The states of a job that Slurm has ended, and those of one that has ended itself; all others go on.
+ENDED_BY_SLURM = "BOOT_FAIL CANCELLED DEADLINE NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
+ENDED_ITSELF = "COMPLETED FAILED".split()
+FORGOTTEN = "FORGOTTEN"  # ours: Slurm forgets a job some minutes after its end
 SCRIPT = """\
 #!/bin/bash
 #SBATCH --job-name=sweep-{nodes}n
@@ -106,26 +113,62 @@ def read_plan(folder: Path) -> tuple[list[Run], float, list[str]]:
     return runs, plan["time_limit_s"], plan["program"]
 
 
+def job_states(jobs: Sequence[str]) -> dict[str, str]:
+    """The state of each job as squeue tells it, FORGOTTEN where it knows none; empty where there is no Slurm to ask."""
+    if not jobs:
+        return {}
+    command = ["squeue", "--noheader", "--states=all", "--format=%A %T", f"--jobs={','.join(jobs)}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        return {}
+    if done.returncode and "Invalid job id" not in done.stderr:
+        return {}
+    return dict.fromkeys(jobs, FORGOTTEN) | dict(line.split() for line in done.stdout.splitlines())
+
+
+def end_of(attempt: Path, state: str | None) -> str | None:
+    """How an attempt has ended: "" by itself, "ended by Slurm…" otherwise, None where it goes on or nobody knows."""
+    if state in ENDED_BY_SLURM:
+        return f"ended by Slurm: {state.lower().replace('_', ' ')}"
+    if (attempt / "ended").exists():
+        return ""
+    return "ended by Slurm" if state in [*ENDED_ITSELF, FORGOTTEN] else None
+
+
 def collect(folder: Path, csv: Path) -> list[dict]:
     """Bring the rows of the tasks that have ended to the CSV; these rows. Of a run that was submitted twice the last
-    attempt counts; one that Slurm itself has ended has no row.
+    attempt that has ended counts.
     """
     runs, time_limit_s, _ = read_plan(folder)
+    attempts = [attempt for attempt in folder.iterdir() if re.fullmatch(r"\d+-\d+", attempt.name)]
+    job = {attempt: attempt.name.partition("-")[2] for attempt in attempts}
+    states = job_states([job[attempt] for attempt in attempts if not succeeded(attempt)])  # before `end_of` looks
+    ends = {attempt: end_of(attempt, states.get(job[attempt])) for attempt in attempts}
     with Rows(csv) as rows:
         found = []
         for number, run in enumerate(runs):
-            ended = sorted(folder.glob(f"{number}-*/ended"), key=lambda file: file.stat().st_mtime)
-            before = rows.of(run)
+            ended = [each for each in attempts if each.name.startswith(f"{number}-") and ends[each] is not None]
+            before, forgotten = rows.of(run), False
             if why := refusal(run):
                 row = refused(run, why, before["date"] if before else now())
             elif ended:
-                row = row_of(run, ended[-1].parent, time_limit_s)
+                last = max(ended, key=lambda attempt: int(job[attempt]))
+                row = row_of(run, last, time_limit_s, ends[last])
+                row["date"] = row["date"] or last_change(last)
+                forgotten = states.get(job[last]) == FORGOTTEN  # then the row that is there may say more
             else:
                 continue
-            there = before and (before["date"], before["why"]) == (row["date"], row["why"])
+            there = before and before["date"] == row["date"] and (forgotten or before["why"] == row["why"])
             found.append(before if there else rows.add(row))
-    print(f"{len(found)} of {len(runs)} runs have ended; the others wait, run, or were ended by Slurm")
+    print(f"{len(found)} of {len(runs)} runs have ended; the others wait or run")
     return found
+
+
+def succeeded(attempt: Path) -> bool:
+    """Whether a task's script came to its end, and all nodes did well."""
+    ended = attempt / "ended"
+    return ended.exists() and ended.read_text(encoding="utf-8").strip() == "0"
 
 
 def main(argv: list[str]) -> int:

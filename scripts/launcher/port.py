@@ -6,6 +6,7 @@ import errno
 import socket
 import subprocess
 import sys
+import time
 
 from launcher.program import LaunchError, parse
 
@@ -17,7 +18,8 @@ from torch.distributed import TCPStore
 store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=timedelta(seconds=2))
 store.get("torch.rendezvous." + sys.argv[3])
 """
-HANDSHAKE_S = 20  # to import torch on a busy machine, and to wait for the key
+HANDSHAKE_S = 60  # to import torch on a busy machine, and to wait for the key
+LOOKS, LOOK_S = 3, 0.2  # how often, and how far apart, to look whether a port is held
 
 
 def check_port(args: argparse.Namespace, several_nodes: bool) -> None:
@@ -55,14 +57,21 @@ def is_this_machine(host: str) -> bool:
 
 
 def held(port: int) -> str | None:
-    """Why no server can be opened on `port`; None where one can."""
+    """Why no server can be opened on `port`; None where one can.
+
+    It is looked at again: the launcher of another node may run on this machine, and look in the same moment.
+    """
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
-    try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
-    except OSError as error:
-        return "another program holds it" if error.errno == errno.EADDRINUSE else str(error.strerror)
-    return None
+    for look in range(LOOKS):
+        time.sleep(LOOK_S if look else 0)
+        try:
+            socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+            return None
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return str(error.strerror)
+    return "another program holds it"
 
 
 def meets_here(host: str, port: int, rendezvous_id: str) -> bool:

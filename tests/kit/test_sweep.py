@@ -25,7 +25,17 @@ from course_kit.sweep import program as sweep
 from course_kit.sweep import rank as sweep_rank
 from course_kit.sweep.enclosed import ROOT, run_enclosed
 from course_kit.sweep.rows import COUNTS, Rows
-from course_kit.sweep.runs import COLUMNS, PUBLISHED, Run, layouts_of, refusal, row_of, settings, torchrun_command
+from course_kit.sweep.runs import (
+    COLUMNS,
+    PUBLISHED,
+    Run,
+    layouts_of,
+    refusal,
+    refused,
+    row_of,
+    settings,
+    torchrun_command,
+)
 from course_kit.sweep.slurm import collect, write_arrays
 from course_lib.five_d.layouts import Layout
 
@@ -383,6 +393,59 @@ def test_array_jobs(folder):
     assert (folder / "all.csv").read_bytes() == before, "again: nothing new"
     with pytest.raises(ValueError, match="is no folder of a sweep's array jobs"):
         collect(folder, folder / "all.csv")
+
+
+def test_what_slurm_has_ended_gets_a_row(tmp_path, monkeypatch):
+    """squeue, a stand-in, tells of jobs: it is asked for those that have not said themselves that all went well."""
+    jobs, file = tmp_path / "jobs", tmp_path / "all.csv"
+    write_arrays([run_of("dp2", batch=batch) for batch in (2, 4, 6, 8)], jobs, 60.0)
+    for name in ("0-11", "1-12", "1-9", "2-13", "3-14"):
+        (jobs / name).mkdir()
+    (jobs / "1-9" / "ended").write_text("1\n")  # by itself; then it was submitted again, and that goes on
+    os.utime(jobs / "1-9", (0, 0))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert [row["why"] for row in collect(jobs, file)] == ["0 of 1 nodes have said how they ended"]
+
+    def squeue(answer: str, error: str = "") -> None:
+        status = f'echo "{error}" >&2; exit 1' if error else ""
+        (tmp_path / "squeue").write_text(f'#!/bin/bash\necho "$*" >{tmp_path}/asked; printf "{answer}"; {status}\n')
+        (tmp_path / "squeue").chmod(0o755)
+
+    squeue("", "slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
+    assert len(collect(jobs, file)) == 1, "nobody knows"
+    squeue("11 CANCELLED\\n12 RUNNING\\n13 OUT_OF_MEMORY\\n14 COMPLETING\\n")
+    whys = {row["global_batch_seqs"]: row["why"] for row in collect(jobs, file)}
+    cancelled, no_memory = "ended by Slurm: cancelled", "ended by Slurm: out of memory"
+    assert whys == {2: cancelled, 4: "0 of 1 nodes have said how they ended", 6: no_memory}
+    assert sorted((tmp_path / "asked").read_text().split("--jobs=")[1].strip().split(",")) == "11 12 13 14 9".split()
+    (jobs / "3-14" / "ended").write_text("0\n")
+    squeue("", "slurm_load_jobs error: Invalid job id specified")  # all is long ago
+    whys = {row["global_batch_seqs"]: row["why"] for row in collect(jobs, file)}
+    assert whys == {2: cancelled, 4: "ended by Slurm", 6: no_memory, 8: "0 of 1 nodes have said how they ended"}
+    before = file.read_bytes()
+    collect(jobs, file)
+    assert file.read_bytes() == before, "again: nothing new"
+
+
+def test_array_jobs_are_of_the_runs_that_have_no_row(tmp_path, capsys):
+    def layouts(name: str, *more: str) -> list[str]:
+        line = "--preset debug --batch 8 --seq 32 --gpus-per-node 2 --layouts dp2 tp2 --csv"
+        sweep.main([*line.split(), str(tmp_path / "all.csv"), "--slurm", str(tmp_path / name), *more])
+        plan = tmp_path / name / "runs.json"
+        return [run["layout"] for run in json.loads(plan.read_text())["runs"]] if plan.exists() else []
+
+    file = tmp_path / "all.csv"
+    assert layouts("first") == ["dp2", "tp2"] and not file.exists()
+    with Rows(file) as rows:
+        rows.add(refused(run_of("dp2", steps=6), "of a run before", "2026-01-01"))
+    capsys.readouterr()
+    assert layouts("second") == ["tp2"]
+    script = tmp_path / "second" / "array-1x2.sbatch"
+    assert capsys.readouterr().out == f"1 of 2 runs have their rows in {file} already\nsbatch {script}\n"
+    assert layouts("third", "--retry-failed") == ["dp2", "tp2"]
+    with Rows(file) as rows:
+        rows.add(refused(run_of("tp2", steps=6), "of a run before", "2026-01-01"))
+    assert layouts("fourth") == [] and not (tmp_path / "fourth").exists()
 
 
 def test_a_node_that_says_nothing(tmp_path):

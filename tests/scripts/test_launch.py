@@ -249,6 +249,7 @@ BAD_OPTIONS = [
     (f"{TOY} --slurm nodes=2", "gpus is missing"),
     (f"{TOY} --slurm nodes=2,gpus=0", "gpus is a number of 1 or more, not '0'"),
     (f"{TOY} --slurm nodes=two,gpus=8", "nodes is a number of 1 or more, not 'two'"),
+    (f"{TOY} --slurm nodes=2,gpus=8,cpus=0", "cpus is a number of 1 or more, not '0'"),
     (f"{TOY} --slurm nodes=2,gpus=8,time=soon", "'soon' is no time"),
     (f"{TOY} --slurm nodes=2,gpus=8,partition=x", "'partition' is none of its keys"),
     (f"{TOY} --slurm nodes=2,gpus=8 --nnodes 2", "--slurm sets --nnodes itself"),
@@ -413,6 +414,18 @@ def test_a_port_that_another_program_holds(launch, course, monkeypatch):
     assert snapshot(course) == before
 
 
+def test_a_port_that_another_launcher_looks_at_is_free(launcher, monkeypatch):
+    """srun starts the launchers of several nodes at once, and here they are on one machine."""
+    from launcher.port import held
+
+    other = socket.create_server(("", 0))
+    monkeypatch.setattr("launcher.port.LOOK_S", 0.0)
+    assert held(other.getsockname()[1]) == "another program holds it"
+    monkeypatch.setattr("launcher.port.time", SimpleNamespace(sleep=lambda seconds: seconds and other.close()))
+    monkeypatch.setattr("launcher.port.LOOK_S", 1.0)
+    assert held(other.getsockname()[1]) is None
+
+
 def test_the_learners_modules_lie_over_the_reference(launch, course):
     """Chapter 06 is the learner's too, once exported; --reference leaves it out."""
     own = course / "workbook" / "course_lib"
@@ -434,10 +447,11 @@ def test_slurm(launch, course, tmp_path):
     """The script's own srun line is run, with a scontrol that names two nodes; what it starts is a launch of both."""
     more = ("--max-restarts", "1", "--", "--steps", "5")
     with mock.patch.dict(os.environ, {"PATH": str(tmp_path)}):  # this machine may have Slurm
-        status, out, err = launch(TOY, "--slurm", "nodes=2,gpus=4,time=1:30:00", *more)
+        status, out, err = launch(TOY, "--slurm", "nodes=2,gpus=4,cpus=6,time=1:30:00", *more)
     script = (course / "runs" / "slurm" / "07_toy.sbatch").read_text()
     assert status == 0 and err == "" and "no sbatch" in out
     wanted = ("--nodes=2", "--gpus-per-node=4", "--ntasks-per-node=1", "--time=1:30:00", "--job-name=07_toy")
+    wanted += ("--cpus-per-task=24", "--requeue", "--open-mode=append")  # the last two: there is --max-restarts
     assert all(f"#SBATCH {option}\n" in script for option in wanted)
     assert (course / "course_lib" / "toy.py").exists(), "what the job runs is exported when it is submitted"
 
@@ -453,15 +467,74 @@ def test_slurm(launch, course, tmp_path):
     with mock.patch.dict(os.environ, job):
         assert launch(TOY, "--slurm", "nodes=2,gpus=4", *more)[0] == 0
     started = (tmp_path / "started").read_text().splitlines()
-    assert started[0].startswith("--kill-on-bad-exit") and started[1:4] == [
+    assert started[:5] == [
+        "--cpus-per-task=32",  # 8 a GPU, where the user does not say
+        "--kill-on-bad-exit=1",
         sys.executable,
         str(course / "scripts" / "launch_nb_torchrun.py"),
         str(course / TOY),
     ]
-    status, out, err = launch("--dry-run", *started[3:])  # as on a node
+    status, out, err = launch("--dry-run", *started[4:])  # as on a node
     assert status == 0, err
     torchrun = "--nproc-per-node 4 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node1:23456 --rdzv-id 123456"
     assert f"torch.distributed.run {torchrun} --max-restarts 1 " in out and out.endswith("toy --steps 5\n")
+    assert "requeue" not in launch(TOY, "--slurm", "nodes=2,gpus=4", "--dry-run")[1]
+    shutil.rmtree(course / "runs")
+    (course / "course_lib" / "toy.py").unlink()
+
+
+# What Slurm 22.05's sbatch says.
+NOT_SET_UP = """\
+sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
+sbatch: error: fetch_config: DNS SRV lookup failed
+sbatch: error: _establish_config_source: failed to fetch config
+sbatch: fatal: Could not establish a configuration source
+"""
+NO_FILE = """\
+sbatch: error: s_p_parse_file: cannot stat file /etc/slurm/none: No such file or directory, retrying in 1sec up to 60sec
+sbatch: error: ClusterName needs to be specified
+sbatch: fatal: Unable to process configuration file
+"""
+NO_ANSWER = "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)\n"
+REFUSED = """\
+sbatch: error: CPU count per node can not be satisfied
+sbatch: error: Batch job submission failed: Requested node configuration is not available
+"""
+FILE = "runs/slurm/07_toy.sbatch"
+ELSEWHERE = f"{FILE} is written; this machine's sbatch is not set up: submit it where it is, by 'sbatch {FILE}'\n"
+
+
+@pytest.mark.parametrize(
+    "said, status, out, err",
+    [
+        (NOT_SET_UP, 0, ELSEWHERE, ""),
+        (NO_FILE, 0, ELSEWHERE, ""),
+        (NO_ANSWER, 2, "", f"launch: {FILE} is written, and not submitted: Slurm's controller does not answer\n"),
+        (REFUSED, 1, f"{FILE} is written\n", REFUSED),
+    ],
+    ids=["not set up", "no file", "no controller", "refused"],
+)
+def test_sbatch_that_submits_nothing(said, status, out, err, launch, course, tmp_path):
+    """One line where no Slurm is behind it, and no other files than without it; its own words where it refuses."""
+    with mock.patch.dict(os.environ, {"PATH": str(tmp_path)}):
+        launch(TOY, "--slurm", "nodes=2,gpus=4")
+        without = {path: content for path, (_, content) in snapshot(course).items()}
+        shutil.rmtree(course / "runs")
+        (course / "course_lib" / "toy.py").unlink()
+        (tmp_path / "said").write_text(said)
+        (tmp_path / "sbatch").write_text(f'#!/bin/bash\necho "$(<{tmp_path}/said)" >&2; exit 1\n')
+        (tmp_path / "sbatch").chmod(0o755)
+        assert launch(TOY, "--slurm", "nodes=2,gpus=4") == (status, out, err)
+    assert {path: content for path, (_, content) in snapshot(course).items()} == without
+    shutil.rmtree(course / "runs")
+    (course / "course_lib" / "toy.py").unlink()
+
+
+@pytest.mark.skipif(not shutil.which("sbatch"), reason="no sbatch here")
+def test_a_real_sbatch_that_is_not_set_up(launch, course, tmp_path):
+    (tmp_path / "slurm.conf").write_text("")
+    with mock.patch.dict(os.environ, {"SLURM_CONF": str(tmp_path / "slurm.conf")}):
+        assert launch(TOY, "--slurm", "nodes=2,gpus=4") == (0, ELSEWHERE, "")
     shutil.rmtree(course / "runs")
     (course / "course_lib" / "toy.py").unlink()
 
