@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS, LIBRARY = ROOT / "notebooks", ROOT / "course_lib"
 MARKER = re.compile(r"^\s*### (BEGIN|END) (SOLUTION|HIDDEN TESTS)\s*$")
-DIRECTIVE = re.compile(r"^#\|\s*(export|default_exp)\b[: ]*(\S*)\s*$")
+DIRECTIVE = re.compile(r"^(#\|\s*(export|default_exp)\b[: ]*([^\s#]*))\s*(?:#.*)?$")
 BLOCK = re.compile(r"^# %% (\S+\.ipynb) #(\S+)$")
 
 
@@ -63,9 +63,16 @@ def directive(source: str, name: str) -> str | None:
     for line in source.splitlines():
         if not line.startswith("#|"):
             return None
-        if (found := DIRECTIVE.match(line)) and found[1] == name:
-            return found[2]
+        if (found := DIRECTIVE.match(line)) and found[2] == name:
+            return found[3]
     return None
+
+
+def plain_directives(source: str) -> str:
+    """A cell's source as nbdev reads it: its `#| name` lines without what fold.py says behind them."""
+    lines = source.split("\n")
+    end = next((number for number, line in enumerate(lines) if not line.startswith("#|")), len(lines))
+    return "\n".join([DIRECTIVE.sub(r"\1", line).rstrip() for line in lines[:end]] + lines[end:])
 
 
 def module_file(library: Path, name: str) -> Path:
@@ -149,6 +156,8 @@ def module_texts(notebook: dict, path: Path, library: Path = LIBRARY) -> dict[st
         cell.update(cell_type="code", outputs=[], execution_count=None)  # a raw cell too
     # nbdev would put a markdown title, "# ...", into the default module.
     notebook["cells"] = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for cell in notebook["cells"]:
+        cell["source"] = plain_directives(cell["source"])
     with tempfile.TemporaryDirectory() as folder:
         plain, made = Path(folder) / Path(path).name, Path(folder) / library.name
         plain.write_text(json.dumps(notebook), encoding="utf-8")

@@ -1,23 +1,26 @@
 """Fold the cells of a notebook that a reader can leave closed and still follow: python scripts/fold.py NOTEBOOK ...
 
 Of a folded cell JupyterLab shows the first line and what it printed or drew (`jupyter.source_hidden`); the tag
-`hide-input` says the same to Sphinx. Folded are, by rule and never by hand: set-up, checks and what they need, given
+`hide-input` says the same to Sphinx. So the first line says what the cell is; where it is a directive, the names that
+the cell makes are put behind it here. Folded are, by rule and never by hand: set-up, checks and what they need, given
 code (it goes to course_lib, or begins with `# Given:`), widgets (`# Widget:`), code of figures that is longer than
 FIGURE_LINES, and any cell longer than LONGEST. Open are all text, all exercises, the few lines that call what was
 built, and cells tagged `show-input`: code that the text asks to be read. `make render` and scripts/edit.py fold, too.
 """
 
+import ast
 import re
 import sys
 from pathlib import Path
 
 import nbformat
 
-from export import ExportError, read_notebook, write_atomically
+from export import DIRECTIVE, ExportError, plain_directives, read_notebook, write_atomically
 
 TAG, OPEN = "hide-input", "show-input"
 FIGURE_LINES = 6
 LONGEST = 40
+WIDTH = 120
 
 
 def is_folded(cell: nbformat.NotebookNode) -> bool:
@@ -35,6 +38,35 @@ def is_folded(cell: nbformat.NotebookNode) -> bool:
     return lines > LONGEST or draws and lines > FIGURE_LINES
 
 
+def says(source: str) -> str:
+    """What an exported cell holds, in a few words: the names that it makes, or a docstring's first line, or imports."""
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        return ""
+    names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    for node in body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names += [each.id for target in targets if target for each in ast.walk(target) if isinstance(each, ast.Name)]
+    if names:
+        return ", ".join(name for name in dict.fromkeys(names) if name not in ("_all_", "__all__")) or "public names"
+    if text := ast.get_docstring(ast.Module(body, [])):
+        return text.splitlines()[0]
+    return "imports" if body else ""
+
+
+def label(cell: nbformat.NotebookNode, folded: bool) -> None:
+    """Let the first line of a folded cell that begins with a directive say what the cell holds; else, nothing."""
+    first, *rest = plain_directives(cell["source"]).split("\n")
+    if not DIRECTIVE.match(first) or cell["cell_type"] == "markdown":
+        return
+    words = "set-up" if cell["id"].startswith("setup") else says("\n".join(rest))
+    if folded and words:
+        first += f"  # {words}"
+        first = first if len(first) <= WIDTH else first[: WIDTH - 2].rpartition(" ")[0].rstrip(",") + " …"
+    cell["source"] = "\n".join([first, *rest])
+
+
 def mark(cell: nbformat.NotebookNode, folded: bool) -> None:
     """Fold the cell, or unfold it, in place. All its other metadata stays."""
     tags = [tag for tag in cell["metadata"].get("tags", []) if tag != TAG] + [TAG] * folded
@@ -49,6 +81,7 @@ def fold(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Fold and unfold the notebook's cells by the rule, in place; returns it."""
     for cell in notebook["cells"]:
         mark(cell, is_folded(cell))
+        label(cell, is_folded(cell))
     return notebook
 
 

@@ -12,6 +12,7 @@ from nbdev.config import get_config
 
 import edit
 import fold
+from export import directive, plain_directives
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -82,6 +83,33 @@ def test_folding_leaves_all_other_metadata_and_is_undone():
     }
     fold.mark(cell, False)
     assert cell.metadata == before
+
+
+@pytest.mark.parametrize(
+    "source, first",
+    [
+        ('#| export zero.shards\n"""Where tensors lie.\n\nMore."""', "#| export zero.shards  # Where tensors lie."),
+        ("#| export\nimport os\nfrom a import b", "#| export  # imports"),
+        ("#| export a.b  # old words\nX = y = 1\nclass C:\n    z = 2\ndef f(): w = 3", "#| export a.b  # C, f, X, y"),
+        ("#| export a.__init__\nfrom a.b import c\n_all_ = ['c']", "#| export a.__init__  # public names"),
+        ("#| export\n" + "\n".join(f"def function_{i}(): pass" for i in range(20)), None),
+        ("#| export", "#| export"),
+    ],
+)
+def test_the_first_line_of_an_exported_cell_says_what_it_holds(source, first):
+    cell = nbformat.v4.new_code_cell(source, id="zero")
+
+    def folded() -> str:
+        return fold.fold(nbformat.v4.new_notebook(cells=[cell])).cells[0].source
+
+    once = folded()
+    shown, _, rest = once.partition("\n")
+    assert shown == first or first is None and len(shown) <= fold.WIDTH and shown.endswith("function_7 …")
+    assert rest == source.partition("\n")[2] and folded() == once
+    assert plain_directives(once) == plain_directives(source)
+    assert directive(once, "export") == directive(source, "export")
+    cell.metadata.tags = [fold.OPEN]
+    assert folded() == plain_directives(source), "an open cell"
 
 
 def test_folds_survive_cleaning_and_stand_not_in_the_text():
