@@ -936,17 +936,9 @@ import course_lib.zero.sharded_parameters
 
 class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
     def gather(self):
-        if True:
-            self.gathered = True
-            self.values.untyped_storage().resize_(self.nbytes)
-            if self.encoding is None:
-                own = self.layout.own(self.values)
-                own.copy_(self.shard)
-                self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
-            else:
-                payload = self.encoding.encode(self.shard)
-                self.payloads = payload.new_empty(self.layout.world_size * len(payload))
-                self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
+        self.wait()  # for one that is under way: else it would write to memory that free() has given back
+        self.gathered = False
+        super().gather()
 
 
 # %% 05.9 the encoding is passed over
