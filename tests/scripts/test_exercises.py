@@ -171,10 +171,12 @@ def blank_faults(failure: Failure | None) -> list[str]:
 
 
 def answer_faults(what: str, failure: Failure | None) -> list[str]:
-    """What is wrong with how a check answers a wrong answer."""
+    """What is wrong with how a check answers a wrong answer. One that writes to memory which is gone "may crash": the
+    report of the rank's death is a verdict then.
+    """
     if failure is None:
         return [f"its check accepts the wrong answer '{what}'"]
-    if not failure.is_verdict:
+    if not failure.is_verdict and not ("may crash" in what and "SIG" in failure.message):
         return [f"the wrong answer '{what}' crashes instead of being caught: {failure}"]
     if failure.words() < 4:
         return [f"its check does not explain what is wrong with '{what}': '{failure.message}'"]
@@ -493,3 +495,11 @@ def test_wrong_answers_may_need_other_cells():
     sources = {"a": "a = 1", "b": "b = 2", "answer": "x = a", "check": "assert x"}
     assert needed("check", sources) == {"a", "answer", "check"}
     assert needed("check", sources, answer=["x = b", "x = = 2"]) == {"a", "b", "answer", "check"}
+
+
+def test_a_crash_is_a_verdict_for_an_answer_that_may_crash_alone():
+    died = Failure(False, True, "RankFailed", "Exercise 05.9: rank 0: its process died without a Python error: SIGSEGV")
+    assert "crashes instead" in answer_faults("waits too late", died)[0]
+    assert not answer_faults("waits too late, and may crash", died)
+    own = Failure(False, True, "TypeError", "an error of its own")
+    assert "crashes instead" in answer_faults("it may crash", own)[0]

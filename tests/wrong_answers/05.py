@@ -866,7 +866,7 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
         self.whole = torch.empty_like(self.values)
 
 
-# %% 05.9 free() does not wait
+# %% 05.9 free() does not wait, and may crash
 import course_lib.zero.sharded_parameters
 
 
@@ -876,7 +876,7 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
         self.gathered = False
 
 
-# %% 05.9 free() waits when the memory is gone already
+# %% 05.9 free() waits when the memory is gone already, and may crash
 import course_lib.zero.sharded_parameters
 
 
@@ -889,7 +889,7 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
         self.gathered = False
 
 
-# %% 05.9 free() forgets the work instead of waiting
+# %% 05.9 free() forgets the work instead of waiting, and may crash
 import course_lib.zero.sharded_parameters
 
 
