@@ -9,8 +9,10 @@
 It runs from a bare checkout, with torch and triton alone; pytest, ncu, compute-sanitizer, Liger-Kernel and torchao are
 used where they are. What is measured, and in which order, is in gpu_jobs.py; how, in kernel_runs.py.
 
-Jobs run in a process beside this one, which is another one after each job that failed: an illegal access, a crash, a
-hang or a wrong result costs its own job alone. DIR/results.jsonl gets a line as soon as there is something to say:
+Jobs run in processes beside this one, a new one after each job that failed: an illegal access, a crash, a hang or a
+wrong result costs its own job alone. Jobs that time something have the GPU for themselves; the others run side by side.
+Before the first of the timed ones, what they compile is compiled side by side too (`ready: `), and kept on disk by
+Triton and PyTorch. DIR/results.jsonl gets a line as soon as there is something to say:
 
     {"job": name, "begin": date}    {"job": name, "row": {...}}    {"job": name, "outcome": "passed", "seconds": 12.3}
 
@@ -19,9 +21,12 @@ DIR/log.txt has what the jobs print.
 """
 
 import argparse
+import collections
+import concurrent.futures
 import contextlib
 import datetime
 import importlib
+import itertools
 import json
 import os
 import queue
@@ -38,7 +43,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [path for path in (str(HERE.parent), str(HERE)) if path not in sys.path]
 STARTED = time.monotonic()
-START_S = 60  # the most that a process may take until it begins its first job
+START_S = 120  # the most that a process may take until it begins its first job
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Job:
     seconds: float  # that it takes on an H200, estimated until `--plan --out DIR` knows better
     limit_s: float = 0.0  # when it counts as hung; 0: three times as long, and a minute
     alone: bool = False  # in a process of its own
+    beside: bool = False  # others may run at the same time: its times do not count
 
     @property
     def patience_s(self) -> float:
@@ -88,11 +94,12 @@ def work(jobs: dict[str, Job], rows) -> None:
 
 
 class Worker:
-    """The process beside, as this one sees it."""
+    """A process beside, as this one sees it."""
 
-    def __init__(self, module: str, device: str, log):
-        command = [sys.executable, str(HERE / "gpu.py"), "--work", "--jobs", module, "--device", device]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+    def __init__(self, chosen: argparse.Namespace, log, crowded: bool):
+        command = [sys.executable, str(HERE / "gpu.py"), "--work", "--jobs", chosen.jobs, "--device", chosen.device]
+        few = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"} if crowded else {}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "env": os.environ | few}
         self.process = subprocess.Popen(command, **pipes, text=True, start_new_session=True)
         self.lines: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self.listen, daemon=True).start()
@@ -170,60 +177,108 @@ def told(row: dict) -> str:
     return ", ".join([*words, f"noise {row['noise']:.1%}"])
 
 
+class Run:
+    """Jobs under way, and where it is written down what they say."""
+
+    def __init__(self, chosen: argparse.Namespace, results, log):
+        self.chosen, self.results, self.log = chosen, results, log
+        self.workers: set[Worker] = set()
+        self.no_time: list[str] = []
+        self.lock, self.stopped = threading.Lock(), False
+
+    def note(self, job: Job, what: dict) -> None:
+        with self.lock:
+            print(json.dumps({"job": job.name} | what), file=self.results, flush=True)
+
+    def lane(self, todo: collections.deque[Job], crowded: bool) -> None:
+        """Do what is to be done, one after another, while other lanes do the same."""
+        worker = None
+        while not self.stopped:
+            with self.lock:
+                if not todo:
+                    break
+                job, spent = todo.popleft(), time.monotonic() - STARTED
+            if job.seconds > self.chosen.budget - spent:
+                self.no_time.append(job.name)
+                continue
+            if worker is None or job.alone:
+                self.dismiss(worker)
+                worker = Worker(self.chosen, self.log, crowded)
+                self.workers.add(worker)
+            ended = self.do(job, worker)
+            if job.alone or ended["outcome"] not in ("passed", "skipped"):
+                worker = self.dismiss(worker)
+        self.dismiss(worker)
+
+    def do(self, job: Job, worker: Worker) -> dict:
+        """One job; returns its outcome."""
+        began, lines = time.monotonic(), []
+        self.note(job, {"begin": datetime.datetime.now().isoformat(timespec="seconds")})
+
+        def note_row(row: dict) -> None:
+            lines.append(f"    {told(row)}")
+            self.note(job, {"row": row})
+
+        ended = worker.run(job, job.patience_s, self.chosen.budget - (began - STARTED), note_row)
+        now = time.monotonic()
+        if ended["outcome"] == "timed out" and now - STARTED >= self.chosen.budget:
+            ended = {"outcome": None, "error": "cut off, as the budget is used up"}  # it begins again next time
+        if self.stopped:
+            return ended
+        if ended["outcome"] != "passed":
+            lines.append(f"    {ended['outcome'] or 'not done'}: {ended['error']}")
+        if ended["outcome"]:
+            self.note(job, ended | {"seconds": round(now - began, 1)})
+        print("\n".join([f"{began - STARTED:5.0f} to {now - STARTED:3.0f} s  {job.name}", *lines]), flush=True)
+        return ended
+
+    def dismiss(self, worker: Worker | None) -> None:
+        if worker:
+            worker.end()
+            self.workers.discard(worker)
+
+    def stop(self) -> None:
+        """End all that is under way."""
+        self.stopped = True
+        for worker in tuple(self.workers):
+            worker.end()
+
+
 def run_all(chosen: argparse.Namespace, jobs: dict[str, Job], known: dict[str, dict]) -> dict[str, dict]:
     """Run the jobs that there is time for; returns what is known of all afterwards."""
-    start, worker, no_time = STARTED, None, []
     chosen.out.mkdir(parents=True, exist_ok=True)
     file = chosen.out / "results.jsonl"
     if file.exists() and not file.read_text().endswith("\n"):
         file.write_text(file.read_text() + "\n")
     with file.open("a") as results, (chosen.out / "log.txt").open("a") as log:
-
-        def note(job: Job, what: dict) -> None:
-            print(json.dumps({"job": job.name} | what), file=results, flush=True)
-
-        def note_row(row: dict, job: Job) -> None:
-            note(job, {"row": row})
-            print(f"    {told(row)}", flush=True)
-
-        try:
-            for job in jobs.values():
-                left = chosen.budget - (time.monotonic() - start)
-                if job.seconds > left:
-                    no_time.append(job.name)
-                    continue
-                if worker and job.alone:
-                    worker = worker.end()
-                worker = worker or Worker(chosen.jobs, chosen.device, log)
-                print(f"{time.monotonic() - start:5.0f} s  {job.name}", flush=True)
-                note(job, {"begin": datetime.datetime.now().isoformat(timespec="seconds")})
-                began = time.monotonic()
-                ended = worker.run(job, job.patience_s, left, lambda row, job=job: note_row(row, job))
-                if ended["outcome"] == "timed out" and time.monotonic() - start >= chosen.budget:
-                    ended = {"outcome": None, "error": "cut off, as the budget is used up"}  # it begins again next time
-                else:
-                    note(job, ended | {"seconds": round(time.monotonic() - began, 1)})
-                if ended["outcome"] != "passed":
-                    print(f"    {ended['outcome'] or 'not done'}: {ended['error']}", flush=True)
-                if job.alone or ended["outcome"] not in ("passed", "skipped"):
-                    worker = worker.end()
-        finally:
-            if worker:
-                worker.end()
-    if no_time:
-        print(f"no time was left for {len(no_time)} jobs: run it again, and it goes on with {no_time[0]!r}")
+        run = Run(chosen, results, log)
+        for beside, group in itertools.groupby(jobs.values(), key=lambda job: job.beside):
+            todo = collections.deque(group)
+            count = min(chosen.processes, len(todo)) if beside else 1
+            with concurrent.futures.ThreadPoolExecutor(count) as pool:
+                lanes = [pool.submit(run.lane, todo, count > 1) for _ in range(count)]
+                try:
+                    for lane in lanes:
+                        lane.result()
+                finally:
+                    if not all(lane.done() for lane in lanes):
+                        run.stop()
+    if run.no_time:
+        print(f"no time was left for {len(run.no_time)} jobs: run it again, and it goes on with {run.no_time[0]!r}")
     return known | read(chosen.out)
 
 
-def show_plan(jobs: dict[str, Job], known: dict[str, dict]) -> None:
+def show_plan(jobs: dict[str, Job], known: dict[str, dict], processes: int) -> None:
     """The jobs, how long they take, and what has become of them."""
     for job in jobs.values():
         about = known.get(job.name, {})
         seconds = about["seconds"] if about.get("outcome") == "passed" else job.seconds
         print(f"{seconds:6.0f} s  {job.name:<60} {about.get('outcome', '')}")
-    total = sum(job.seconds for job in jobs.values())
-    todo = sum(job.seconds for job in jobs.values() if known.get(job.name, {}).get("outcome") is None)
-    print(f"{todo:6.0f} s  to come, of {total:.0f} s in all (estimates for an H200)")
+    todo = [job for job in jobs.values() if "outcome" not in known.get(job.name, {})]
+    total, left = (
+        sum(job.seconds / (processes if job.beside else 1) for job in each) for each in (jobs.values(), todo)
+    )
+    print(f"{left:6.0f} s  to come, of {total:.0f} s in all (estimates for an H200, {processes} jobs side by side)")
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:
@@ -233,6 +288,8 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     add("--budget", type=float, default=540, help="seconds; no job is begun that would not fit")
     add("--only", metavar="NAME", help="only jobs with this in their names, whether they are done or not")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny sizes, to see that all of it runs")
+    few = max(1, min(12, 3 * (os.cpu_count() or 1) // 4))
+    add("--processes", type=int, default=few, help="jobs side by side where no time is taken (3 for 4 cores, up to 12)")
     add("--plan", action="store_true", help="say what would run, and end")
     add("--record", action="store_true", help="write results/*_<gpu>.json from what --out has, and end")
     add("--jobs", default="gpu_jobs", help=argparse.SUPPRESS)
@@ -266,7 +323,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"no job has {chosen.only!r} in its name; --plan shows them", file=sys.stderr)
             return 1
     if chosen.plan:
-        show_plan(jobs, known)
+        show_plan(jobs, known, chosen.processes)
         return 0
     todo = jobs if chosen.only else {n: job for n, job in jobs.items() if "outcome" not in known.get(n, {})}
     known = run_all(chosen, todo, known)

@@ -1,17 +1,18 @@
 """What gpu.py runs, in its order: is it right, then the sizes that count most, then the rest.
 
     machine            versions, clocks, ceilings
-    tests: FILE        the tests that want CUDA (pytest -m gpu)
     right: KERNEL      each kernel's results and gradients against PyTorch in a wider type, small, each in a process of
                        its own; kernels specialised by warps last
-    FILE: KERNEL SIZE  kernels.py, attention.py, fp8.py: times against the rivals, the headline sizes first
-    step               bench-1B: eager, compiled, with the kernels, in FP8: seconds, tokens/s, MFU, peak memory
+    tests: FILE        the tests that want CUDA (pytest -m gpu)
     ranks: LAYOUT      two ranks with tensors on one GPU, over gloo, against one rank: losses and weights after 3 steps
     launcher: NAME     a notebook's program by the launcher, NCCL on one rank
     memory             a memory profile, and what the allocator says of the same step
+    ready: FILE: KERNEL SIZE  compiles it all for the next, and holds it against PyTorch at this size
+    FILE: KERNEL SIZE  kernels.py, attention.py, fp8.py: times against the rivals, the headline sizes first
+    step               bench-1B: eager, compiled, with the kernels, in FP8: seconds, tokens/s, MFU, peak memory
+    tests of kernels: FILE    the kernels' tests, compiled and on the GPU (pytest -m device)
     sanitizer: TOOL    compute-sanitizer over every kernel, small
     sectors            what ncu counts against what count_transactions predicts (counters.py)
-    tests of kernels: FILE   the kernels' tests, compiled and on the GPU (pytest -m device)
 """
 
 import dataclasses
@@ -136,6 +137,15 @@ def right(case: Case, comparison: Comparison, device: torch.device) -> Iterator[
     for kernel in tuners():
         del kernel.configs[1:]  # all of them compiled would take a minute; this process runs nothing else
     yield {"errors": working(dataclasses.replace(case, methods=own), device, comparison)[1]}
+
+
+def ready(case: Case, comparison: Comparison, device: torch.device) -> Iterator[dict]:
+    """All columns compile, at all tile sizes, for `measured`, and ours are held against the reference at this size. All
+    but "math": it has nothing to compile, and its scores take the room of those beside it.
+    """
+    fresh()
+    case = dataclasses.replace(case, methods={name: each for name, each in case.methods.items() if name != "math"})
+    yield {"errors": working(case, device, comparison)[1]}
 
 
 def measured(file: str, case: Case, comparison: Comparison, device: torch.device) -> Iterator[dict]:
@@ -293,40 +303,42 @@ def cases(device: torch.device, which: str) -> Iterator[tuple[str, Comparison, C
 def jobs(device_type: str) -> Iterator[Job]:
     """All of them, in order."""
     device, on_gpu = torch.device(device_type), device_type == "cuda"
+    beside = functools.partial(Job, beside=True)
     yield Job("machine", functools.partial(machine, device), 15)
-    for file in files_with("mark.gpu") if on_gpu else ["tests/kernels/test_timing.py"]:
-        yield Job(f"tests: {Path(file).stem}", functools.partial(tests, "gpu", file), 12)
     small = [
-        Job(f"right: {case.kernel} {case.size}", functools.partial(right, case, each, device), 12, alone=on_gpu)
+        beside(f"right: {case.kernel} {case.size}", functools.partial(right, case, each, device), 15, alone=on_gpu)
         for _, each, case in cases(device, "small" if on_gpu else "cpu")
     ]
     yield from sorted(small, key=lambda job: bool(re.match("right: (product|rungs)", job.name)))  # Hopper's come last
-    timed = [
-        Job(
-            f"{file}: {case.kernel} {case.size}",
-            functools.partial(measured, file, case, each, device),
-            SECONDS.get(re.match(r"\w+", case.kernel)[0], 8),
-        )
-        for file, each, case in cases(device, device_type)
-    ]
-    yield from (job for job in timed if HEADLINES.match(job.name))
-    for way in ways(LARGE[device_type][0]):
-        yield Job(f"step: {way}", functools.partial(step, way, device), 40 if way == "compile" else 25)
+    for file in files_with("mark.gpu") if on_gpu else ["tests/kernels/test_timing.py"]:
+        yield beside(f"tests: {Path(file).stem}", functools.partial(tests, "gpu", file), 12)
     for words in LAYOUTS if on_gpu else ["tp2"]:
-        yield Job(f"ranks: {words}", functools.partial(two_ranks, words, device), 30, alone=True)
+        yield beside(f"ranks: {words}", functools.partial(two_ranks, words, device), 30, alone=True)
     small_run = [] if on_gpu else "--preset debug --batch 2 --seq 16".split()
     for notebook in ("04_data_parallel", "05_zero", "10_5d") if on_gpu else ("10_5d",):
-        yield Job(f"launcher: {notebook}", functools.partial(launcher, notebook, ["--steps", "3", *small_run]), 25)
-    yield Job("memory", functools.partial(memory, device), 15)
-    yield from (job for job in timed if not HEADLINES.match(job.name))
+        yield beside(f"launcher: {notebook}", functools.partial(launcher, notebook, ["--steps", "3", *small_run]), 25)
+    yield beside("memory", functools.partial(memory, device), 15)
+    timed, ahead = {}, {}
+    for file, each, case in cases(device, device_type):
+        name, seconds = f"{file}: {case.kernel} {case.size}", SECONDS.get(re.match(r"\w+", case.kernel)[0], 8)
+        timed[name] = Job(name, functools.partial(measured, file, case, each, device), seconds)
+        ahead[name] = beside(f"ready: {name}", functools.partial(ready, case, each, device), 2 * seconds)
+    headlines = [name for name in timed if HEADLINES.match(name)]
+    others = [name for name in timed if not HEADLINES.match(name)]
+    yield from (ahead[name] for name in headlines if on_gpu)
+    yield from (timed[name] for name in headlines)
+    for way in ways(LARGE[device_type][0]):
+        yield Job(f"step: {way}", functools.partial(step, way, device), 40 if way == "compile" else 25)
+    yield from (ahead[name] for name in others if on_gpu)
+    for file in files_with("DEVICE = ") if on_gpu else ():
+        name = f"tests of kernels: {Path(file).stem}"
+        yield beside(name, functools.partial(tests, "device", file), 20, limit_s=300)
     names = [job.name for job in small]
     for tool in ("memcheck", "racecheck"):
         its_run = functools.partial(sanitized, tool, device_type, names)
-        yield Job(f"sanitizer: {tool}", its_run, 150, alone=bool(sanitizer()))
+        yield beside(f"sanitizer: {tool}", its_run, 150, alone=bool(sanitizer()))
+    yield from (timed[name] for name in others)
     yield Job("sectors", sectors, 60, alone=bool(shutil.which("ncu")))
-    if on_gpu:
-        for file in files_with("DEVICE = "):
-            yield Job(f"tests of kernels: {Path(file).stem}", functools.partial(tests, "device", file), 20, limit_s=300)
 
 
 def record(known: dict[str, dict]) -> Iterator[str]:

@@ -3,10 +3,12 @@ GPU: what crashes writes to an address that is not its own.
 """
 
 import ctypes
+import functools
 import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from gpu import Job, Skipped
 
@@ -49,6 +51,15 @@ def slow():
     yield
 
 
+def meet(number: int):
+    """Passes when all three are under way."""
+    folder = Path(os.environ["MEETING"])
+    (folder / f"{number}").touch()
+    while len([*folder.iterdir()]) < 3:
+        time.sleep(0.01)
+    yield {"pid": os.getpid()}
+
+
 def jobs(device: str):
     assert device == "cpu"
     yield Job("first", fine, 0)
@@ -62,6 +73,9 @@ def jobs(device: str):
     yield Job("after the missing one", fine, 0)
     yield Job("alone", fine, 0, alone=True)
     yield Job("last", fine, 0)
+    for number in range(3):
+        yield Job(f"beside {number}", functools.partial(meet, number), 0, limit_s=60, beside=True)
+    yield Job("a crash beside", crash, 0, beside=True)
     yield Job("long", slow, 1000)
 
 
