@@ -118,7 +118,7 @@ def files_with(word: str) -> list[str]:
 
 def tuners() -> list[Autotuner]:
     """Our autotuned kernels that have been made so far."""
-    return [each for each in gc.get_objects() if isinstance(each, Autotuner)]
+    return [each for each in gc.get_objects() if type(each) is Autotuner]
 
 
 def fresh() -> None:
@@ -305,11 +305,12 @@ def jobs(device_type: str) -> Iterator[Job]:
     device, on_gpu = torch.device(device_type), device_type == "cuda"
     beside = functools.partial(Job, beside=True)
     yield Job("machine", functools.partial(machine, device), 15)
-    small = [
-        beside(f"right: {case.kernel} {case.size}", functools.partial(right, case, each, device), 15, alone=on_gpu)
-        for _, each, case in cases(device, "small" if on_gpu else "cpu")
-    ]
-    yield from sorted(small, key=lambda job: bool(re.match("right: (product|rungs)", job.name)))  # Hopper's come last
+    small: dict[str, list[Job]] = {file: [] for file in COMPARISONS}
+    for file, each, case in cases(device, "small" if on_gpu else "cpu"):
+        its_run = functools.partial(right, case, each, device)
+        small[file].append(beside(f"right: {case.kernel} {case.size}", its_run, 15, alone=on_gpu))
+    rightness = [job for of_file in small.values() for job in of_file]
+    yield from sorted(rightness, key=lambda job: bool(re.match("right: (product|rungs)", job.name)))  # Hopper's last
     for file in files_with("mark.gpu") if on_gpu else ["tests/kernels/test_timing.py"]:
         yield beside(f"tests: {Path(file).stem}", functools.partial(tests, "gpu", file), 12)
     for words in LAYOUTS if on_gpu else ["tp2"]:
@@ -333,10 +334,10 @@ def jobs(device_type: str) -> Iterator[Job]:
     for file in files_with("DEVICE = ") if on_gpu else ():
         name = f"tests of kernels: {Path(file).stem}"
         yield beside(name, functools.partial(tests, "device", file), 20, limit_s=300)
-    names = [job.name for job in small]
     for tool in ("memcheck", "racecheck"):
-        its_run = functools.partial(sanitized, tool, device_type, names)
-        yield beside(f"sanitizer: {tool}", its_run, 150, alone=bool(sanitizer()))
+        for file, of_file in small.items():
+            its_run = functools.partial(sanitized, tool, device_type, [job.name for job in of_file])
+            yield beside(f"sanitizer: {tool}, {file}", its_run, 100, alone=bool(sanitizer()))
     yield from (timed[name] for name in others)
     yield Job("sectors", sectors, 60, alone=bool(shutil.which("ncu")))
 

@@ -120,7 +120,8 @@ def hopper_forward_kernel(
     v_rows = tl.make_tensor_descriptor(v_head_at, [keys, HEAD_DIM], [v_row, 1], [BLOCK_K, BLOCK_D])
     out_rows = tl.make_tensor_descriptor(out_head_at, [queries, HEAD_DIM], [heads * HEAD_DIM, 1], [BLOCK_Q, BLOCK_D])
 
-    row = first_query + tl.arange(0, BLOCK_Q)
+    first_row = tl.num_programs(0) * BLOCK_Q - (tl.program_id(0) + 1) * BLOCK_Q  # first_query, and why: see 2 above
+    row = first_row + tl.arange(0, BLOCK_Q)
     last_seen = tl.minimum(row, keys - 1) if CAUSAL else tl.zeros_like(row) + keys - 1
     end = tl.minimum(keys, first_query + BLOCK_Q) if CAUSAL else keys
     attend_keys: tl.constexpr = attend_overlapped if OVERLAPPED else attend_specialized

@@ -96,7 +96,8 @@ def hopper_block_matmul_kernel(
     first_row, first_column = tile_m * block_m, tile_n * block_n
     a_tiles = tl.make_tensor_descriptor(a, [m, k], [a_row, 1], [block_m, piece])
     b_tiles = tl.make_tensor_descriptor(b, [n, k], [b_row, 1], [block_n, piece])
-    scales_a, there_a = scales_of_tile(scale_a, first_row, m, scale_a_row, rows_a, block_m)
+    own_row = (tile_m + 1) * block_m - block_m  # first_row once more: see 1 above
+    scales_a, there_a = scales_of_tile(scale_a, own_row, m, scale_a_row, rows_a, block_m)
     scales_b, there_b = scales_of_tile(scale_b, first_column, n, scale_b_row, rows_b, block_n)
     total = tl.zeros((block_m, block_n), tl.float32)
     for number in tl.range(0, tl.cdiv(k, piece), warp_specialize=specialized):
@@ -106,7 +107,7 @@ def hopper_block_matmul_kernel(
         tile_b = b_tiles.load([first_column, number * piece])
         partial = dot_fp8(tile_a, tl.trans(tile_b), tl.zeros((block_m, block_n), tl.float32))
         total = promote(total, partial, of_a, of_b, rows_a % block_m != 0, rows_b % block_n != 0)
-    row, column = first_row + tl.arange(0, block_m), first_column + tl.arange(0, block_n)
+    row, column = own_row + tl.arange(0, block_m), first_column + tl.arange(0, block_n)
     at = out + row[:, None].to(tl.int64) * n + column[None, :]
     tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
 

@@ -476,7 +476,8 @@ def test_cuda_has_the_same_categories_and_the_allocators_lines():
     found = highest(profile)
     assert found["parameters"] == STATES["parameters"] and found["gradients"] == STATES["gradients"]
     assert found["optimizer states"] == pytest.approx(STATES["optimizer states"], rel=0.001)
-    assert found["activations"] == pytest.approx(activation_bytes(CONFIG, BATCH, SEQ, 4), rel=0.02)
+    # In float32 no kernel of PyTorch on a GPU takes fewer heads of k and v than of q: scores are stored.
+    assert found["activations"] == pytest.approx(activation_bytes(CONFIG, BATCH, SEQ, 4, flash=False), rel=0.001)
     requested = max(sample[1] for sample in profile.allocator)
     assert all(requested <= reserved for _, requested, reserved in profile.allocator)
     assert requested >= 0.95 * sum(profile.peak().values()), "the allocator sees all that we see"
