@@ -1,10 +1,10 @@
 """What benchmarks/attention.py compares: attention of notebook 13 and its rivals, at which sizes, and their work.
 
 Columns. ours: flash_attention. flash, cuDNN, math: scaled_dot_product_attention held to that backend; math is the one
-that stores the scores. flex: FlexAttention, compiled, with the mask as a block mask that is made once. flash_attn: the
-package of that name, where it is installed. Documents of different lengths in one row: ours and flash_attn by
-cu_seqlens, flash is PyTorch's varlen_attn, flex has a mask of documents, and padded fills up to the longest document,
-runs flash and takes the padding out again; both ways of copying count, for they belong to it.
+that stores the scores, and is there for up to 4k. flex: FlexAttention, compiled, with the mask as a block mask that is
+made once. flash_attn: the package of that name, where it is installed. Documents of different lengths in one row: ours
+and flash_attn by cu_seqlens, flash is PyTorch's varlen_attn, flex has a mask of documents, and padded fills up to the
+longest document, runs flash and takes the padding out again; both ways of copying count, for they belong to it.
 
 All take q [b, s, a, d], as the model has it, and k, v [b, s, kv, d]; SDPA and flex see it transposed, not copied.
 
@@ -34,6 +34,7 @@ package = torch.cuda.is_available() and importlib.util.find_spec("flash_attn")
 if package:
     from flash_attn import flash_attn_func, flash_attn_varlen_func
 
+LONGEST_STORED = 4096  # scores of more, in float32, take 16 GiB and up: nobody would train so
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION, "math": SDPBackend.MATH}
 SIZES = {
     "cuda": {  # grouped: sequence, heads of q, of k and v, head_dim; documents: how many, heads, head_dim
@@ -96,6 +97,8 @@ def dense_case(
 
     methods: dict[str, Callable] = {"ours": partial(flash_attention, causal=causal)}
     methods |= {column: partial(backend, which, causal=causal) for column, which in BACKENDS.items()}
+    if sequence > LONGEST_STORED:
+        del methods["math"]
     if sequence in sizes["flex"] and head_dim == 128 or device.type == "cpu":
         methods["flex"] = partial(flex, cache(lambda: causal_mask(sequence, device) if causal else None))
     if package:

@@ -110,10 +110,9 @@ def tests(marked: str, file: str) -> Iterator[dict]:
     assert done.returncode in (0, 5), last  # 5: none is chosen
 
 
-def files_with(word: str) -> list[str]:
-    return sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/test_*.py") if word in path.read_text()
-    )
+def files_with(pattern: str) -> list[str]:
+    found = (path for path in (ROOT / "tests").glob("*/test_*.py") if re.search(pattern, path.read_text(), re.M))
+    return sorted(str(path.relative_to(ROOT)) for path in found)
 
 
 def tuners() -> list[Autotuner]:
@@ -331,7 +330,7 @@ def jobs(device_type: str) -> Iterator[Job]:
     for way in ways(LARGE[device_type][0]):
         yield Job(f"step: {way}", functools.partial(step, way, device), 40 if way == "compile" else 25)
     yield from (ahead[name] for name in others if on_gpu)
-    for file in files_with("DEVICE = ") if on_gpu else ():
+    for file in files_with(r"^DEVICE = |^from \w+ import .*\bDEVICE\b|^    DEVICE,$") if on_gpu else ():
         name = f"tests of kernels: {Path(file).stem}"
         yield beside(name, functools.partial(tests, "device", file), 20, limit_s=300)
     for tool in ("memcheck", "racecheck"):

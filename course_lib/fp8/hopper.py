@@ -47,9 +47,8 @@ HOPPER_BLOCK_CONFIGURATIONS = [
         {"block_m": m, "block_n": n, "specialized": specialized, "group": 8}, num_warps=warps, num_stages=stages
     )
     for m, n, specialized, warps, stages in [
-        (128, 128, True, 4, 4),
-        (128, 128, True, 4, 5),
-        (128, 64, True, 4, 5),
+        (128, 128, True, 4, 3),
+        (128, 128, True, 4, 4),  # Triton 3.6: with 5, NaN
         (128, 128, False, 8, 4),
         (128, 64, False, 8, 4),
         (64, 128, False, 4, 4),

@@ -255,7 +255,7 @@ def test_a_way_that_fails_or_is_wrong_is_not_taken_however_fast(fault, timed, mo
         return 1.1 * out, lse
 
     timed.fastest = HOPPER
-    monkeypatch.setattr(flash_attention, "launch_overlapped", faulty)
+    monkeypatch.setattr(flash_attention, "launch_hopper", faulty)
     q, k, v = (x.contiguous() for x in inputs())
     with pytest.warns(UserWarning, match="faulty is not used: ") as warned:
         assert kernels_of(q, k, v)[-1] == FORWARD

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from course_lib.fp8 import scaled_matmul
+from course_lib.fp8.casts import quantize_fused
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
 from course_lib.fp8.scaled_matmul import (
     cut_towards_zero,
@@ -139,24 +140,55 @@ def test_which_gpus_have_it(capability, able, monkeypatch):
     assert has_scaled_mm(torch.device("cpu")) and not has_scaled_mm(torch.device("meta"))
 
 
-@pytest.mark.parametrize(("capability", "kernel"), [((8, 9), "block"), ((9, 0), "hopper"), ((12, 0), "block")])
+GPUS_AND_KERNELS = [
+    ((8, 9), "13.0", "block_matmul"), ((9, 0), "13.0", "block_scaled_matmul"), ((9, 0), "12.8", "hopper_block_matmul"),
+    ((12, 0), "13.0", "block_matmul"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("capability", "cuda", "kernel"), GPUS_AND_KERNELS)
 @pytest.mark.parametrize("out_dtype", [*OUT_DTYPES, torch.float64], ids=str)
-def test_blocks_go_to_the_kernel_that_is_made_for_the_gpu(capability, kernel, out_dtype, monkeypatch):
+def test_blocks_go_to_the_kernel_that_is_made_for_the_gpu(capability, cuda, kernel, out_dtype, monkeypatch):
     """Here tensors that only say that they are on one; scales of rows are `torch._scaled_mm`'s, float64 is emulated."""
     found = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    for name in ("block_matmul", "hopper_block_matmul", "emulated_matmul", "row_scaled_matmul"):
-        monkeypatch.setattr(scaled_matmul, name, lambda *given, name=name, **how: found.append((name, given[2], how)))
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for name in ("block_matmul", "hopper_block_matmul", "emulated_matmul", "row_scaled_matmul", "block_scaled_matmul"):
+        monkeypatch.setattr(scaled_matmul, name, lambda *given, name=name: found.append((name, given[2])))
     with FakeTensorMode():
         values, tiles, rows = (torch.ones(n, device="cuda") for n in ((256, 256), (256, 2), (256, 1)))
         for scale, block in ((tiles, TILE), (rows, ROW)):
             operand = Quantized(values.to(E4M3), scale, block)
             fp8_matmul(operand, operand, out_dtype)
-    blocks = {"hopper": ("hopper_block_matmul", out_dtype, {"specialized": False})}.get(
-        kernel, ("block_matmul", out_dtype, {})
-    )
-    emulated = [("emulated_matmul", out_dtype, {})] * 2
-    assert found == (emulated if out_dtype == torch.float64 else [blocks, ("row_scaled_matmul", out_dtype, {})])
+    if kernel == "block_scaled_matmul" and out_dtype != torch.bfloat16:
+        kernel = "hopper_block_matmul"
+    emulated = [("emulated_matmul", out_dtype)] * 2
+    expected = [(kernel, out_dtype), ("row_scaled_matmul", out_dtype)]
+    assert found == (emulated if out_dtype == torch.float64 else expected)
+
+
+@pytest.mark.parametrize(("rows", "k"), [(16, 128), (48, 448), (272, 1024)])
+def test_scales_lie_as_cublas_reads_them(rows, k):
+    """Strides as PyTorch checks them: of tiles (1, rows), of squares (1, pieces of k up to a multiple of 4)."""
+    x, pieces = torch.randn(rows, k, device=DEVICE), -(-k // 128)
+    for cast in (quantize, quantize_fused):
+        tiles, _ = scaled_matmul.scales_for_cublas(cast(x, block=TILE))
+        squares, _ = scaled_matmul.scales_for_cublas(cast(x, block=SQUARE))
+        assert tiles.shape == (rows, pieces) and tiles.t().is_contiguous()
+        assert squares.shape == (-(-pieces // 4) * 4, -(-rows // 128)) and squares.t().is_contiguous()
+        assert torch.equal(squares[:pieces].t(), quantize(x, block=SQUARE).scale) and not squares[pieces:].any()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="wants Hopper")
+@pytest.mark.parametrize("blocks", [(TILE, SQUARE), (SQUARE, TILE), (TILE, TILE)])
+@pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
+@pytest.mark.parametrize(("m", "n", "k"), [(16, 16, 128), (48, 272, 448), (272, 48, 1040)])
+def test_cublas_multiplies_blocks(blocks, dtypes, m, n, k):
+    a, b = (any_codes(rows, k, *each, seed=rows) for rows, *each in zip((m, n), dtypes, blocks))
+    assert scaled_matmul.scales_blocks(a, b, torch.bfloat16)
+    exact, size = stands_for(a) @ stands_for(b).t(), stands_for(a).abs() @ stands_for(b).abs().t()
+    found = scaled_matmul.block_scaled_matmul(a, b, torch.bfloat16).double()
+    assert ((found - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-13 * size).all()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
