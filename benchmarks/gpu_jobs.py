@@ -64,8 +64,9 @@ HEADLINES = re.compile(
     r"attention: attention \d+ x (4,096|8,192|16,384), 128|fp8: (linear|product.*) 8,192 x 8,192 x 8,192"
     r"|kernels: \D+ 65,536 x 4,096"
 )
-SECONDS = {"attention": 45, "product": 15, "cast": 5, "linear": 20, "linear_cross_entropy": 15, "matmul": 20}
-SECONDS |= {"rungs": 90}
+SECONDS = {"attention": 12, "product": 3, "cast": 2, "linear": 10, "linear_cross_entropy": 10, "matmul": 10}
+SECONDS |= {"rungs": 30}
+READY_S = {"attention": 50, "rungs": 90}
 MISSED = {"kernels": kernels.missed, "attention": attention.missed, "fp8": fp8.missed}
 STEP_AIMS = {"eager": 1.15, "compile": 1.0}
 LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3")  # pipelines send to one rank, which gloo cannot from a GPU
@@ -320,24 +321,25 @@ def jobs(device_type: str) -> Iterator[Job]:
     yield beside("memory", functools.partial(memory, device), 15)
     timed, ahead = {}, {}
     for file, each, case in cases(device, device_type):
-        name, seconds = f"{file}: {case.kernel} {case.size}", SECONDS.get(re.match(r"\w+", case.kernel)[0], 8)
-        timed[name] = Job(name, functools.partial(measured, file, case, each, device), seconds)
-        ahead[name] = beside(f"ready: {name}", functools.partial(ready, case, each, device), 2 * seconds)
+        name, kind = f"{file}: {case.kernel} {case.size}", re.match(r"\w+", case.kernel)[0]
+        timed[name] = Job(name, functools.partial(measured, file, case, each, device), SECONDS.get(kind, 3))
+        its_run = functools.partial(ready, case, each, device)
+        ahead[name] = beside(f"ready: {name}", its_run, READY_S.get(kind, 15))
     headlines = [name for name in timed if HEADLINES.match(name)]
     others = [name for name in timed if not HEADLINES.match(name)]
     yield from (ahead[name] for name in headlines if on_gpu)
     yield from (timed[name] for name in headlines)
     for way in ways(LARGE[device_type][0]):
-        yield Job(f"step: {way}", functools.partial(step, way, device), 40 if way == "compile" else 25)
+        yield Job(f"step: {way}", functools.partial(step, way, device), 35 if way == "compile" else 8)
     yield from (ahead[name] for name in others if on_gpu)
+    yield from (timed[name] for name in others)
     for file in files_with(r"^DEVICE = |^from \w+ import .*\bDEVICE\b|^    DEVICE,$") if on_gpu else ():
         name = f"tests of kernels: {Path(file).stem}"
-        yield beside(name, functools.partial(tests, "device", file), 20, limit_s=300)
+        yield beside(name, functools.partial(tests, "device", file), 120, limit_s=400)
     for tool in ("memcheck", "racecheck"):
         for file, of_file in small.items():
             its_run = functools.partial(sanitized, tool, device_type, [job.name for job in of_file])
             yield beside(f"sanitizer: {tool}, {file}", its_run, 100, alone=bool(sanitizer()))
-    yield from (timed[name] for name in others)
     yield Job("sectors", sectors, 60, alone=bool(shutil.which("ncu")))
 
 

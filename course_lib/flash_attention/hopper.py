@@ -21,6 +21,9 @@ What Triton 3.7 makes of it for sm_90 (`compile_kernel(...)` shows it in .ttgir,
   without a word. A second loop, or q loaded by pointers: no compilation. 64 queries: both consumers compute all of
   them. So here the mask, one comparison, is in every tile. A consumer waits for each product at once; that the two
   take turns is up to the hardware's scheduler, since the paper's barriers between them are not offered.
+- 2 moves the number that a descriptor begins at, in place, by half a tile for the second consumer. Rows counted from
+  the same number would move twice, so they have one of their own (`first_row`). With three tiles in flight the results
+  are NaN, with heads of 64 wrong (Triton 3.6, H200): neither is offered.
 - 3 can be written, but not with 2: Triton waits for a product before its result is first used, so the loop has to use
   it a turn later. The probabilities go round in float32: as 16 bits they would pass through shared memory, and
   Triton would wait for the product that reads them there.
@@ -120,7 +123,7 @@ def hopper_forward_kernel(
     v_rows = tl.make_tensor_descriptor(v_head_at, [keys, HEAD_DIM], [v_row, 1], [BLOCK_K, BLOCK_D])
     out_rows = tl.make_tensor_descriptor(out_head_at, [queries, HEAD_DIM], [heads * HEAD_DIM, 1], [BLOCK_Q, BLOCK_D])
 
-    first_row = tl.num_programs(0) * BLOCK_Q - (tl.program_id(0) + 1) * BLOCK_Q  # first_query, and why: see 2 above
+    first_row = tl.num_programs(0) * BLOCK_Q - (tl.program_id(0) + 1) * BLOCK_Q  # first_query once more: see 2 above
     row = first_row + tl.arange(0, BLOCK_Q)
     last_seen = tl.minimum(row, keys - 1) if CAUSAL else tl.zeros_like(row) + keys - 1
     end = tl.minimum(keys, first_query + BLOCK_Q) if CAUSAL else keys
@@ -144,12 +147,16 @@ def check_for_tma(name: str, x: torch.Tensor) -> None:
         )
 
 
-def check_hopper_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> None:
+def check_hopper_inputs(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, overlapped: bool = False
+) -> None:
     """Raises ValueError where q [b, s, a, d] and k, v [b, s', kv, d] do not fit one another, TMA, or the kernel."""
     check_attention(q, k, v, scale)
     dtypes = (torch.bfloat16, torch.float16) + (torch.float32,) * (not q.is_cuda)
     if q.dtype not in dtypes or q.shape[3] > 128:
         raise ValueError(f"q is {q.dtype} with heads of {q.shape[3]}: expected {dtypes} and heads of at most 128")
+    if q.is_cuda and q.shape[3] <= 64 and not overlapped:
+        raise ValueError(f"heads of {q.shape[3]}: split into warps, the kernel is wrong for 64 and less (Triton 3.6)")
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
         raise ValueError(
             f"{torch.cuda.get_device_name(q.device)} is not a Hopper GPU (sm_90), for which this kernel is"
@@ -204,9 +211,10 @@ def hopper_attention(
 
     q: [b, s, a, d]; k, v: [b, s', kv, d], kv divides a; causal: query i sees keys 0..i; scale: 1 / sqrt(d) where None.
     overlapped: idea 3 of this module in place of 2. Raises ValueError for what TMA cannot read, for shapes and dtypes
-    that do not fit (float32 only in the interpreter), and on another GPU than Hopper.
+    that do not fit (float32 only in the interpreter; heads of up to 64 there or overlapped), and on another GPU than
+    Hopper.
     """
-    check_hopper_inputs(q, k, v, scale)
+    check_hopper_inputs(q, k, v, scale, overlapped)
     batch, queries, heads, head_dim = q.shape
     keys = k.shape[1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -85,7 +85,7 @@ def divide(x, scale, BOUNDED: tl.constexpr):
 
     With q = x (1 / scale), off by a bit or two, q scale - x is exact unless it underflows: so scales near either end
     are moved by a power of two, and x with them. It is added as a correction, and rounded once. Its sign is such that
-    the quotient of -0 is -0.
+    the quotient of -0 is -0. (Minus the inner sum would not do: Triton's -x is 0 - x, which is 0 of 0.)
     """
     if interpreted():  # its fma rounds twice
         quotient = tl.div_rn(x, scale)
@@ -97,7 +97,7 @@ def divide(x, scale, BOUNDED: tl.constexpr):
     q = x * inverse
     if not BOUNDED:
         q = tl.minimum(tl.maximum(q, -(2.0**17)), 2.0**17)  # infinity would be left with a remainder of infinity
-    return tl.fma(-tl.fma(q, scale, -x), inverse, q)
+    return tl.fma(tl.fma(q, scale, -x), -inverse, q)
 
 
 @triton.jit

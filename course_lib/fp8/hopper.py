@@ -8,7 +8,8 @@ cores, and 128 of float32 units where a row has one factor, 256 where rows and c
 tensor cores stand still for a fifth or a third of the time. So (1 is DeepSeek's: DeepSeek-V3 2024, §3.3.2)
 
 1. Two groups of four warps have half of the rows each: while one promotes, the other multiplies. A third group only
-   asks for tiles, by TMA (`warp_specialize`): no addresses, no masks in the others' loop.
+   asks for tiles, by TMA (`warp_specialize`): no addresses, no masks in the others' loop. (Rows are counted from a
+   number of their own, `own_row`: Triton moves the one that tiles are asked for by, in place, for the second group.)
 2. Scales are asked for before the product, and are there when it is done.
 3. A square has one scale, and a row of the tile one product of both: 1 float32 instruction a number, not 2.
 

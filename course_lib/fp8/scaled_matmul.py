@@ -78,7 +78,7 @@ def scales_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     cuda = hopper and torch.version.cuda and tuple(map(int, torch.version.cuda.split("."))) >= (12, 9)
     blocks = {a.block, b.block} <= {TILE, SQUARE} and TILE in (a.block, b.block)
-    types = out_dtype == torch.bfloat16 and torch.float8_e4m3fn in (a.values.dtype, b.values.dtype)
+    types = out_dtype != torch.float64 and torch.float8_e4m3fn in (a.values.dtype, b.values.dtype)
     return bool(cuda and blocks and types and hasattr(F, "scaled_mm") and not (m % 16 or n % 16 or k % 16))
 
 
@@ -88,7 +88,7 @@ def scales_for_cublas(x: Quantized) -> tuple[torch.Tensor, F.ScalingType]:
     """
     if x.block == TILE:
         return x.scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
-    return F.pad(x.scale, (0, -x.scale.shape[1] % 4)).t(), F.ScalingType.BlockWise128x128
+    return F.pad(x.scale, (0, -x.scale.shape[1] % 4)).contiguous().t(), F.ScalingType.BlockWise128x128
 
 
 def block_scaled_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:

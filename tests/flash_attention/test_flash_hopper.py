@@ -8,10 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.runtime.interpreter import InterpreterBuilder
 
 from compiled_once import compile_launches
 from course_kit.checks.kernels import run_guarded
+from course_kit.gpu.ablations import undone
 from course_kit.gpu.launches import record_launches
 from course_lib.context_parallel.blocks import plain_forward
 from course_lib.flash_attention import hopper as flash_hopper
@@ -23,6 +25,7 @@ from course_lib.flash_attention.hopper import (
     suits_hopper,
 )
 from course_lib.kernels.gpus import GPUS
+from warp_groups import moved_twice
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.bfloat16, torch.float16) if DEVICE == "cuda" else (torch.bfloat16, torch.float16, torch.float32)
@@ -179,6 +182,34 @@ def test_warps_are_specialised(compiled, head_dim):
         assert consumer.count("ttng.warp_group_dot ") == 2 and "async_tma_copy_global_to_local" not in consumer
         assert re.search(rf"-> tensor<64x{head_dim}xf32", consumer)  # half of the 128 queries
     assert "setmaxnreg.dec" in made.ptx and "setmaxnreg.inc" in made.ptx
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_of_the_second_consumer_move_once(compiled, head_dim):
+    """They moved twice on the first GPU: the compiler moves the number that the descriptors begin at, in place."""
+    assert not moved_twice(compiled[head_dim, False])
+
+
+def test_rows_counted_from_what_descriptors_begin_at_move_twice():
+    """The control. When this fails Triton is mended, and the kernel needs its rows but once."""
+    q, k, v = inputs(128, 128, head_dim=128, dtype=torch.float16)
+    with record_launches() as launches:
+        hopper_attention(q, k, v)
+    kernel = undone(hopper_forward_kernel, {"row = first_row + tl": "row = first_query + tl"})
+    (made,) = compile_launches([dataclasses.replace(launch, kernel=kernel) for launch in launches])
+    assert moved_twice(made)
+
+
+def test_heads_of_64_are_not_for_the_split_kernel_on_a_gpu():
+    with FakeTensorMode():
+        for head_dim, overlapped in ((64, False), (64, True), (128, False)):
+            q = torch.ones(1, 8, 2, head_dim, dtype=torch.float16, device="cuda")
+            refused = head_dim == 64 and not overlapped
+            message = "heads of 64: split into warps" if refused else "is not a Hopper GPU"
+            with mock.patch.multiple(
+                torch.cuda, get_device_capability=lambda device: (8, 0), get_device_name=lambda device: "NVIDIA A100"
+            ), pytest.raises(ValueError, match=message):
+                flash_hopper.check_hopper_inputs(q, q, q, None, overlapped)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -3,6 +3,7 @@ numbers and are promoted by one or two float32 instructions, tiles by TMA, no sp
 """
 
 from collections import Counter
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from compiled_once import compile_launches
+from course_kit.gpu.ablations import undone
 from course_kit.gpu.compiled import Compiled
 from course_kit.gpu.instructions import Instruction, find_jumps, kind_of, machine_code, parse
 from course_kit.gpu.launches import Launch, record_launches
@@ -18,6 +20,7 @@ from course_lib.fp8.casts import FUSED_BLOCKS, quantize_both
 from course_lib.fp8.hopper import HOPPER_BLOCK_CONFIGURATIONS, hopper_block_matmul_kernel
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE
 from course_lib.kernels.gpus import GPUS, occupancy
+from warp_groups import moved_twice
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")
 E4M3, SIDE, PIECE = torch.float8_e4m3fn, 1024, 128
@@ -127,6 +130,15 @@ def test_tiles_come_by_tma_and_two_groups_of_warps_take_turns(products):
         assert made.ttgir.count("ttg.warp_specialize(") == specialized
         assert made.ttgir.count(" ttng.warp_group_dot ") == (2 if specialized else 1), use
         assert made.num_warps == (12 if specialized else use.meta["num_warps"])
+
+
+def test_rows_of_the_second_group_move_once(products):
+    """They moved twice on the first GPU: the compiler moves the number that the descriptors begin at, in place."""
+    for use, made in products.items():
+        assert not use.meta["specialized"] or not moved_twice(made), use
+    kernel = undone(hopper_block_matmul_kernel, {"own_row = (tile_m + 1) * block_m - block_m": "own_row = first_row"})
+    launch = replace(product("forward", Use("forward", 1).meta), kernel=kernel)
+    assert moved_twice(compiled({0: launch})[0]), "the control: when this fails Triton is mended"
 
 
 def test_what_is_issued_fits_beside_the_products(turns):

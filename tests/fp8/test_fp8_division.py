@@ -22,7 +22,7 @@ static float divide(float x, float scale, int bounded) {
     x *= move;
     float inverse = 1.0f / scale, q = x * inverse;
     if (!bounded) q = fminf(fmaxf(q, -0x1p17f), 0x1p17f);
-    return fmaf(-fmaf(q, scale, -x), inverse, q);
+    return fmaf(fmaf(q, scale, 0.0f - x), 0.0f - inverse, q); /* 0 - x is how Triton makes -x */
 }
 static uint64_t state = 88172645463325252ull;
 static uint64_t draw(void) { state ^= state << 13; state ^= state >> 7; state ^= state << 17; return state; }
@@ -54,9 +54,10 @@ long differing(long n, int bounded, float* where) {
 }
 """
 WRONG = {
-    "no correction": ("return fmaf(-fmaf(q, scale, -x), inverse, q)", "return q"),
+    "no correction": ("return fmaf(fmaf(q, scale, 0.0f - x), 0.0f - inverse, q)", "return q"),
     "a remainder that underflows": ("scale < 0x1p-64f ? 0x1p64f : scale > 0x1p64f ? 0x1p-64f : 1.0f", "1.0f"),
-    "no sign of zero": ("fmaf(-fmaf(q, scale, -x), inverse, q)", "fmaf(fmaf(-q, scale, x), inverse, q)"),
+    "no sign of zero": ("fmaf(q, scale, 0.0f - x), 0.0f - inverse", "fmaf(0.0f - q, scale, x), inverse"),
+    "minus the inner sum": ("fmaf(q, scale, 0.0f - x), 0.0f - inverse", "0.0f - fmaf(q, scale, 0.0f - x), inverse"),
 }
 pytestmark = pytest.mark.skipif(not shutil.which("gcc"), reason="needs a C compiler")
 
@@ -87,6 +88,6 @@ def test_the_kernels_is_the_same():
     for line in (
         "move = tl.where(scale < 2.0**-64, 2.0**64, tl.where(scale > 2.0**64, 2.0**-64, 1.0))",
         "q = tl.minimum(tl.maximum(q, -(2.0**17)), 2.0**17)",
-        "return tl.fma(-tl.fma(q, scale, -x), inverse, q)",
+        "return tl.fma(tl.fma(q, scale, -x), -inverse, q)",
     ):
         assert line in text

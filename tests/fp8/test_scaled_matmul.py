@@ -160,8 +160,6 @@ def test_blocks_go_to_the_kernel_that_is_made_for_the_gpu(capability, cuda, kern
         for scale, block in ((tiles, TILE), (rows, ROW)):
             operand = Quantized(values.to(E4M3), scale, block)
             fp8_matmul(operand, operand, out_dtype)
-    if kernel == "block_scaled_matmul" and out_dtype != torch.bfloat16:
-        kernel = "hopper_block_matmul"
     emulated = [("emulated_matmul", out_dtype)] * 2
     expected = [(kernel, out_dtype), ("row_scaled_matmul", out_dtype)]
     assert found == (emulated if out_dtype == torch.float64 else expected)
@@ -177,18 +175,23 @@ def test_scales_lie_as_cublas_reads_them(rows, k):
         assert tiles.shape == (rows, pieces) and tiles.t().is_contiguous()
         assert squares.shape == (-(-pieces // 4) * 4, -(-rows // 128)) and squares.t().is_contiguous()
         assert torch.equal(squares[:pieces].t(), quantize(x, block=SQUARE).scale) and not squares[pieces:].any()
+    turned = quantize(torch.randn(k, rows, device=DEVICE), block=SQUARE)  # its transpose: a view of its scales
+    squares, _ = scaled_matmul.scales_for_cublas(Quantized(turned.values.t(), turned.scale.t(), SQUARE))
+    assert squares.t().is_contiguous()
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="wants Hopper")
 @pytest.mark.parametrize("blocks", [(TILE, SQUARE), (SQUARE, TILE), (TILE, TILE)])
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
-@pytest.mark.parametrize(("m", "n", "k"), [(16, 16, 128), (48, 272, 448), (272, 48, 1040)])
-def test_cublas_multiplies_blocks(blocks, dtypes, m, n, k):
+@pytest.mark.parametrize(("m", "n", "k", "out_dtype"), [
+    (16, 16, 128, torch.bfloat16), (48, 272, 448, torch.float32), (272, 48, 1040, torch.float16),
+])  # fmt: skip
+def test_cublas_multiplies_blocks(blocks, dtypes, m, n, k, out_dtype):
     a, b = (any_codes(rows, k, *each, seed=rows) for rows, *each in zip((m, n), dtypes, blocks))
-    assert scaled_matmul.scales_blocks(a, b, torch.bfloat16)
+    assert scaled_matmul.scales_blocks(a, b, out_dtype)
     exact, size = stands_for(a) @ stands_for(b).t(), stands_for(a).abs() @ stands_for(b).abs().t()
-    found = scaled_matmul.block_scaled_matmul(a, b, torch.bfloat16).double()
-    assert ((found - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-13 * size).all()
+    found = scaled_matmul.block_scaled_matmul(a, b, out_dtype).double()
+    assert ((found - exact).abs() <= torch.finfo(out_dtype).eps * exact.abs() + 2.0**-13 * size).all()
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
