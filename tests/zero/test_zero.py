@@ -5,8 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from course_lib.single_gpu import training as single_gpu
+from course_lib.zero import optimizer as zero_optimizer
 from course_lib.zero.full_sharding import fully_shard, gather_ratio
 from course_lib.zero.optimizer import main, options
 from course_lib.zero.sharded_parameters import find_blocks
@@ -102,3 +104,18 @@ def without_parameters() -> list[torch.Tensor]:
 def test_a_module_without_parameters_runs(ranks):
     for rank, found in enumerate(ranks(without_parameters)):
         assert len(found) == 1 and found[0].tolist() == [[0.0, rank]]
+
+
+@pytest.mark.parametrize(("world_size", "given", "megabytes"), [(4, None, 25), (64, None, 64), (64, 3.0, 3.0)])
+def test_buckets_grow_with_the_ranks(world_size, given, megabytes, monkeypatch):
+    """A rank sends its piece of a bucket: of 25 MB over 1,024 ranks that would be 24 KB."""
+    found = []
+    real = zero_optimizer.split_into_buckets
+    monkeypatch.setattr(zero_optimizer, "check_same_model", lambda *given: None)
+    monkeypatch.setattr(zero_optimizer, "split_into_buckets", lambda *given: found.append(given[2]) or real(*given))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        zero_optimizer.ZeroOptimizer(torch.nn.Linear(2, 3), torch.optim.SGD, bucket_mb=given, lr=0.1)
+    finally:
+        dist.destroy_process_group()
+    assert found == [megabytes]
