@@ -189,12 +189,15 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
     parser.add_argument("--grad-fp32", action="store_true", help="send and add gradients in float32")
     parser.add_argument("--offload", action="store_true", help="stages 1 and 2: optimizer states on the host")
+    parser.add_argument("--replicas", type=int, default=1, help="stage 3: groups of ranks, each with a whole model")
     chosen = single_gpu.parse(parser, argv)
     chosen.micro_batch = chosen.batch if chosen.micro_batch is None else chosen.micro_batch
     if not 1 <= chosen.micro_batch <= chosen.batch:
         parser.error("--micro-batch must be 1 or more, and no more than --batch")
     if chosen.bucket_mb is not None and not chosen.bucket_mb > 0:
         parser.error("--bucket-mb must be above 0")
+    if chosen.replicas < 1 or chosen.replicas > 1 and chosen.stage < 3:
+        parser.error("--replicas must be 1 or more, and goes with stage 3")
     if chosen.offload and chosen.stage == 3:
         parser.error("--offload goes with stages 1 and 2")
     return chosen
@@ -205,7 +208,7 @@ def sharded_accumulate(model: nn.Module, sharding, micro_batches: list) -> torch
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
     dist.all_reduce(tokens, group=sharding.group)
     tokens = tokens.clamp(min=1) / sharding.group.size()
-    keeps = sharding.no_sync() if getattr(sharding, "stage", 3) == 1 else nullcontext()
+    keeps = nullcontext() if getattr(sharding, "stage", 3) == 2 else sharding.no_sync()
     with keeps:
         total = accumulate(model, micro_batches[:-1], tokens=tokens)
     total = (total + accumulate(model, micro_batches[-1:], tokens=tokens)) / sharding.group.size()
@@ -217,14 +220,24 @@ def sharded_accumulate(model: nn.Module, sharding, micro_batches: list) -> torch
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say. Rank 0 prints one line a step (its own tokens/s) and writes where --out says.
 
-    Returns the records. Needs the default process group. With bf16, parameters are BF16 with master weights (stages 1
+    Returns the records. Needs the default process group. Raises ValueError where --replicas does not divide its ranks.
+    With bf16, parameters are BF16 with master weights (stages 1
     and 2), or gathered in BF16 (stage 3).
     """
+    from torch.distributed.device_mesh import init_device_mesh
+
     from course_lib.zero.full_sharding import fully_shard
 
     chosen = options(argv)
     dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float32
     sums = torch.float32 if chosen.grad_fp32 else None
+    mesh, ranks = None, dist.get_world_size()
+    if ranks % chosen.replicas:
+        raise ValueError(f"--replicas {chosen.replicas} does not divide the {ranks} ranks")
+    if chosen.replicas > 1:
+        device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
+        shape = chosen.replicas, ranks // chosen.replicas
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard"))
 
     def build(config, seed):
         if chosen.stage < 3:
@@ -232,7 +245,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         with torch.device("meta"):
             model = Transformer(config)
         init = lambda name, tensor: init_parameter(name, tensor, config, seed)  # noqa: E731
-        return fully_shard(model, compute_dtype=dtype, reduce_dtype=sums, init=init)
+        return fully_shard(model, mesh, compute_dtype=dtype, reduce_dtype=sums, init=init)
 
     def make_optimizer(model, lr):
         if chosen.stage == 3:

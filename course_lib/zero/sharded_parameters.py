@@ -40,6 +40,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 
@@ -126,6 +127,9 @@ class ShardedParameters:
         self.buffer.free()
         self.gradients = GradientBuffer(self.whole, self.layout)
         self.reduce_dtype, self.sent = reduce_dtype or dtype, []
+        self.replicas: dist.ProcessGroup | None = None  # the ranks of other groups that keep the same pieces
+        self.replicates = True  # whether the sum over them follows that over the group
+        self.carried = self.replicating = None
         self.register(self.sharded)
 
     def join(self, *groups) -> None:
@@ -162,20 +166,46 @@ class ShardedParameters:
             if parameter.grad is not None:
                 self.gradients.store(parameter)
         piece = self.shard.new_empty(self.layout.shard_numel, dtype=self.reduce_dtype)
-        self.sent.append((self.gradients.send(piece), self.gradients.buffer, piece))
+        self.sent.append((self.gradients.send(piece), self.gradients.buffer, piece, self.replicates))
         self.gradients.attach(None)
 
     def collect(self) -> None:
-        """Wait for what has been sent, and add this rank's piece of the mean to the pieces' `.grad`."""
+        """Wait for what has been sent, and add this rank's piece of the mean to the pieces' `.grad`: at once, or when
+        the replicas' have been added.
+        """
         while self.sent:
-            work, _, piece = self.sent.pop(0)
+            work, _, piece, replicates = self.sent.pop(0)
             work.wait()
             gradient = piece.to(self.shard.dtype).mul_(self.mean)
-            for parameter, part in zip(self.sharded, self.layout.pieces(gradient), strict=True):
-                if parameter.grad is not None:
-                    parameter.grad.add_(part)
-                elif part.numel():
-                    parameter.grad = part
+            if self.replicas is None:
+                self.add(gradient)
+                continue
+            self.carried = gradient if self.carried is None else self.carried.add_(gradient)
+            if replicates:
+                self.replicate()
+
+    def replicate(self) -> None:
+        """Start the all-reduce over the replicas of what this rank has summed up."""
+        if self.carried is not None:
+            self.settle()
+            self.replicating = dist.all_reduce(self.carried, group=self.replicas, async_op=True), self.carried
+            self.carried = None
+
+    def settle(self) -> None:
+        """Wait for it."""
+        if self.replicating is not None:
+            work, gradient = self.replicating
+            work.wait()
+            self.add(gradient)
+            self.replicating = None
+
+    def add(self, gradient: torch.Tensor) -> None:
+        """Add a flat gradient [shard_numel] to the pieces' `.grad`."""
+        for parameter, part in zip(self.sharded, self.layout.pieces(gradient), strict=True):
+            if parameter.grad is not None:
+                parameter.grad.add_(part)
+            elif part.numel():
+                parameter.grad = part
 
 # %% ../../notebooks/05_zero.ipynb #unit
 class Unit:
