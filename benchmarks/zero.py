@@ -3,14 +3,14 @@
     python benchmarks/zero.py [PAIRS]        # writes benchmarks/results/zero_<device>.json
 
 Stages 1 and 2 against ZeroRedundancyOptimizer over DistributedDataParallel, stage 3 against FSDP2's fully_shard by
-block, once with its default, which frees parameters after forward, and once where it keeps them until backward. Two
-and four ranks on this machine's CPU, or a rank for each GPU. The rivals have their best options, and all have the
-bucket size of BUCKET_MB at which they were fastest. They run in alternation, each after a barrier, and so do two of
-the rival: the spread of that ratio is the noise. A run is STEPS steps, and ends when all values are there, so that
-the last step's all-gathers count. Times are rank 0's, of a run, medians of PAIRS pairs. All start from the same
-weights, and their losses are compared. Peaks are above what is there between steps ("step"), or before the model
-("first": making it, its optimizer, and two steps). On a GPU also: bytes by category of llama3.2-1B at world size 1
-against the formulas.
+block, once with its default, which frees parameters after forward, and once where it keeps them until backward; on
+four ranks and more also both as two replicas (HSDP). Two and four ranks on this machine's CPU, or a rank for each GPU.
+The rivals have their best options, and all have the bucket size of BUCKET_MB at which they were fastest. They run in
+alternation, each after a barrier, and so do two of the rival: the spread of that ratio is the noise. A run is STEPS
+steps, and ends when all values are there, so that the last step's all-gathers count. Times are rank 0's, of a run,
+medians of PAIRS pairs. All start from the same weights, and their losses are compared. Peaks are above what is there
+between steps ("step"), or before the model ("first": making it, its optimizer, and two steps). On a GPU also: bytes by
+category of llama3.2-1B at world size 1 against the formulas.
 """
 
 import statistics
@@ -36,7 +36,7 @@ STEPS = 2
 TRIES = 3  # runs for each choice
 PAIRS = 15
 ADAMW = {"lr": 1e-3, "fused": True}
-BY = {"ours_1": "zero_redundancy", "ours_2": "zero_redundancy", "ours_3": "fsdp2"}
+BY = {"ours_1": "zero_redundancy", "ours_2": "zero_redundancy", "ours_3": "fsdp2", "ours_hsdp": "fsdp2_hsdp"}
 
 
 def ours(stage: int):
@@ -49,9 +49,19 @@ def ours(stage: int):
     return wrap
 
 
-def ours_3(model: Transformer):
-    sharded = fully_shard(model)
-    return sharded, torch.optim.AdamW(sharded.parameters(), **ADAMW), sharded.finish
+def mesh_of(model: Transformer, replicas: int):
+    """All ranks; of two dimensions where there are replicas."""
+    device, shape = next(model.parameters()).device.type, (replicas, dist.get_world_size() // replicas)
+    mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard"))
+    return mesh if replicas > 1 else mesh["shard"]
+
+
+def ours_3(replicas: int):
+    def wrap(model: Transformer):
+        sharded = fully_shard(model, mesh_of(model, replicas) if replicas > 1 else None)
+        return sharded, torch.optim.AdamW(sharded.parameters(), **ADAMW), sharded.finish
+
+    return wrap
 
 
 def zero_redundancy(model: Transformer, bucket_mb: float, static_graph: bool, in_buckets: bool):
@@ -63,9 +73,9 @@ def zero_redundancy(model: Transformer, bucket_mb: float, static_graph: bool, in
     return ddp, theirs, None
 
 
-def fsdp(reshard: bool):
+def fsdp(reshard: bool, replicas: int = 1):
     def wrap(model: Transformer, prefetch: bool):
-        mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
+        mesh = mesh_of(model, replicas)
         blocks = list(model.blocks)
         for block in blocks:
             fsdp2(block, mesh=mesh, reshard_after_forward=reshard)
@@ -83,13 +93,15 @@ def fsdp(reshard: bool):
 CHOICES = {
     "ours_1": (ours(1), [(mb,) for mb in BUCKET_MB]),
     "ours_2": (ours(2), [(mb,) for mb in BUCKET_MB]),
-    "ours_3": (ours_3, [()]),
+    "ours_3": (ours_3(1), [()]),
+    "ours_hsdp": (ours_3(2), [()]),
     "zero_redundancy": (
         zero_redundancy,
         [(mb, static, in_buckets) for mb in BUCKET_MB for static in (False, True) for in_buckets in (False, True)],
     ),
     "fsdp2": (fsdp(True), [(False,), (True,)]),
     "fsdp2, parameters kept": (fsdp(False), [(False,), (True,)]),
+    "fsdp2_hsdp": (fsdp(True, 2), [(False,), (True,)]),
 }
 
 
@@ -137,7 +149,9 @@ def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
         return choices[medians.argmin().item()]
 
     found, runs = {}, {}
-    for name, (wrap, choices) in CHOICES.items():
+    names = [name for name in CHOICES if dist.get_world_size() >= 4 or "hsdp" not in name]
+    for name in names:
+        wrap, choices = CHOICES[name]
         choice = best(wrap, choices) if len(choices) > 1 else choices[0]
 
         def first(wrap=wrap, choice=choice, name=name) -> None:
@@ -150,12 +164,12 @@ def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
             "step_peak_mib": measure.peak_mib(lambda name=name: runs[name](1)),
             "losses": torch.stack(runs[name].losses).tolist(),
         }
-    for name, rival in [*BY.items(), ("ours_3", "fsdp2, parameters kept")]:
+    for name, rival in [*((n, r) for n, r in BY.items() if n in names), ("ours_3", "fsdp2, parameters kept")]:
         found[f"{name} against {rival}"] = measure.paired(runs[name], runs[rival], dist.barrier)
         expected = torch.tensor(found[rival]["losses"])
         difference = (torch.tensor(found[name]["losses"]) / expected - 1).abs().max().item()
         found[f"{name} against {rival}"]["losses_differ_by"] = difference
-    for rival in ("zero_redundancy", "fsdp2"):
+    for rival in (name for name in ("zero_redundancy", "fsdp2", "fsdp2_hsdp") if name in names):
         other = step(CHOICES[rival][0], found[rival]["choice"])
         found[f"{rival} against itself"] = measure.paired(other, runs[rival], dist.barrier)
     return found
