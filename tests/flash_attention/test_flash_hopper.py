@@ -33,10 +33,11 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10} 
 pytestmark = pytest.mark.skipif(
     DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 9, reason="this GPU is not a Hopper"
 )
+HEAD_DIM = 16 if DEVICE == "cpu" else 128  # on a GPU the split kernel is for more than 64
 both_ideas = pytest.mark.parametrize("overlapped", [False, True])
 
 
-def inputs(queries=70, keys=70, heads=2, kv_heads=1, head_dim=16, dtype=torch.float16, batch=1):
+def inputs(queries=70, keys=70, heads=2, kv_heads=1, head_dim=HEAD_DIM, dtype=torch.float16, batch=1):
     """q, k, v as views of wider rows: what lies between the heads is not theirs."""
     torch.manual_seed(0)
     sizes = [(queries, heads), (keys, kv_heads), (keys, kv_heads)]
@@ -47,7 +48,9 @@ def assert_exact(q, k, v, causal, overlapped, scale=None):
     def run(*tensors):
         return hopper_attention(*tensors, causal=causal, scale=scale, overlapped=overlapped)
 
-    out, lse = run_guarded(hopper_forward_kernel, run, q, k, v)
+    if DEVICE == "cuda" and not overlapped and q.shape[3] <= 64:
+        pytest.skip("on a GPU the split kernel is for heads of more than 64")
+    out, lse = (x.cpu() for x in run_guarded(hopper_forward_kernel, run, q, k, v))
     factor = 1.0 if scale is None else scale * q.shape[-1] ** 0.5
     wanted, wanted_lse = plain_forward(q.cpu().double() * factor, k.cpu().double(), v.cpu().double(), causal)
     assert out.dtype == q.dtype and lse.dtype == torch.float32
@@ -134,7 +137,7 @@ def test_every_configuration_fits_a_hopper_without_spills(overlapped, head_dim):
 )
 def test_what_tma_cannot_read_is_refused(change, message):
     with record_launches() as launches, pytest.raises(ValueError, match=message):
-        hopper_attention(*change(*inputs()))
+        hopper_attention(*change(*inputs(head_dim=16)), overlapped=True)
     assert not launches
 
 
