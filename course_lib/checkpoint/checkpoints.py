@@ -34,7 +34,7 @@ from .planners import read_into
 from .plans import PlannedSaves, described, own_index, shared_index
 from .files import BoxReader, CheckpointError, DamagedError, begin, check_there, commit
 from .files import damaged, describe, digest, latest
-from .groups import host_group, one_line, together
+from .groups import host_group, on_each, one_line, together, told_and_kept
 from ..five_d.model import ParallelModel
 from .boxes import Box, optimized, own_share, split_large, state_boxes, weight_boxes, weight_names
 
@@ -78,23 +78,20 @@ class HostCopies:
             torch.accelerator.synchronize()
         return staged
 
+    def look(self) -> tuple[bool, tuple]:
+        """Whether this rank knows who writes what; and all boxes, with the copy of its share, if it knows."""
+        boxes = self.all_boxes()
+        known = self.known == described(boxes)
+        return known, (boxes, self.copied(boxes) if known else None)
+
     def stage(self) -> dict[str, list[Box]]:
         """A copy of what this rank is to write, on the host. Collective: one exchange, once shares are known."""
-        boxes, staged = {}, {}
-
-        def look() -> bool:
-            """Whether it is known who writes what; if so the copy is made."""
-            boxes.update(self.all_boxes())
-            if same := self.known == described(boxes):
-                staged.update(self.copied(boxes))
-            return same
-
-        if not all(together(self.group, look)):  # there are no states before the first step
+        known, (boxes, staged) = told_and_kept(self.group, self.look)
+        if not all(known):  # there are no states before the first step
             share = own_share(boxes, self.group)
-            self.known, self.copies = described(boxes), {}
+            self.known, self.copies, staged = described(boxes), {}, None  # the last copy goes before there is a new one
             self.own = {(name, box.offsets) for name, each in share.items() for box in each}
-            staged.clear()
-            together(self.group, lambda: staged.update(self.copied(boxes)))
+            staged = on_each(self.group, lambda: self.copied(boxes))
         return staged
 
 # %% ../../notebooks/10b_checkpoint.ipynb #checkpoints
@@ -236,23 +233,24 @@ def read_boxes(parallel: ParallelModel, folder: Path, group: dist.ProcessGroup) 
 
     together(group, verify)
     kinds, places = shared_index(BoxReader(folder), group)
-    targets, rooms, states = {}, {}, {}
 
-    def look() -> None:
+    def look() -> dict[str, list[Box]]:
         at_rest(parallel)
-        targets.update(weight_boxes(parallel))
+        return weight_boxes(parallel)
 
-    def read() -> None:
-        for name, boxes in targets.items():
-            rooms[name] = [box._replace(values=torch.empty_like(box.values, device="cpu")) for box in boxes]
-        states.update(empty_states(parallel, kinds))
+    def read() -> tuple[dict[str, list[Box]], dict[torch.Tensor, dict]]:
+        rooms = {
+            name: [box._replace(values=torch.empty_like(box.values, device="cpu")) for box in boxes]
+            for name, boxes in targets.items()
+        }
+        states = empty_states(parallel, kinds)
         wanted = rooms | state_boxes(parallel, states)
         read_into(wanted, BoxReader(folder, own_index(wanted, kinds, places)))
+        return rooms, states
 
-    together(group, look)
+    targets = on_each(group, look)
     check_names(targets, kinds, group)
-    together(group, read)
-    return about, targets, rooms, states
+    return about, targets, *on_each(group, read)
 
 # %% ../../notebooks/10b_checkpoint.ipynb #load-all
 @torch.no_grad()

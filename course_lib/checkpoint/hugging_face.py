@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from .planners import read_into
-from .groups import together
+from .groups import on_each, together
 from .files import BoxReader, CheckpointError, DamagedError, damaged, describe, flush
 from ..five_d.model import ParallelModel
 from .boxes import Box, weight_boxes
@@ -152,7 +152,7 @@ def from_hf(parallel: ParallelModel, folder: Path) -> None:
 
     first = dist.get_rank() == 0  # one rank imports transformers
     theirs = together(dist.group.WORLD, lambda: from_hf_config(folder) if first else None)[0]
-    files = together(dist.group.WORLD, look)[dist.get_rank()]
+    files = on_each(dist.group.WORLD, look)
     together(dist.group.WORLD, read)
     if parallel.layout.zero_stage in (1, 2):
         parallel.sharding.take_values()

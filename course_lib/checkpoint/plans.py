@@ -22,7 +22,7 @@ from pathlib import Path
 
 from .boxes import Box
 from .files import BoxReader, BoxWriter, CheckpointError
-from .groups import together
+from .groups import on_each, together
 from .planners import BoxSavePlanner
 
 # %% ../../notebooks/10b_checkpoint.ipynb #planned-saves
@@ -79,18 +79,16 @@ def shared_index(reader: BoxReader, group: dist.ProcessGroup) -> tuple[dict[str,
     each tensor, its boxes and their places in files, pickled by themselves: of all boxes of the checkpoint, some 150
     bytes each. A rank unpickles those of its own tensors alone (`own_index`).
     """
-    shared: list = [None]
 
-    def read() -> None:
-        if group.rank() == 0:
-            metadata, kinds, places = reader.read_metadata(), {}, {}
-            for name, kind in metadata.state_dict_metadata.items():
-                kinds[name] = dataclasses.replace(kind, chunks=[])
-                there = [metadata.storage_data[MetadataIndex(name, box.offsets)] for box in kind.chunks]
-                places[name] = pickle.dumps((kind.chunks, there))
-            shared[0] = kinds, places
+    def read() -> tuple[dict, dict]:
+        metadata, kinds, places = reader.read_metadata(), {}, {}
+        for name, kind in metadata.state_dict_metadata.items():
+            kinds[name] = dataclasses.replace(kind, chunks=[])
+            there = [metadata.storage_data[MetadataIndex(name, box.offsets)] for box in kind.chunks]
+            places[name] = pickle.dumps((kind.chunks, there))
+        return kinds, places
 
-    together(group, read)
+    shared = [on_each(group, lambda: read() if group.rank() == 0 else None)]
     dist.broadcast_object_list(shared, dist.get_global_rank(group, 0), group)
     return shared[0]
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from calls import said
 from course_lib.checkpoint.checkpoints import load, save
 from course_lib.checkpoint.hugging_face import from_hf, from_hf_config, to_hf
+from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize, whole_weights
@@ -113,19 +114,25 @@ def test_to_hf_in_bfloat16(checkpoints, tmp_path):
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in theirs.state_dict().items())
 
 
-def from_folders(ways: list[tuple]) -> list[tuple[float, dict]]:
-    """On a rank, of each (layout, tied, folder): the first loss of a model that starts from there."""
-    found = []
+def from_folders(ways: list[tuple]) -> tuple[list[float], list[list[int]]]:
+    """On a rank, of each (layout, tied, folder): the first loss of a model that starts from there, and the bytes of the
+    three exchanges before: of the config, of what is where, of whether it has been read; of sizes first, each time.
+    """
+    losses, sent = [], []
     for words, tied, folder in ways:
         parallel = parallel_of(words, tied, seed=1)
-        from_hf(parallel, folder)
-        found.append(first_loss(parallel))
-    return found
+        with count_traffic() as traffic:
+            from_hf(parallel, folder)
+        losses.append(first_loss(parallel))
+        sent.append([record.bytes for record in traffic.select("all_gather").records[:6]])
+    return losses, sent
 
 
 @torch.no_grad()
 def test_every_layout_starts_from_the_weights_of_transformers(ranks, checkpoints, tmp_path):
-    """The first loss is that of transformers, within 1e-5: of a folder of to_hf, and of one that it has saved."""
+    """The first loss is that of transformers, within 1e-5: of a folder of to_hf, and of one that it has saved. What a
+    rank has found in the files it keeps to itself.
+    """
     (folders, _), ways, losses = checkpoints, [], []
     inputs, targets = batch()
     for name, texts in (
@@ -140,8 +147,9 @@ def test_every_layout_starts_from_the_weights_of_transformers(ranks, checkpoints
         ways += [(text, name == "tied", folder) for text, folder in zip(texts, [ours, own] * 2, strict=True)]
         losses += [loss] * len(texts)
         assert from_hf_config(own) == from_hf_config(ours) == ModelConfig(**SIZES, tied=name == "tied")
-    for found in ranks(from_folders, ways):
+    for found, sent in ranks(from_folders, ways):
         assert found == pytest.approx(losses, rel=1e-5), ways
+        assert all(looked == read for _, _, _, looked, _, read in sent), sent
 
 
 def refused(folders: list, tied: bool) -> list[tuple[str, bool]]:

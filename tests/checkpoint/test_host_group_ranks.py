@@ -11,6 +11,7 @@ import torch.distributed as dist
 from course_lib.checkpoint import groups
 from course_lib.checkpoint.checkpoints import Checkpoints, load
 from course_lib.checkpoint.files import CheckpointError
+from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize
@@ -105,3 +106,39 @@ def test_a_thousand_ranks(monkeypatch, soft, hard, raised):
 def test_without_such_limits_nothing_happens():
     with mock.patch.object(groups, "resource", None):
         groups.allow_connections(10**9)
+
+
+def worked(fails: int | None) -> tuple:
+    """On a rank, of told_and_kept, together and on_each: what they give or raise, and the bytes sent."""
+    rank = dist.get_rank()
+
+    def work() -> str:
+        if rank == fails:
+            raise OSError("disk full")
+        return f"{rank}" * 10_000
+
+    found, sent = [], []
+    for call in (
+        lambda: groups.told_and_kept(dist.group.WORLD, lambda: (rank, work())),
+        lambda: groups.together(dist.group.WORLD, lambda: work()[:1]),
+        lambda: groups.on_each(dist.group.WORLD, work),
+    ):
+        with count_traffic() as traffic:
+            try:
+                found.append(call())
+            except CheckpointError as error:
+                found.append(str(error))
+        sent.append(traffic.bytes)
+    return found, sent
+
+
+def test_a_rank_keeps_what_it_does_not_tell(ranks):
+    for rank, (found, sent) in enumerate(ranks(worked, None)):
+        own = f"{rank}" * 10_000
+        assert found == [([0, 1, 2, 3], own), ["0", "1", "2", "3"], own]
+        assert max(sent) < 3 * 100
+
+
+def test_work_that_has_failed_on_one_rank_has_failed_on_all(ranks):
+    for found, _ in ranks(worked, 2):
+        assert found == ["rank 2: OSError: disk full"] * 3

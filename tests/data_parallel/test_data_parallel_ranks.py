@@ -828,3 +828,25 @@ def test_parts_are_compared_among_the_ranks_that_reduce_them_together(ranks):
             "groups of other sizes": f"{start}3 has {plain} reduced over 1 ranks from index 0 of 8, where rank 0 has "
             f"{over} 0 of 8",
         }
+
+
+def sent_to_compare() -> dict[tuple[bool, int], tuple[int, int]]:
+    """On a rank: calls and bytes of a comparison that finds no difference, by whether parts differ, and by layers."""
+    rank, found = dist.get_rank(), {}
+    pairs = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])[0]
+    for split in (False, True):
+        for layers in (1, 100):
+            model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
+            for layer in model if split else ():
+                layer.weight.tensor_shard, layer.weight.reduce_group = Part(2 * (rank % 2)), pairs
+            with count_traffic() as traffic:
+                check_same_model(model, dist.group.WORLD, {"mode": "bucket"})
+            found[split, layers] = traffic.calls, traffic.bytes
+    return found
+
+
+def test_ranks_that_agree_compare_a_few_bytes_however_many_parameters_there_are(ranks):
+    for found in ranks(sent_to_compare):
+        for split in (False, True):
+            assert found[split, 1] == found[split, 100], "more parameters, more bytes"
+            assert found[split, 100][1] <= 3 * 100, "hashes of all words, and of the parts in a group: to three ranks"
