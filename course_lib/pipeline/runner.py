@@ -291,8 +291,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     pp = chosen.pp or world_size
     if world_size % pp:
         raise ValueError(f"--pp {pp} does not divide the {world_size} ranks")
-    place = torch.arange(world_size).view(-1, pp)
-    group, dp_group = (dist.new_subgroups_by_enumeration(lists.tolist())[0] for lists in (place, place.t()))
+    device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
+    dp_group, group = dist.init_device_mesh(device, (world_size // pp, pp)).get_all_groups()
     schedule = schedule_by_name(chosen.schedule, pp, chosen.micro_batches, chosen.virtual, chosen.run)
     runner = None
 

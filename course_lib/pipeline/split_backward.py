@@ -3,9 +3,10 @@
 Any autograd Function whose backward makes only what `ctx.needs_input_grad` asks for is run in two halves, once for
 its inputs and once for its weights: together the FLOPs of one backward. One that makes everything anyway is run once,
 and its weights' gradients wait. What is no Function and is no large product either (norms, biases, embeddings;
-products of batched_experts), and what torch.compile has made, belongs to the first half. Activations are freed by the first half, but for what the second one needs: a Function's saved
-tensors and its gradient. While a stage runs, its weights are stand-ins: leaves with the same values. Their gradients
-go to the weights in the second half alone, so that hooks on a weight fire once, after it.
+products of batched_experts), and what torch.compile has made, belongs to the first half. Activations are freed by the
+first half, but for what the second one needs: a Function's saved tensors and its gradient. While a stage runs, its
+weights are stand-ins: leaves with the same values. Their gradients go to the weights in the second half alone, so that
+hooks on a weight fire once, after it.
 
 Full recomputation: a Function saves after it has multiplied, so the replay makes a block's last product once more,
 which PyTorch's checkpoint skips otherwise. Qi et al. 2023, Zero Bubble Pipeline Parallelism, §2.
