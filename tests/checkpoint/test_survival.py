@@ -293,7 +293,8 @@ def test_a_job_goes_on_when_a_node_comes_and_when_it_is_lost(ranks, folder, port
     assert 0 <= steps[changed - 1] + 1 - steps[changed] <= 4 and set(steps) == {*range(1, 161)}
     assert {record["batch"] for record in found} == {8}
     expected = losses(ranks(trained, [*SMALL, *program])[0][0])
-    assert all(record["loss"] == pytest.approx(expected[record["step"]], rel=1e-5) for record in found)
+    # Two ranks add up in another order than four; over 160 steps their losses drift apart by some 1e-5.
+    assert all(record["loss"] == pytest.approx(expected[record["step"]], rel=1e-4) for record in found)
 
 
 # --- options, other runs, other layouts
