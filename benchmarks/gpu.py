@@ -170,6 +170,8 @@ def read(out: Path) -> dict[str, dict]:
 
 def told(row: dict) -> str:
     """A row in a line."""
+    if "errors" in row and "ms" not in row:
+        return "off by " + ", ".join(f"{error:.1e} ({column})" for column, error in row["errors"].items())
     if "ms" not in row:
         return ", ".join(f"{key} {value}" for key, value in row.items() if not isinstance(value, (dict, list)))[:160]
     words = [f"{row['pass']}: {row['rate']:,.0f} {row['unit']}, {row['share']:.0%} of this GPU's own"]
@@ -229,7 +231,8 @@ class Run:
             lines.append(f"    {ended['outcome'] or 'not done'}: {ended['error']}")
         if ended["outcome"]:
             self.note(job, ended | {"seconds": round(now - began, 1)})
-        print("\n".join([f"{began - STARTED:5.0f} to {now - STARTED:3.0f} s  {job.name}", *lines]), flush=True)
+        lines = [f"{began - STARTED:5.0f} to {now - STARTED:3.0f} s  {job.name}", *lines, ""]
+        print("\n".join(lines), end="", flush=True)
         return ended
 
     def dismiss(self, worker: Worker | None) -> None:
