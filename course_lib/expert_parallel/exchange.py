@@ -4,7 +4,7 @@
       dispatch: all-to-all      a token goes once to each rank that holds one or more of its experts
     rows [r, h], gates [r, E/n] what has come, with the gates of this rank's experts
       experts                   the sum over this rank's experts, times their gates
-      combine: all-to-all       back to where it came from, and added up
+      combine: all-to-all       back to where it came from, and added up in float32
     out [t, h]
 
 A token that chooses two experts of one rank travels once, and their sum comes back as one row. Bytes in forward: twice
@@ -19,7 +19,7 @@ Lepikhin et al. 2020 (GShard); Rajbhandari et al. 2022 (DeepSpeed-MoE: two hops)
 __all__ = ['Exchange', 'read_sizes', 'exchanged']
 
 # %% ../../notebooks/08_expert_parallel.ipynb #exchange-own-imports
-from .experts import AddByToken
+from .experts import AddByToken, TakeByToken
 
 # %% ../../notebooks/08_expert_parallel.ipynb #ex-08-12
 from collections.abc import Callable
@@ -81,7 +81,7 @@ def exchanged(
     sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)  # by rank
     row_gates = parts.flatten(0, 1).index_select(0, token * n + to)  # [rows, E/n]
-    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    rows, row_gates = Exchange.apply(group, sends, receives, TakeByToken.apply(x, token), row_gates)
     out = compute(rows, row_gates, arriving)
     (back,) = Exchange.apply(group, receives, sends, out)
     return AddByToken.apply(back, token, len(x))

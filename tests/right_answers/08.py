@@ -286,9 +286,11 @@ def exchanged(
     number = torch.nonzero_static(goes.flatten(), size=sum(sends)).flatten()
     token = number % len(x)
     sent_gates = by_rank_gates.flatten(0, 1).index_select(0, number)
-    came, came_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), sent_gates)
+    rows = x.float().index_select(0, token).to(x.dtype)
+    came, came_gates = Exchange.apply(group, sends, receives, rows, sent_gates)
     made = compute(came, came_gates, arriving)
-    return AddByToken.apply(Exchange.apply(group, receives, sends, made)[0], token, len(x))
+    (back,) = Exchange.apply(group, receives, sends, made)
+    return torch.zeros_like(x, dtype=torch.float32).index_add(0, token, back.float()).to(x.dtype)
 
 
 # %% 08.14 by a product of shares

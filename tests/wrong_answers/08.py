@@ -1687,6 +1687,36 @@ def exchanged(x, gates, choices, group, compute):
     return torch.zeros_like(x).index_add(0, token, back)
 
 
+# %% 08.13 adds up in x's dtype
+def exchanged(x, gates, choices, group, compute):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = Exchange.apply(group, sends, receives, TakeByToken.apply(x, token), row_gates)
+    out = compute(rows, row_gates, arriving)
+    (back,) = Exchange.apply(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, back)
+
+
+# %% 08.13 gradients are added up in x's dtype
+def exchanged(x, gates, choices, group, compute):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    out = compute(rows, row_gates, arriving)
+    (back,) = Exchange.apply(group, receives, sends, out)
+    return AddByToken.apply(back, token, len(x))
+
+
 # %% 08.14 k, since there are k choices
 copies = {(8, 2, 4): 2, (8, 2, 8): 2, (256, 8, 8): 8}
 
