@@ -66,11 +66,11 @@ class ExpertGroups(NamedTuple):
 
 # %% ../../notebooks/08_expert_parallel.ipynb #run-exchanged
 def run_exchanged(
-    x: torch.Tensor, gates: torch.Tensor, compute: Callable, enter: Callable, leave: Callable
+    x: torch.Tensor, gates: torch.Tensor, meanwhile: Callable, compute: Callable, enter: Callable, leave: Callable
 ) -> torch.Tensor:
     """A mixture's `run` where tokens are exchanged. x: [b, s, h]; gates: [b, s, E]; returns [b, s, h]."""
     whole, gates = enter(x), enter(gates)
-    out = compute(whole.flatten(0, -2), gates.flatten(0, -2), None)
+    out = compute(whole.flatten(0, -2), gates.flatten(0, -2), None, meanwhile=meanwhile)
     return leave(out.view_as(whole))
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.collectives.traffic import count_traffic
-from course_lib.expert_parallel.exchange import Exchange, exchanged, read_sizes
+from course_lib.expert_parallel.exchange import exchanged, read_sizes, send_rows
 from course_lib.expert_parallel.experts import Experts, grouped_experts, loop_experts
 from course_lib.expert_parallel.mixture import MoE
 from course_lib.single_gpu.model import ModelConfig
@@ -19,7 +19,7 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Exchange.
+# Rows to other ranks.
 
 SENDS = {  # from each rank to each rank
     "uneven": [[1, 2, 0, 3], [0, 0, 4, 1], [2, 0, 0, 0], [0, 5, 1, 2]],
@@ -44,7 +44,7 @@ def exchange(table: list[list[int]], dtype: torch.dtype) -> dict[str, object]:
     mine = [tensor.clone().requires_grad_(place != 2) for place, tensor in enumerate(rows[rank])]
     mine[0] = rows[rank][0].t().contiguous().t().requires_grad_()  # not row by row
     with count_traffic() as traffic:
-        came = Exchange.apply(group, sends, receives, *mine)
+        came = send_rows(group, sends, receives, *mine)
     found["arrives"] = all(torch.equal(x, arriving(place)) for place, x in enumerate(came))
     wanted = [x for x in came if x.requires_grad]
     back = [numbers(*x.shape, seed=rank + x.dim()).to(dtype) for x in wanted]
