@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from ..sequence_parallel.model import gather_sequence, reduce_scatter_sequence
 from ..tensor_parallel.regions import copy_to_group, sum_over_group
@@ -53,24 +54,24 @@ class ExpertGroups(NamedTuple):
             raise ValueError(
                 f"--ep {ep} times --tp {tp} does not divide the {world} ranks, or --nodes {nodes} not --ep"
             )
-        place = torch.arange(world).view(-1, nodes, ep // nodes, tp)
+        device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
+        sizes = world // (ep * tp), nodes, ep // nodes, tp
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=("copies", "nodes", "inside", "tp"))
 
-        def over(*axes: int) -> dist.ProcessGroup:
+        def over(*axes: str) -> dist.ProcessGroup:
             """The ranks that differ in these axes alone."""
-            others = [axis for axis in range(4) if axis not in axes]
-            lists = place.permute(*others, *axes).flatten(len(others)).flatten(0, len(others) - 1)
-            return dist.new_subgroups_by_enumeration(lists.tolist())[0]
+            return (mesh[axes]._flatten("_".join(axes)) if len(axes) > 1 else mesh[axes[0]]).get_group()
 
-        exchange = [over(1), over(2)] if nodes > 1 else [over(1, 2)]
-        return cls(exchange, over(0), over(0, 1, 2), over(3))
+        exchange = [over("nodes"), over("inside")] if nodes > 1 else [over("inside")]
+        return cls(exchange, over("copies"), over("copies", "nodes", "inside"), over("tp"))
 
 # %% ../../notebooks/08_expert_parallel.ipynb #run-exchanged
 def run_exchanged(
-    x: torch.Tensor, gates: torch.Tensor, compute: Callable, enter: Callable, leave: Callable
+    x: torch.Tensor, gates: torch.Tensor, meanwhile: Callable, compute: Callable, enter: Callable, leave: Callable
 ) -> torch.Tensor:
     """A mixture's `run` where tokens are exchanged. x: [b, s, h]; gates: [b, s, E]; returns [b, s, h]."""
     whole, gates = enter(x), enter(gates)
-    out = compute(whole.flatten(0, -2), gates.flatten(0, -2), None)
+    out = compute(whole.flatten(0, -2), gates.flatten(0, -2), None, meanwhile=meanwhile)
     return leave(out.view_as(whole))
 
 

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 from course_lib.collectives.traffic import count_traffic
-from course_lib.expert_parallel.exchange import Exchange, exchanged, read_sizes
+from course_lib.expert_parallel.exchange import exchanged, read_sizes, send_rows
 from course_lib.expert_parallel.experts import Experts, grouped_experts, loop_experts
 from course_lib.expert_parallel.mixture import MoE
 from course_lib.single_gpu.model import ModelConfig
-from split_models import differing, group_of
+from split_models import Additions, differing, group_of
 
 HIDDEN, WIDTH, EXPERTS = 16, 8, 12  # 12 experts go on 2, 3 and 4 ranks
 
@@ -19,7 +19,7 @@ def numbers(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# Exchange.
+# Rows to other ranks.
 
 SENDS = {  # from each rank to each rank
     "uneven": [[1, 2, 0, 3], [0, 0, 4, 1], [2, 0, 0, 0], [0, 5, 1, 2]],
@@ -44,7 +44,7 @@ def exchange(table: list[list[int]], dtype: torch.dtype) -> dict[str, object]:
     mine = [tensor.clone().requires_grad_(place != 2) for place, tensor in enumerate(rows[rank])]
     mine[0] = rows[rank][0].t().contiguous().t().requires_grad_()  # not row by row
     with count_traffic() as traffic:
-        came = Exchange.apply(group, sends, receives, *mine)
+        came = send_rows(group, sends, receives, *mine)
     found["arrives"] = all(torch.equal(x, arriving(place)) for place, x in enumerate(came))
     wanted = [x for x in came if x.requires_grad]
     back = [numbers(*x.shape, seed=rank + x.dim()).to(dtype) for x in wanted]
@@ -286,3 +286,27 @@ def test_autocast_sends_half_the_bytes(ranks):
         assert rows == 2 * half_rows and half_back < back
         assert dtypes == [whole] * 4 and half_dtypes == [half, whole, half, whole]
         assert ((half_out.float() - out).abs().max() / out.abs().max()).item() < 4e-2
+
+
+def summed_in_bfloat16() -> tuple[torch.Tensor, torch.Tensor, list[torch.dtype], list[int]]:
+    """On a rank: out, and the gradient of x, where the ranks multiply by 256, 1, 1 and 1; how they were added up, and
+    the bytes of the rows sent.
+    """
+    group = dist.group.WORLD
+    factor = 256.0 if group.rank() == 0 else 1.0
+    x = torch.ones(3, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    with count_traffic() as traffic, Additions() as additions:
+        out = exchanged(x, torch.ones(3, EXPERTS), None, group, lambda rows, gates, choices: factor * rows)
+        out.backward(torch.ones_like(out))
+    sent = [record.bytes for record in traffic.records if record.bytes == 2 * 3 * 3 * HIDDEN]
+    return out.detach(), x.grad, additions.dtypes, sent
+
+
+def test_sums_over_the_ranks_are_in_float32_and_rounded_once(ranks):
+    """259 becomes 260; in bfloat16 256 + 1 is 256. The gradients of a token's rows are such a sum too. Rows still
+    travel in bfloat16, there and back and in backward.
+    """
+    for out, grad, dtypes, sent in ranks(summed_in_bfloat16):
+        for tensor in (out, grad):
+            assert tensor.dtype == torch.bfloat16 and (tensor == 260).all(), tensor
+        assert dtypes == [torch.float32] * 2 and len(sent) == 4, (dtypes, sent)

@@ -7,14 +7,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib.expert_parallel.experts import (
+    AddByToken,
     Experts,
+    TakeByToken,
     batched_experts,
     grouped_experts,
     grouped_products,
     loop_experts,
     sorted_choices,
 )
-from split_models import kept_storages
+from split_models import Additions, kept_storages
 
 WAYS = {"loop": loop_experts, "batched": batched_experts, "grouped": grouped_experts}
 HIDDEN, WIDTH = 16, 24
@@ -141,6 +143,31 @@ def test_many_experts_add_up_in_float32(way):
     gates = torch.full((6, 200), 1 / 200)
     out, expected = many(x, gates, slots_of(way, gates)).float(), one(x, torch.ones(6, 1), 6).float()
     assert ((out - expected).abs() <= 2**-7 * expected.abs()).all()
+
+
+@pytest.mark.parametrize("way", ["batched", "grouped"])
+def test_a_tokens_gradients_add_up_in_float32(way):
+    """Out and the gradient of x, of 5 experts a token in bfloat16: one sum each, rounded once."""
+    module, (x, gates, gradient) = made(6, way, torch.bfloat16), inputs(7, 6, 5, "any", torch.bfloat16)
+    with Additions() as additions:
+        module(x.requires_grad_(), gates, slots_of(way, gates)).backward(gradient)
+    assert additions.dtypes == [torch.float32] * 2
+
+
+def added_and_taken(device: str) -> list[torch.Tensor]:
+    """256, 1, 1 and 1 added to the same token, in bfloat16; and as gradients of the rows taken of one."""
+    rows = torch.tensor([256.0, 1, 1, 1], dtype=torch.bfloat16, device=device)[:, None].expand(4, HIDDEN)
+    token = torch.zeros(4, dtype=torch.long, device=device)
+    x = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=device, requires_grad=True)
+    TakeByToken.apply(x, token).backward(rows)
+    return [AddByToken.apply(rows, token, 1), x.grad]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_sums_by_token_are_rounded_once(device):
+    """259 becomes 260; in bfloat16 256 + 1 is 256."""
+    for tensor in added_and_taken(device):
+        assert tensor.dtype == torch.bfloat16 and (tensor == 260).all(), tensor
 
 
 def test_gradcheck():

@@ -246,37 +246,43 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 class Exchange(torch.autograd.Function):
     """Rows of each tensor [sum(sends), ...] to the ranks of the group, the first sends[0] to rank 0 and so on; returns
-    of each what has come, rank by rank [sum(receives), ...]. Collective, both times.
+    of each what comes, rank by rank [sum(receives), ...]. Forward only starts: the transfers join the list `works`, and
+    who calls waits for them (send_rows). Backward waits itself. Collective, both times.
     """
 
     @staticmethod
-    def forward(ctx, group, sends: list[int], receives: list[int], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx, works: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.members, ctx.rows = group, (sends, receives)
-        came, works = [], []
+        came = []
         for tensor in tensors:
-            into = torch.empty((sum(receives), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-            sent = tensor.contiguous()
-            works.append((sent, dist.all_to_all_single(into, sent, output_split_sizes=receives, input_split_sizes=sends, group=group, async_op=True)))
-            came.append(into)
-        for _, work in works:
-            work.wait()
+            came.append(torch.empty((sum(receives), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device))
+            splits = {"output_split_sizes": receives, "input_split_sizes": sends}
+            works.append(dist.all_to_all_single(came[-1], tensor.contiguous(), **splits, group=group, async_op=True))
         return tuple(came)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         sends, receives = ctx.rows
-        return (None, None, None, *Exchange.apply(ctx.members, receives, sends, *gradients))
+        return (None, None, None, None, *send_rows(ctx.members, receives, sends, *gradients))
 
 
 # %% 08.13 one index into tokens and ranks
 def exchanged(
-    x: torch.Tensor, gates: torch.Tensor, choices: int | None, group: dist.ProcessGroup, compute: Callable
+    x: torch.Tensor,
+    gates: torch.Tensor,
+    choices: int | None,
+    group: dist.ProcessGroup,
+    compute: Callable,
+    meanwhile: Callable | None = None,
 ) -> torch.Tensor:
     """What the experts of all ranks make of this rank's tokens: [t, h], in autocast's dtype where it is on.
 
     x: [t, h]; gates: [t, E]: those of rank i's experts are the i-th of n equal parts; choices: not needed here, so that
     an exchange can be the `compute` of another. compute(rows [r, h], gates [r, E/n], choices) -> [r, h] is called on
-    what has come. Ranks may have different numbers of tokens. Collective, backward too.
+    what has come. meanwhile(), where there is one, is called while rows are on their way there. Ranks may have
+    different numbers of tokens. Collective, backward too.
     """
     (x,), n = as_autocast(x), group.size()
     by_rank_gates = gates.view(len(gates), n, gates.shape[1] // n).transpose(0, 1)  # [n, t, E/n]
@@ -286,9 +292,11 @@ def exchanged(
     number = torch.nonzero_static(goes.flatten(), size=sum(sends)).flatten()
     token = number % len(x)
     sent_gates = by_rank_gates.flatten(0, 1).index_select(0, number)
-    came, came_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), sent_gates)
+    rows = x.float().index_select(0, token).to(x.dtype)
+    came, came_gates = send_rows(group, sends, receives, rows, sent_gates, meanwhile=meanwhile)
     made = compute(came, came_gates, arriving)
-    return AddByToken.apply(Exchange.apply(group, receives, sends, made)[0], token, len(x))
+    (back,) = send_rows(group, receives, sends, made)
+    return torch.zeros_like(x, dtype=torch.float32).index_add(0, token, back.float()).to(x.dtype)
 
 
 # %% 08.14 by a product of shares

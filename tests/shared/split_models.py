@@ -342,6 +342,21 @@ class Diary(TorchDispatchMode):
         return super().__exit__(*error)
 
 
+class Additions(TorchDispatchMode):
+    """Notes the dtypes of what is added up by index, inside. A GPU rounds after each addition to a BF16 number; a CPU
+    adds in float32 whatever the dtype, so that results alone do not tell.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.name in ("aten::index_add", "aten::index_add_"):
+            self.dtypes.append(args[0].dtype)
+        return function(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def kept_storages(but=()):
     """What autograd saves inside: bytes by storage; not the storages of the tensors in `but`."""

@@ -1325,7 +1325,7 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, sends, receives, *tensors):
+    def forward(ctx, works, group, sends, receives, *tensors):
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
         most, arrived = torch.tensor(max(sends + receives)), []
         dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
@@ -1340,7 +1340,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
 
 
 # %% 08.12 fake: an all-gather, of which each keeps its own
@@ -1354,7 +1354,7 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, sends, receives, *tensors):
+    def forward(ctx, works, group, sends, receives, *tensors):
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
         pieces = [[tensor.contiguous().split(sends) for tensor in tensors]]
         found = [None] * group.size()
@@ -1363,7 +1363,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
 
 
 # %% 08.12 backward does not swap the lists
@@ -1377,20 +1377,18 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, sends, receives, *tensors):
+    def forward(ctx, works, group, sends, receives, *tensors):
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
         arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-        works = [
+        works += [
             dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
             for into, tensor in zip(arrived, tensors, strict=True)
         ]
-        for work in works:
-            work.wait()
         return tuple(arrived)
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *Exchange.apply(ctx.group, ctx.sends, ctx.receives, *gradients)
+        return None, None, None, None, *send_rows(ctx.group, ctx.sends, ctx.receives, *gradients)
 
 
 # %% 08.12 the lists in forward the wrong way round
@@ -1404,20 +1402,18 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, sends, receives, *tensors):
+    def forward(ctx, works, group, sends, receives, *tensors):
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
         arrived = [tensor.new_empty(sum(sends), *tensor.shape[1:]) for tensor in tensors]
-        works = [
+        works += [
             dist.all_to_all_single(into, tensor.contiguous(), sends, receives, group=group, async_op=True)
             for into, tensor in zip(arrived, tensors, strict=True)
         ]
-        for work in works:
-            work.wait()
         return tuple(arrived)
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
 
 
 # %% 08.12 backward does nothing
@@ -1431,20 +1427,18 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, sends, receives, *tensors):
+    def forward(ctx, works, group, sends, receives, *tensors):
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
         arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-        works = [
+        works += [
             dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
             for into, tensor in zip(arrived, tensors, strict=True)
         ]
-        for work in works:
-            work.wait()
         return tuple(arrived)
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
 
 
 # %% 08.12 backward gives zeros
@@ -1458,20 +1452,18 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, sends, receives, *tensors):
+    def forward(ctx, works, group, sends, receives, *tensors):
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
         arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-        works = [
+        works += [
             dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
             for into, tensor in zip(arrived, tensors, strict=True)
         ]
-        for work in works:
-            work.wait()
         return tuple(arrived)
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *(gradient.new_zeros(sum(ctx.sends), *gradient.shape[1:]) for gradient in gradients)
+        return None, None, None, None, *(gradient.new_zeros(sum(ctx.sends), *gradient.shape[1:]) for gradient in gradients)
 
 
 # %% 08.12 waits for each before the next is started
@@ -1485,7 +1477,7 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, sends, receives, *tensors):
+    def forward(ctx, works, group, sends, receives, *tensors):
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
         arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
         for into, tensor in zip(arrived, tensors, strict=True):
@@ -1494,7 +1486,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
 
 
 # %% 08.12 over all ranks, whatever the group
@@ -1508,20 +1500,18 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, sends, receives, *tensors):
+    def forward(ctx, works, group, sends, receives, *tensors):
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
         arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-        works = [
+        works += [
             dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=dist.group.WORLD, async_op=True)
             for into, tensor in zip(arrived, tensors, strict=True)
         ]
-        for work in works:
-            work.wait()
         return tuple(arrived)
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
 
 
 # %% 08.12 sends and receives instead of one exchange
@@ -1535,7 +1525,7 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 class Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, group, sends, receives, *tensors):
+    def forward(ctx, works, group, sends, receives, *tensors):
         ctx.group, ctx.sends, ctx.receives = group, sends, receives
         arrived, n = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors], group.size()
         for into, tensor in zip(arrived, tensors):
@@ -1550,11 +1540,38 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *Exchange.apply(ctx.group, ctx.receives, ctx.sends, *gradients)
+        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
+
+
+# %% 08.12 forward waits itself
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.tensor_parallel.linear import as_autocast
+
+
+class Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, works, group, sends, receives, *tensors):
+        ctx.group, ctx.sends, ctx.receives = group, sends, receives
+        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
+        mine = [
+            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
+            for into, tensor in zip(arrived, tensors, strict=True)
+        ]
+        for work in mine:
+            work.wait()
+        return tuple(arrived)
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
 
 
 # %% 08.13 fake: all tokens are gathered, and sums scattered
-def exchanged(x, gates, choices, group, compute):
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
     from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_sequence
 
     n, (x,) = group.size(), as_autocast(x)
@@ -1569,7 +1586,7 @@ def exchanged(x, gates, choices, group, compute):
 
 
 # %% 08.13 one row for each choice
-def exchanged(x, gates, choices, group, compute):
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     own = gates.shape[1] // n
     chosen = (gates.detach() != 0).t()
@@ -1577,14 +1594,14 @@ def exchanged(x, gates, choices, group, compute):
     sends, receives, arriving = read_sizes(sizes, sizes, group)
     expert, token = torch.nonzero_static(chosen, size=sum(sends)).unbind(1)
     row_gates = gates[token, expert, None] * F.one_hot(expert % own, own)
-    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
     out = compute(rows, row_gates, arriving)
-    (back,) = Exchange.apply(group, receives, sends, out)
+    (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
 
 
 # %% 08.13 gates are applied at home
-def exchanged(x, gates, choices, group, compute):
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     own = gates.shape[1] // n
     chosen = (gates.detach() != 0).t()
@@ -1592,13 +1609,13 @@ def exchanged(x, gates, choices, group, compute):
     sends, receives, arriving = read_sizes(sizes, sizes, group)
     expert, token = torch.nonzero_static(chosen, size=sum(sends)).unbind(1)
     which = F.one_hot(expert % own, own).to(gates.dtype)
-    rows, which = Exchange.apply(group, sends, receives, x.index_select(0, token), which)
-    (back,) = Exchange.apply(group, receives, sends, compute(rows, which, arriving))
+    rows, which = send_rows(group, sends, receives, x.index_select(0, token), which, meanwhile=meanwhile)
+    (back,) = send_rows(group, receives, sends, compute(rows, which, arriving))
     return torch.zeros_like(x).index_add(0, token, back * gates[token, expert, None])
 
 
 # %% 08.13 gates without a gradient
-def exchanged(x, gates, choices, group, compute):
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -1606,14 +1623,14 @@ def exchanged(x, gates, choices, group, compute):
     sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
     row_gates = parts.detach().flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
     out = compute(rows, row_gates, arriving)
-    (back,) = Exchange.apply(group, receives, sends, out)
+    (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
 
 
 # %% 08.13 compute is told this rank's choices
-def exchanged(x, gates, choices, group, compute):
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -1621,14 +1638,14 @@ def exchanged(x, gates, choices, group, compute):
     sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
     row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
     out = compute(rows, row_gates, choices)
-    (back,) = Exchange.apply(group, receives, sends, out)
+    (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
 
 
 # %% 08.13 compute is told the rows, not the choices
-def exchanged(x, gates, choices, group, compute):
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -1636,14 +1653,14 @@ def exchanged(x, gates, choices, group, compute):
     sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
     row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
     out = compute(rows, row_gates, len(rows))
-    (back,) = Exchange.apply(group, receives, sends, out)
+    (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
 
 
 # %% 08.13 the gates of other tokens
-def exchanged(x, gates, choices, group, compute):
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -1651,14 +1668,14 @@ def exchanged(x, gates, choices, group, compute):
     sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
     row_gates = parts.flatten(0, 1).index_select(0, to * len(x) + token)
-    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
     out = compute(rows, row_gates, arriving)
-    (back,) = Exchange.apply(group, receives, sends, out)
+    (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
 
 
 # %% 08.13 what comes back goes to the tokens in order
-def exchanged(x, gates, choices, group, compute):
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -1666,14 +1683,14 @@ def exchanged(x, gates, choices, group, compute):
     sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
     row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
     out = compute(rows, row_gates, arriving)
-    (back,) = Exchange.apply(group, receives, sends, out)
+    (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token.sort().values, back)
 
 
 # %% 08.13 nonzero asks the host once more
-def exchanged(x, gates, choices, group, compute):
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -1681,10 +1698,104 @@ def exchanged(x, gates, choices, group, compute):
     sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = goes.nonzero().unbind(1)
     row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = Exchange.apply(group, sends, receives, x.index_select(0, token), row_gates)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
     out = compute(rows, row_gates, arriving)
-    (back,) = Exchange.apply(group, receives, sends, out)
+    (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
+
+
+# %% 08.13 adds up in x's dtype
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates, meanwhile=meanwhile)
+    out = compute(rows, row_gates, arriving)
+    (back,) = send_rows(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, back)
+
+
+# %% 08.13 gradients are added up in x's dtype
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
+    out = compute(rows, row_gates, arriving)
+    (back,) = send_rows(group, receives, sends, out)
+    return AddByToken.apply(back, token, len(x))
+
+
+# %% 08.13 meanwhile is never called
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
+    out = compute(rows, row_gates, arriving)
+    (back,) = send_rows(group, receives, sends, out)
+    return AddByToken.apply(back, token, len(x))
+
+
+# %% 08.13 meanwhile before the rows leave
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    if meanwhile is not None:
+        meanwhile()
+    rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
+    out = compute(rows, row_gates, arriving)
+    (back,) = send_rows(group, receives, sends, out)
+    return AddByToken.apply(back, token, len(x))
+
+
+# %% 08.13 meanwhile when the rows are there
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
+    if meanwhile is not None:
+        meanwhile()
+    out = compute(rows, row_gates, arriving)
+    (back,) = send_rows(group, receives, sends, out)
+    return AddByToken.apply(back, token, len(x))
+
+
+# %% 08.13 meanwhile on the way back
+def exchanged(x, gates, choices, group, compute, meanwhile=None):
+    n, (x,) = group.size(), as_autocast(x)
+    parts = gates.unflatten(1, (n, -1))
+    wanted = parts.detach() != 0
+    goes = wanted.any(2).t()
+    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
+    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
+    out = compute(rows, row_gates, arriving)
+    (back,) = send_rows(group, receives, sends, out, meanwhile=meanwhile)
+    return AddByToken.apply(back, token, len(x))
 
 
 # %% 08.14 k, since there are k choices
@@ -1900,9 +2011,9 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for each in reversed(groups):
             compute = functools.partial(exchanged, group=each, compute=compute)
 
-        def run(x, gates, compute=compute, enter=enter, leave=leave, block=block):
+        def run(x, gates, meanwhile, compute=compute, enter=enter, leave=leave, block=block):
             whole, gates = enter(x), enter(gates) if in_sequence_parts(block) else gates
-            out = compute(whole.flatten(0, -2), gates.flatten(0, -2), None)
+            out = compute(whole.flatten(0, -2), gates.flatten(0, -2), None, meanwhile=meanwhile)
             return leave(out.view(*whole.shape[:-1], -1))
 
         layer.run = run
@@ -1995,9 +2106,10 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for each in reversed(groups):
             compute = functools.partial(exchanged, group=each, compute=compute)
 
-        def run(x, gates, experts=experts, top_k=layer.router.routing.top_k):
+        def run(x, gates, meanwhile, experts=experts, top_k=layer.router.routing.top_k):
             from course_lib.tensor_parallel.regions import gather_from_group
 
+            meanwhile()
             named = dict(experts.named_parameters())
             whole = {name: gather_from_group(part, part.tensor_shard) for name, part in named.items()}
             rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
