@@ -41,7 +41,7 @@ from course_lib.fp8.quantization import (
     quantize,
 )
 from course_lib.fp8.recipes import by_blocks, per_tensor
-from course_lib.fp8.scaled_matmul import fp8_matmul
+from course_lib.fp8.scaled_matmul import block_scaled_matmul, fp8_matmul
 
 torchao = importlib.util.find_spec("torchao")
 BLOCKS = {"tensor": TENSOR, "row": ROW, "1 x 128": TILE, "128 x 128": SQUARE}
@@ -81,18 +81,6 @@ def per_matrix(x, w, *rest, fast: bool) -> torch.Tensor:
     return torch._scaled_mm(x_values, w_values.t(), x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=fast)
 
 
-def padded_scale(scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """Scales as cuBLAS reads them. Of squares: [pieces of k, padded to a multiple of 4; rows], pieces side by side."""
-    return F.pad(scale, (0, -scale.shape[1] % 4)).t() if block == SQUARE else scale
-
-
-def blockwise(x, w, x_values, x_scale, w_values, w_scale, *_, blocks) -> torch.Tensor:
-    """torch.nn.functional.scaled_mm with scales of blocks; padding theirs is a copy of some kilobytes."""
-    recipes = [F.ScalingType.BlockWise1x128 if block == TILE else F.ScalingType.BlockWise128x128 for block in blocks]
-    scales = x_scale, padded_scale(w_scale, blocks[1])
-    return F.scaled_mm(x_values, w_values.t(), scales[0], recipes[0], scales[1], recipes[1], output_dtype=x.dtype)
-
-
 def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str, str]) -> Case:
     """x in blocks of names[0] times w in blocks of names[1]."""
     blocks = BLOCKS[names[0]], BLOCKS[names[1]]
@@ -111,7 +99,7 @@ def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str,
     }
     if not whole:
         methods["plain"] = partial(ours, blocks=blocks, matmul=block_matmul)
-        methods["blockwise"] = partial(blockwise, blocks=blocks)
+        methods["blockwise"] = partial(ours, blocks=blocks, matmul=block_scaled_matmul)
     kernel = "product, tensor" if whole else f"product, {names[0]}, {names[1]}"
     return Case(
         kernel,

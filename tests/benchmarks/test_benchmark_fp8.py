@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from course_kit.gpu.launches import record_launches
-from course_lib.fp8.quantization import ROW, TENSOR, TILE
+from course_lib.fp8.quantization import TENSOR, TILE
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")
@@ -60,13 +60,6 @@ def test_a_kernel_that_is_wrong_is_not_timed(fp8, fp8_cases, kernel_runs):
     wrong = replace(case, methods=case.methods | {"ours": lambda *inputs: case.methods["plain"](*inputs) * 1.01})
     with pytest.raises(ValueError, match="128 x 128 32 x 48 x 160, ours: our results are off"):
         kernel_runs.working(wrong, CPU, fp8.PRODUCTS)
-
-
-def test_scales_of_squares_are_padded_as_cublas_reads_them(fp8_cases):
-    scale = torch.rand(3, 5)
-    padded = fp8_cases.padded_scale(scale, fp8_cases.SQUARE)
-    assert padded.shape == (8, 3) and padded.stride() == (1, 8) and torch.equal(padded[:5], scale.t())
-    assert fp8_cases.padded_scale(scale, TILE) is scale and fp8_cases.BLOCKS["row"] == ROW
 
 
 def test_scales_of_tiles_lie_as_cublas_reads_them(fp8_cases):
