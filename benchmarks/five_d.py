@@ -43,7 +43,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from course_kit.ranks import Ranks
 from course_lib.checkpoint.program import build_mesh, parallelize, whole_weights
 from course_lib.five_d.layouts import Layout
-from course_lib.pipeline.runner import split_stages
+from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 
 PAIRS, PEAKS = 15, 2

@@ -30,7 +30,7 @@ from torch.distributed.pipelining.schedules import _ComputationType
 
 from course_kit.ranks import Ranks
 from course_lib.collectives.traffic import count_traffic
-from course_lib.pipeline.runner import PipelineRunner, split_stages
+from course_lib.pipeline.runner import PipelineRunner
 from course_lib.pipeline.schedules import (
     Action,
     Schedule,
@@ -41,6 +41,7 @@ from course_lib.pipeline.schedules import (
     validate,
     zero_bubble_v,
 )
+from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 
 PAIRS = 15

@@ -28,8 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 from course_kit.ranks import Ranks
 from course_lib.single_gpu.memory import param_count, state_bytes
 from course_lib.single_gpu.model import PRESETS, Transformer, loss
-from course_lib.zero.full_sharding import fully_shard
 from course_lib.zero.optimizer import ZeroOptimizer
+from course_lib.zero.sharded_models import fully_shard
 
 BUCKET_MB = (1, 5, 25)
 STEPS = 2

@@ -32,7 +32,7 @@ from ..collectives.traffic import Traffic, count_traffic
 from ..five_d.layouts import Layout, check_layout, schedule_of
 from ..five_d.meshes import build_mesh
 from ..five_d.model import ParallelModel, parallelize
-from ..pipeline.runner import stages_of
+from ..pipeline.schedules import stages_of
 from ..single_gpu.model import ModelConfig
 from ..single_gpu.profile import CATEGORIES, MemoryProfile
 

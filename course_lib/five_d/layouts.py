@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from ..context_parallel.attention import check_heads
 from ..context_parallel.model import METHODS
 from ..expert_parallel.router import Routing
-from ..pipeline.runner import SCHEDULES, schedule_by_name, stages_of
-from ..pipeline.schedules import Schedule
+from ..pipeline.schedules import SCHEDULES, Schedule, schedule_by_name, stages_of
 from ..pipeline.stages import split_layers
 from ..sequence_parallel.shards import ORDERS
 from ..single_gpu.model import ModelConfig

@@ -35,8 +35,10 @@ from ..expert_parallel.mixture import apply_moe
 from ..expert_parallel.model import apply_expert_parallel
 from ..expert_parallel.router import routers_of
 from ..pipeline.copies import share_copies
-from ..pipeline.runner import PipelineRunner, clip_grad_norm_, split_stages, stages_of
-from ..pipeline.schedules import Schedule
+from ..pipeline.norm import clip_grad_norm_
+from ..pipeline.runner import PipelineRunner
+from ..pipeline.schedules import Schedule, stages_of
+from ..pipeline.stages import split_stages
 from ..recompute.modes import IGNORED, apply_recompute, summed_loss
 from ..sequence_parallel.model import apply_sequence_parallel
 from ..sequence_parallel.shards import own_positions, shard_sequence
@@ -44,8 +46,9 @@ from ..single_gpu.model import ModelConfig, Transformer, init_parameter
 from ..tensor_parallel.model import apply_tensor_parallel
 from ..tensor_parallel.shards import materialize, shard_init
 from ..tensor_parallel.vocabulary import vocab_parallel_cross_entropy
-from ..zero.full_sharding import FullyShard, fully_shard
+from ..zero.full_sharding import FullyShard
 from ..zero.optimizer import ZeroOptimizer
+from ..zero.sharded_models import fully_shard
 
 # %% ../../notebooks/10_5d.ipynb #five-d-own-imports
 from .kept_gathers import KeptGathers

@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     from course_lib.tensor_parallel.model import apply_tensor_parallel
     from course_lib.tensor_parallel.shards import materialize
     from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
-    from course_lib.zero.full_sharding import fully_shard
+    from course_lib.zero.sharded_models import fully_shard
     from course_lib.zero.shards import clip_grad_norm_
 
     chosen, rank, world_size = options(argv), dist.get_rank(), dist.get_world_size()

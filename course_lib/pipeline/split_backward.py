@@ -49,7 +49,7 @@ class Linear(torch.autograd.Function):
 
 # %% ../../notebooks/09_pipeline.ipynb #mode-imports
 from ..tensor_parallel.linear import as_autocast
-from ..zero.full_sharding import places_of
+from ..zero.sharded_models import places_of
 
 # %% ../../notebooks/09_pipeline.ipynb #split-own-imports
 from .stages import StagePass

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..collectives.into_tensor import all_gather_into_tensor
-from ..zero.full_sharding import places_of
+from ..zero.sharded_models import places_of
 
 
 class TensorShard(NamedTuple):

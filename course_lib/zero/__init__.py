@@ -7,7 +7,7 @@ __all__ = ['fully_shard', 'full_state_dict', 'load_full_state_dict', 'ZeroOptimi
 
 # %% ../../notebooks/05_zero.ipynb #zero-names
 
-from .full_sharding import full_state_dict, fully_shard, load_full_state_dict
+from .sharded_models import full_state_dict, fully_shard, load_full_state_dict
 from .optimizer import ZeroOptimizer
 
 _all_ = ["fully_shard", "full_state_dict", "load_full_state_dict", "ZeroOptimizer"]

@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    from course_lib.zero.full_sharding import fully_shard
+    from course_lib.zero.sharded_models import fully_shard
 
     chosen = options(argv)
     dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float32

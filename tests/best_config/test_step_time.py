@@ -13,7 +13,7 @@ from course_lib.best_config.stage_loads import bubble_share
 from course_lib.best_config.step_time import gradient_time, step_time, tensor_parallel_time, transfer_time
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout, groups_along
-from course_lib.pipeline.runner import schedule_by_name
+from course_lib.pipeline.schedules import schedule_by_name
 from course_lib.pipeline.transfers import find_transfers
 from course_lib.single_gpu.memory import param_count, parameter_parts
 from course_lib.single_gpu.model import PRESETS, ModelConfig

@@ -14,8 +14,8 @@ from course_lib.fp8.recipes import RECIPES, Recipe, by_blocks, per_tensor
 from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import whole_state_dict
-from course_lib.zero.full_sharding import full_state_dict, fully_shard
 from course_lib.zero.optimizer import ZeroOptimizer
+from course_lib.zero.sharded_models import full_state_dict, fully_shard
 from course_lib.zero.shards import nested_norm, outer_groups
 from split_models import RECOMPUTE, init, whole_gradients
 

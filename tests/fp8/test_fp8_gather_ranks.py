@@ -13,7 +13,7 @@ from course_lib.fp8.linear import Caster, Fp8Linear
 from course_lib.fp8.operands import Cast, Casts
 from course_lib.fp8.program import apply_fp8, update_scales
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, block_amax, blocks_of, dequantize, quantize, scale_of
-from course_lib.zero.full_sharding import full_state_dict, fully_shard, load_full_state_dict
+from course_lib.zero.sharded_models import full_state_dict, fully_shard, load_full_state_dict
 from fp8_models import CASTS, ODD, batches, config_for, mean_loss, plain_model, recipe, sharing_the_batch
 
 E4M3 = torch.float8_e4m3fn

@@ -20,7 +20,8 @@ from course_lib.five_d.meshes import build_mesh
 from course_lib.fp8.gather import Fp8Gather
 from course_lib.fp8.program import apply_fp8, update_scales
 from course_lib.tensor_parallel.shards import whole_state_dict
-from course_lib.zero.full_sharding import FullyShard, full_state_dict, fully_shard, load_full_state_dict
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_models import full_state_dict, fully_shard, load_full_state_dict
 from fp8_models import (
     BATCH,
     ODD,

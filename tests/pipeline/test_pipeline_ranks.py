@@ -18,21 +18,23 @@ from course_lib.data_parallel.replicas import DataParallel, out_of_step
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.model import apply_expert_parallel
 from course_lib.expert_parallel.router import routers_of
-from course_lib.pipeline import runner as pipeline
 from course_lib.pipeline.copies import final_backwards, holders
-from course_lib.pipeline.norm import gradients_of
-from course_lib.pipeline.runner import (
-    PipelineRunner,
-    clip_grad_norm_,
-    main,
-    options,
-    pipeline_ratio,
+from course_lib.pipeline.norm import clip_grad_norm_, gradients_of
+from course_lib.pipeline.program import main, options
+from course_lib.pipeline.runner import PipelineRunner, pipeline_ratio
+from course_lib.pipeline.schedules import (
+    SCHEDULES,
+    dualpipe,
+    interleaved,
+    one_f_one_b,
     schedule_by_name,
-    split_stages,
     stages_of,
+    validate,
+    zero_bubble_h1,
+    zero_bubble_v,
 )
-from course_lib.pipeline.schedules import dualpipe, interleaved, one_f_one_b, validate, zero_bubble_h1, zero_bubble_v
 from course_lib.pipeline.search import search
+from course_lib.pipeline.stages import split_stages
 from course_lib.pipeline.transfers import find_transfers
 from course_lib.recompute.modes import IGNORED, accumulate, apply_recompute
 from course_lib.sequence_parallel.model import apply_sequence_parallel
@@ -190,7 +192,7 @@ def test_every_schedule_trains_as_one_process(ranks):
         for first in range(0, 4, way[1]):
             names = set().union(*(found[number]["names"] for found in of_ranks[first : first + way[1]]))
             assert sorted(names) == of_ranks[0][number]["all"], (way, "a parameter is on no rank")
-    assert {way[0] for way in WAYS} >= {*pipeline.SCHEDULES, "interleaved", "search"}
+    assert {way[0] for way in WAYS} >= {*SCHEDULES, "interleaved", "search"}
 
 
 def in_bfloat16(names: list[str]) -> dict[str, list[str]]:

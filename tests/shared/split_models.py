@@ -19,8 +19,8 @@ from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
 from course_lib.tensor_parallel.shards import materialize, shard_init, whole_state_dict
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
-from course_lib.zero.full_sharding import full_state_dict, fully_shard
 from course_lib.zero.optimizer import ZeroOptimizer
+from course_lib.zero.sharded_models import full_state_dict, fully_shard
 from course_lib.zero.shards import clip_grad_norm_
 
 STEPS, BATCH, SEQ, MAX_NORM, BIAS_RATE = 3, 4, 7, 0.5, 0.01

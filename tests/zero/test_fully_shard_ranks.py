@@ -18,7 +18,8 @@ from calls import peak_bytes, said
 from course_lib.collectives.traffic import count_traffic
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
-from course_lib.zero.full_sharding import FullyShard, full_state_dict, fully_shard, load_full_state_dict
+from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_models import full_state_dict, fully_shard, load_full_state_dict
 from course_lib.zero.sharded_parameters import Encoding, GatheredBuffer
 from course_lib.zero.shards import clip_grad_norm_
 

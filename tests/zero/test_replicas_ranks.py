@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from calls import said
 from course_lib.collectives.traffic import count_traffic
 from course_lib.single_gpu.model import PRESETS, Transformer, loss
-from course_lib.zero.full_sharding import full_state_dict, fully_shard
 from course_lib.zero.optimizer import main as zero_main
 from course_lib.zero.optimizer import options, sharded_accumulate
+from course_lib.zero.sharded_models import full_state_dict, fully_shard
 from course_lib.zero.shards import clip_grad_norm_
 
 CONFIG, SEQ, STEPS, MAX_NORM = PRESETS["debug"], 16, 3, 0.3

@@ -9,8 +9,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from course_lib.single_gpu import training as single_gpu
 from course_lib.zero import optimizer as zero_optimizer
-from course_lib.zero.full_sharding import fully_shard, gather_ratio
+from course_lib.zero.full_sharding import gather_ratio
 from course_lib.zero.optimizer import main, options
+from course_lib.zero.sharded_models import fully_shard
 from course_lib.zero.sharded_parameters import find_blocks
 
 SMALL = ["--preset", "debug", "--steps", "3", "--batch", "2", "--seq", "16"]
