@@ -56,6 +56,7 @@ class Software:
     held_nodes: int = 32  # in smaller jobs the host runs ahead of the GPU, and buffers wait for it
     reserved_bytes: float = 0.35 * 2**30
     unusable_bytes: float = 4 * 2**30  # of a GPU's memory: context, communicators, fragments
+    gathers_again: bool = False  # with sequence parallelism: in backward, a column layer's input, as this course's do
     needs_full_pipeline: bool = False  # whether fewer micro-batches than stages - 1 make a run fail
     order: tuple[str, ...] = ("dp", "pp", "cp", "tp")  # of the ranks, the innermost last
     split: str = "ends"  # of layers over stages: "ends", "layers" or "flops" (`stage_loads`)

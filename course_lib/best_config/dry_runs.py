@@ -23,6 +23,7 @@ from .fake_ranks import axes_of, fake_ranks, place_of
 # %% ../../notebooks/11_best_config.ipynb #dry-run-dryrun
 import gc
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -98,14 +99,24 @@ def claim_buffers(profile: MemoryProfile, parallel: ParallelModel) -> None:
 def measured_step(parallel: ParallelModel, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[dict, dict, dict]:
     """Take a step, and return DryRun's at_rest, peak and bytes_sent of it; on real ranks too.
 
-    inputs, targets: each [b / dp, s]. Weights that are gathered for a while count as parameters, their gradients as
-    gradients; copies of weights in another dtype, which autocast makes, as activations. Collective.
+    inputs, targets: each [b / dp, s]. Weights that are gathered for a while, and copies in another dtype, count as
+    parameters, their gradients as gradients. Collective.
     """
     layout, sharding, optimizer = parallel.layout, parallel.sharding, parallel.optimizer
     units = [*sharding.units, sharding.root] if layout.zero_stage == 3 else []
     gathered = nn.ParameterList(weight for unit in units for part in unit.parts for weight in part.whole)
     inner = optimizer.optimizer if layout.zero_stage in (1, 2) else optimizer
-    with MemoryProfile(nn.ModuleList([parallel.stages, gathered]), inner) as profile, count_traffic() as traffic:
+    prepare = parallel.runner.prepare
+
+    def prepared() -> None:
+        prepare()
+        profile.claim(list(parallel.stages.parameters()), "parameters")
+
+    with (
+        MemoryProfile(nn.ModuleList([parallel.stages, gathered]), inner) as profile,
+        count_traffic() as traffic,
+        mock.patch.object(parallel.runner, "prepare", prepared),
+    ):
         claim_buffers(profile, parallel)
         parallel.step(inputs, targets)
         profile.claim([parameter.grad for parameter in parallel.stages.parameters()], "gradients")
@@ -121,9 +132,8 @@ def settle_shapes(parallel: ParallelModel, sequences: int, seq: int) -> torch.Te
     runner.use(schedule_of(layout, sequences // layout.micro_batch))
     tokens = seq // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     shape = torch.Size((layout.micro_batch, tokens, parallel.config.hidden))
-    hidden = shape, parallel.dtype if layout.zero_stage == 3 else torch.float32
-    entering = [None] + [hidden] * (stages_of(runner.schedule) - 1)
-    runner.shapes[torch.Size((sequences, seq // layout.cp)), parallel.dtype] = entering
+    entering = [None] + [(shape, parallel.dtype)] * (stages_of(runner.schedule) - 1)
+    runner.shapes[torch.Size((sequences, seq // layout.cp)), torch.float32] = entering
     return torch.zeros(sequences, seq, dtype=torch.int64)
 
 # %% ../../notebooks/11_best_config.ipynb #dry-run-dry-run

@@ -86,8 +86,14 @@ def weight_names(parallel: ParallelModel) -> dict[nn.Parameter, str]:
 
 
 def weight_boxes(parallel: ParallelModel) -> dict[str, list[Box]]:
-    """This rank's boxes of weights, and of buffers of a state_dict, by name: views of the model's memory."""
-    boxes = {name: boxes_of(weight, weight.detach()) for weight, name in weight_names(parallel).items()}
+    """This rank's boxes of weights, and of buffers of a state_dict, by name: views of the model's memory, in float32
+    where the stages compute with less.
+    """
+    names = weight_names(parallel)
+    boxes = {name: boxes_of(weight, weight.detach()) for weight, name in names.items()}
+    for shard in parallel.sharding.shards if parallel.layout.zero_stage in (1, 2) else ():
+        for i, piece in enumerate(shard.layout.pieces(shard.shard.detach())):
+            boxes[names[shard.parameters[i]]] = boxes_of(shard.parameters[i], piece, shard.layout.span(i))
     for stage in parallel.stages.values():
         kept = stage.state_dict().keys()
         for name, buffer in stage.named_buffers():

@@ -271,7 +271,7 @@ def load(parallel: ParallelModel, folder: Path) -> dict:
         for target, found in zip(boxes, rooms[name], strict=True):
             target.values.copy_(found.values)
     if parallel.layout.zero_stage in (1, 2):
-        parallel.sharding.take_values()
+        parallel.sharding.give_values()
     optimizer = at_rest(parallel)
     counts_there = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")  # where the weights are
     for tensor, found in states.items():

@@ -155,4 +155,4 @@ def from_hf(parallel: ParallelModel, folder: Path) -> None:
     files = on_each(dist.group.WORLD, look)
     together(dist.group.WORLD, read)
     if parallel.layout.zero_stage in (1, 2):
-        parallel.sharding.take_values()
+        parallel.sharding.give_values()

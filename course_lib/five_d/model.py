@@ -51,6 +51,7 @@ from ..zero.optimizer import ZeroOptimizer
 from ..zero.sharded_models import fully_shard
 
 # %% ../../notebooks/10_5d.ipynb #five-d-own-imports
+from .cast_weights import CastWeights
 from .kept_gathers import KeptGathers
 from .layouts import Layout, check_layout, check_sizes, schedule_of
 from .meshes import Mesh
@@ -101,16 +102,25 @@ def shard_stages(
         whole = fully_shard(stages[0], mesh.replicas, **settings, init=fill)
         return whole, {0: whole}
     own = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
-    share_copies(own, schedule, mesh.pp, mesh.replicas)  # tied embeddings: sharded over both stages' ranks
-    return fully_shard(own, mesh.replicas, **settings, init=shard_init(own, init), wrapper=KeptGathers), stages
+    copies = share_copies(own, schedule, mesh.pp, mesh.replicas)  # tied embeddings: sharded over both stages' ranks
+    kept = fully_shard(own, mesh.replicas, **settings, init=shard_init(own, init), wrapper=KeptGathers)
+    kept.send_late(copies.groups.values())
+    return kept, stages
 
 # %% ../../notebooks/10_5d.ipynb #parallel-model
 class ParallelSteps:
-    """A rank's part of a model: its stages, what sends their gradients, and its optimizer."""
+    """A rank's part of a model: its stages, what sends their gradients, and its optimizer.
+
+    dtype: of weights as the stages compute with them, and so of hidden states and what stages send. Each weight is cast
+    once a step. Values, states, and gradients as they are summed and sent are float32, whatever the ZeRO stage.
+    """
 
     def __init__(self, layout: Layout, mesh: Mesh, runner: PipelineRunner, sharding, optimizer, dtype: torch.dtype):
         self.layout, self.mesh, self.runner, self.sharding = layout, mesh, runner, sharding
         self.optimizer, self.dtype = optimizer, dtype
+        if layout.zero_stage == 0 and dtype != torch.float32:
+            casts = CastWeights(runner.stages, dtype)
+            runner.prepare, runner.release = casts.cast, casts.restore
 
     @property
     def stages(self) -> nn.ModuleDict:
@@ -167,8 +177,8 @@ class ParallelModel(ParallelSteps):
         for router in routers_of(runner.stages):
             router.loss_weight = 1 / runner.m
         positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
-        no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        no_sync = None if layout.zero_stage == 2 else self.sharding.no_sync
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / (mesh.tp.size() * mesh.replicas.size())
@@ -211,7 +221,7 @@ def parallelize(
 ) -> ParallelModel:
     """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
 
-    extra: verbs that change the split model (kernels, FP8); moe: arguments of apply_moe; dtype: of the matrix products;
+    extra: verbs that change the split model (kernels, FP8); moe: arguments of apply_moe; dtype: see ParallelSteps;
     settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
     one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
@@ -228,6 +238,7 @@ def parallelize(
         if layout.zero_stage == 0:
             sharding = DataParallel(runner.stages, mesh.replicas)
         if layout.zero_stage in (1, 2):
+            settings |= {"compute_dtype": dtype, "grad_dtype": torch.float32}
             sharding = optimizer = ZeroOptimizer(
                 runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
             )
@@ -242,8 +253,9 @@ def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     A rank holds all of its stages at once here: for checks of small models.
     """
     sharding, gathered = parallel.sharding, {}
-    if parallel.layout.zero_stage in (1, 2):
-        sharding.wait()
+    for shard in sharding.shards if parallel.layout.zero_stage in (1, 2) else ():
+        own = shard.shard.detach().to(shard.values.device)
+        gathered.update(zip(shard.parameters, shard.layout.gather(own), strict=True))
     units = [*sharding.units, sharding.root] if parallel.layout.zero_stage == 3 else []
     for part in (part for unit in units for part in unit.parts):
         gathered.update(zip(part.sharded, part.layout.gather(part.shard), strict=True))

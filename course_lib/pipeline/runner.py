@@ -125,6 +125,9 @@ class PipelineSteps:
     def prepare(self) -> None:
         """Called at the beginning of a step. Notebook 10 puts something else in its place."""
 
+    def release(self) -> None:
+        """Called at the end of a step, as `prepare`."""
+
     def use(self, schedule: Schedule) -> None:
         """Run this schedule from now on: the same stages on the same ranks, more or fewer micro-batches."""
         self.schedule, self.actions, self.shapes = schedule, schedule[self.group.rank()], {}
@@ -145,21 +148,24 @@ class PipelineSteps:
         divide b or a batch is missing, RuntimeError where weights are not the constructor's, and without gradients.
         """
         check_step(self, inputs, targets)
-        self.prepare()
         self.inputs, self.targets = (micro_batches_of(each, self.m) for each in (inputs, targets))
         self.more = arguments_of(positions, self.m)
         self.tokens = (targets != IGNORED).sum().clamp(min=1) if tokens is None and targets is not None else tokens
         device = next(self.stages.parameters()).device
         self.passes, self.loss = {}, torch.zeros((), device=device)
         self.copies.set_aside()
-        with casting_once(device, dtype) as self.autocast:
-            self.mail = Mail(self.plan, self.group, self.shapes_of(inputs, dtype), device)
-            for place, action in enumerate(self.actions):
-                self.mail.start(place)
-                with contextlib.nullcontext() if no_sync is None or place in self.final else no_sync():
-                    self.run(action)
-            self.mail.start(len(self.actions))
-            self.mail.wait_for_sends(0)
+        self.prepare()
+        try:
+            with casting_once(device, dtype) as self.autocast:
+                self.mail = Mail(self.plan, self.group, self.shapes_of(inputs, dtype), device)
+                for place, action in enumerate(self.actions):
+                    self.mail.start(place)
+                    with contextlib.nullcontext() if no_sync is None or place in self.final else no_sync():
+                        self.run(action)
+                self.mail.start(len(self.actions))
+                self.mail.wait_for_sends(0)
+        finally:
+            self.release()
         self.copies.sum_gradients()
         return self.loss
 

@@ -75,14 +75,17 @@ class ShardedOptimizer(GradientRounds, torch.optim.Optimizer):
         *,
         param_groups: list[dict] | None = None,
         bucket_mb: float | None = None,
+        compute_dtype: torch.dtype | None = None,
         grad_dtype: torch.dtype | None = None,
         offload: bool = False,
         **kwargs,
     ):
         """param_groups: the module's parameters, with options; bucket_mb: MB (10**6 bytes) of parameters a bucket, by
         default 25, or 1 for each rank where that is more: a rank's piece is what is sent, and small pieces are slow;
-        grad_dtype: of gradients in buckets, on their way and between micro-batches; offload: the states are on the
-        host, which does the update; **kwargs: the optimizer's. A parameter's `reduce_group` is read as by DataParallel.
+        compute_dtype: what the parameters become, and are gathered in; their values stay in float32, a piece on each
+        rank; grad_dtype: of gradients in buckets, on their way and between micro-batches; offload: the states are on
+        the host, which does the update; **kwargs: the optimizer's. A parameter's `reduce_group` is read as by
+        DataParallel.
 
         Raises ValueError, on all ranks, for arguments that make no sense and for different models or arguments.
         """
@@ -94,7 +97,7 @@ class ShardedOptimizer(GradientRounds, torch.optim.Optimizer):
         bucket_mb = max(25, self.group.size()) if bucket_mb is None else bucket_mb
         choices = {"optimizer_cls": optimizer_cls.__name__, "stage": stage, "bucket_mb": bucket_mb}
         sizes = param_groups and [len(each["params"]) for each in groups]
-        choices |= {"grad_dtype": grad_dtype, "offload": offload, "param_groups": sizes}
+        choices |= {"compute_dtype": compute_dtype, "grad_dtype": grad_dtype, "offload": offload, "param_groups": sizes}
         check_same_model(module, self.group, choices)
         check_choices(module, optimizer_cls, stage, bucket_mb, trained)
         broadcast_from_first(module, self.group)
@@ -102,8 +105,8 @@ class ShardedOptimizer(GradientRounds, torch.optim.Optimizer):
         self.gradients, self.shards, own = [], [], [[] for _ in groups]
         for number, parameters in buckets:
             reduce_group = getattr(parameters[0], "reduce_group", self.group)
+            self.shards.append(OptimizerShard(parameters, reduce_group, offload, compute_dtype))
             self.gradients.append(GradientShard(parameters, reduce_group, 1 / self.group.size(), grad_dtype))
-            self.shards.append(OptimizerShard(parameters, reduce_group, offload))
             own[number].append(self.shards[-1].shard)
         reserve(self.gradients, [number for number, _ in buckets], stage)
         self.optimizer = optimizer_cls([g | {"params": p} for g, p in zip(groups, own, strict=True)], **kwargs)
@@ -121,6 +124,12 @@ class ShardedOptimizer(GradientRounds, torch.optim.Optimizer):
         """Until all parameters have their new values. The module's own forward and state_dict do it by themselves."""
         for shard in self.shards:
             shard.wait()
+
+    def give_values(self) -> None:
+        """Give the parameters the shards' values. Collective."""
+        for shard in self.shards:
+            shard.gather()
+        self.wait()
 
     @torch.no_grad()
     def take_values(self) -> None:
@@ -221,8 +230,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say. Rank 0 prints one line a step (its own tokens/s) and writes where --out says.
 
     Returns the records. Needs the default process group. Raises ValueError where --replicas does not divide its ranks.
-    With bf16, parameters are BF16 with master weights (stages 1
-    and 2), or gathered in BF16 (stage 3).
+    With bf16, parameters are BF16 with master weights (stages 1 and 2), or gathered in BF16 (stage 3): all begin with
+    the same values.
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -241,7 +250,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
 
     def build(config, seed):
         if chosen.stage < 3:
-            return Transformer(config, seed).to(dtype)
+            return Transformer(config, seed)
         with torch.device("meta"):
             model = Transformer(config)
         init = lambda name, tensor: init_parameter(name, tensor, config, seed)  # noqa: E731
@@ -250,8 +259,9 @@ def main(argv: list[str] | None = None) -> list[dict]:
     def make_optimizer(model, lr):
         if chosen.stage == 3:
             return single_gpu.adamw(model, lr)
-        settings = {"stage": chosen.stage, "bucket_mb": chosen.bucket_mb, "grad_dtype": sums, "offload": chosen.offload}
-        return ZeroOptimizer(model, torch.optim.AdamW, **settings, lr=lr, **single_gpu.ADAMW)
+        settings = {"stage": chosen.stage, "bucket_mb": chosen.bucket_mb, "offload": chosen.offload}
+        settings |= {"compute_dtype": dtype, "grad_dtype": sums, "lr": lr}
+        return ZeroOptimizer(model, torch.optim.AdamW, **settings, **single_gpu.ADAMW)
 
     def step(model, optimizer, inputs, targets, _dtype=None, max_norm=1.0):
         optimizer.zero_grad()

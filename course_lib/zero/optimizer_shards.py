@@ -138,20 +138,21 @@ COUNTERS = ("step", "mu_product", "eta", "mu")  # states of torch.optim that are
 class OptimizerShard:
     """A bucket's values in one flat buffer, and `shard`: this rank's piece, a float32 parameter for the optimizer.
 
-    values: [padded]; shard: [shard_numel], the piece itself where the values have 32 bits, else a master copy; with
-    `offload`, a copy on the host.
+    values: [padded], in compute_dtype, or as the parameters are; shard: [shard_numel], the piece itself where the
+    values have 32 bits, else a master copy of what the parameters were; with `offload`, a copy on the host.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group, offload: bool):
+    def __init__(self, parameters: list[nn.Parameter], group, offload: bool, compute_dtype: torch.dtype | None = None):
         self.parameters, self.layout, first = parameters, FlatLayout(parameters, group), parameters[0].detach()
-        self.values = first.new_zeros(self.layout.padded)
+        self.values = first.new_zeros(self.layout.padded, dtype=compute_dtype)
+        self.own_values = self.layout.own(self.values)
+        dtype = torch.promote_types(first.dtype, torch.float32)
+        self.is_copy = offload or dtype != self.values.dtype
+        piece = self.layout.shard_of([each.detach() for each in parameters]) if self.is_copy else self.own_values
+        self.shard = nn.Parameter(piece.to("cpu" if offload else first.device, dtype))
         for parameter, view in zip(parameters, self.layout.views(self.values), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        self.own_values = self.layout.own(self.values)
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        self.is_copy = offload or dtype != first.dtype
-        self.shard = nn.Parameter(self.own_values.to("cpu" if offload else first.device, dtype, copy=self.is_copy))
         self.work = None
 
     @property

@@ -157,14 +157,18 @@ class ShardedParameters:
     @property
     def has_gradients(self) -> bool:
         """Whether a backward has left gradients that have not been sent."""
-        return any(parameter.grad is not None for parameter in self.whole)
+        return bool(self.gradients.stored) or any(parameter.grad is not None for parameter in self.whole)
+
+    def store(self, parameters: list[nn.Parameter]) -> None:
+        """Take gradients that backward has made, and add them to what has been taken before, in reduce_dtype."""
+        if self.gradients.buffer is None:
+            self.gradients.attach(self.shard.new_empty(self.layout.padded, dtype=self.reduce_dtype))
+        for parameter in parameters:
+            self.gradients.store(parameter)
 
     def launch(self) -> None:
         """Start the reduce-scatter of the gradients that backward has made; what comes later is for another one."""
-        self.gradients.attach(self.shard.new_empty(self.layout.padded, dtype=self.reduce_dtype))
-        for parameter in self.whole:
-            if parameter.grad is not None:
-                self.gradients.store(parameter)
+        self.store([parameter for parameter in self.whole if parameter.grad is not None])
         piece = self.shard.new_empty(self.layout.shard_numel, dtype=self.reduce_dtype)
         self.sent.append((self.gradients.send(piece), self.gradients.buffer, piece, self.replicates))
         self.gradients.attach(None)

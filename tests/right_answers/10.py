@@ -177,7 +177,13 @@ def parallelize(
             runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
             if layout.zero_stage:
                 optimizer = ZeroOptimizer(
-                    runner.stages, optimizer_cls, mesh.replicas, stage=layout.zero_stage, **settings
+                    runner.stages,
+                    optimizer_cls,
+                    mesh.replicas,
+                    stage=layout.zero_stage,
+                    grad_dtype=torch.float32,
+                    compute_dtype=dtype,
+                    **settings,
                 )
                 sharding = optimizer
             else:
@@ -206,11 +212,7 @@ def weights_over_activations(params, hidden, tokens, ranks):
 
 
 # %% 10.10 unit by unit
-from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
-
-
-class KeptGathers(FullyShard):
+class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
     def gather(self) -> None:
@@ -233,7 +235,7 @@ class KeptGathers(FullyShard):
             buffer.wait()
 
     def backward_begins(self, unit: Unit) -> None:
-        """Everything is there, and nothing is sent before finish()."""
+        """Everything is there."""
 
 
 # %% 10.11 by the square of a cosine, and by exact fractions

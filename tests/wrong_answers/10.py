@@ -1055,7 +1055,7 @@ class ParallelModel(ParallelSteps):
             router.loss_weight = 1 / runner.m
         positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / (mesh.tp.size() * mesh.replicas.size())
@@ -1085,7 +1085,7 @@ class ParallelModel(ParallelSteps):
             router.loss_weight = 1 / runner.m
         positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / mesh.tp.size()
@@ -1115,7 +1115,7 @@ class ParallelModel(ParallelSteps):
             router.loss_weight = 1 / runner.m
         positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / (mesh.tp.size() * mesh.replicas.size())
@@ -1145,7 +1145,7 @@ class ParallelModel(ParallelSteps):
             router.loss_weight = 1.0
         positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / (mesh.tp.size() * mesh.replicas.size())
@@ -1175,7 +1175,7 @@ class ParallelModel(ParallelSteps):
             router.loss_weight = 1 / runner.m
         positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / (mesh.tp.size() * mesh.replicas.size())
@@ -1206,7 +1206,7 @@ class ParallelModel(ParallelSteps):
             router.loss_weight = 1 / runner.m
         positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / (mesh.tp.size() * mesh.replicas.size())
@@ -1238,7 +1238,7 @@ class ParallelModel(ParallelSteps):
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
         for weight in runner.stages.parameters():
             weight.hook = weight.register_hook(lambda gradient, weight=weight: gradient * (weight.grad is not None or runner.m == 1))
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         for weight in runner.stages.parameters():
             weight.hook.remove()
         self.sharding.finish()
@@ -1270,7 +1270,7 @@ class ParallelModel(ParallelSteps):
             router.loss_weight = 1 / runner.m
         positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / (mesh.tp.size() * mesh.replicas.size())
 
@@ -1299,7 +1299,7 @@ class ParallelModel(ParallelSteps):
             router.loss_weight = 1 / runner.m
         positions = torch.arange(inputs.shape[1], device=inputs.device)
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / (mesh.tp.size() * mesh.replicas.size())
@@ -1329,7 +1329,7 @@ class ParallelModel(ParallelSteps):
             router.loss_weight = 1 / runner.m
         positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / mesh.replicas.size()
@@ -1359,7 +1359,7 @@ class ParallelModel(ParallelSteps):
             router.loss_weight = 1 / runner.m
         positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
-        loss = runner.step(inputs, targets, self.dtype, tokens, no_sync, positions)
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / (mesh.tp.size() * mesh.replicas.size())
@@ -1433,6 +1433,7 @@ def parallelize(
         if layout.zero_stage == 0:
             sharding = DataParallel(runner.stages, mesh.replicas)
         if layout.zero_stage in (1, 2):
+            settings |= {"compute_dtype": dtype, "grad_dtype": torch.float32}
             sharding = optimizer = ZeroOptimizer(
                 runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
             )
@@ -1513,6 +1514,7 @@ def parallelize(
         if layout.zero_stage == 0:
             sharding = DataParallel(runner.stages, mesh.replicas)
         if layout.zero_stage in (1, 2):
+            settings |= {"compute_dtype": dtype, "grad_dtype": torch.float32}
             sharding = optimizer = ZeroOptimizer(
                 runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
             )
@@ -1633,6 +1635,7 @@ def parallelize(
         if layout.zero_stage == 0:
             sharding = DataParallel(runner.stages, mesh.replicas)
         if layout.zero_stage in (1, 2):
+            settings |= {"compute_dtype": dtype, "grad_dtype": torch.float32}
             sharding = optimizer = ZeroOptimizer(
                 runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
             )
@@ -1673,6 +1676,88 @@ def parallelize(
         if layout.zero_stage == 0:
             sharding = DataParallel(runner.stages, mesh.replicas)
         if layout.zero_stage in (1, 2):
+            settings |= {"compute_dtype": dtype, "grad_dtype": torch.float32}
+            sharding = optimizer = ZeroOptimizer(
+                runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
+            )
+        else:
+            optimizer = optimizer_cls(runner.stages.parameters(), **settings)
+    return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
+
+
+# %% 10.7 the dtype is for stage 3 alone
+def parallelize(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    extra: Iterable[Callable] = (),
+    *,
+    moe: dict | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings,
+) -> ParallelModel:
+    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
+
+    extra: verbs that change the split model (kernels, FP8); moe: arguments of apply_moe; dtype: see ParallelSteps;
+    settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
+    one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
+    """
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
+    with torch.device(mesh.device_mesh.device_type):
+        if layout.zero_stage == 3:
+            sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+        else:
+            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+        runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+        if layout.keep_gathered:
+            runner.prepare = sharding.gather
+        if layout.zero_stage == 0:
+            sharding = DataParallel(runner.stages, mesh.replicas)
+        if layout.zero_stage in (1, 2):
+            sharding = optimizer = ZeroOptimizer(
+                runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
+            )
+        else:
+            optimizer = optimizer_cls(runner.stages.parameters(), **settings)
+    return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
+
+
+# %% 10.7 gradients are summed in the dtype of the products
+def parallelize(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    extra: Iterable[Callable] = (),
+    *,
+    moe: dict | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings,
+) -> ParallelModel:
+    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
+
+    extra: verbs that change the split model (kernels, FP8); moe: arguments of apply_moe; dtype: see ParallelSteps;
+    settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
+    one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
+    """
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
+    with torch.device(mesh.device_mesh.device_type):
+        if layout.zero_stage == 3:
+            sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+        else:
+            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+        runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+        if layout.keep_gathered:
+            runner.prepare = sharding.gather
+        if layout.zero_stage == 0:
+            sharding = DataParallel(runner.stages, mesh.replicas)
+        if layout.zero_stage in (1, 2):
+            settings |= {"compute_dtype": dtype}
             sharding = optimizer = ZeroOptimizer(
                 runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
             )
@@ -1713,6 +1798,7 @@ def parallelize(
         if layout.zero_stage == 0:
             sharding = DataParallel(runner.stages, mesh.replicas)
         if layout.zero_stage in (1, 2):
+            settings |= {"compute_dtype": dtype, "grad_dtype": torch.float32}
             sharding = optimizer = ZeroOptimizer(
                 runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
             )
@@ -1802,11 +1888,7 @@ def weights_over_activations(params, hidden, tokens, ranks):
 
 
 # %% 10.10 gathers a unit again for each micro-batch
-from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
-
-
-class KeptGathers(FullyShard):
+class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
     def gather(self) -> None:
@@ -1828,15 +1910,11 @@ class KeptGathers(FullyShard):
             part.buffer.wait()
 
     def backward_begins(self, unit: Unit) -> None:
-        """Everything is there, and nothing is sent before finish()."""
+        """Everything is there."""
 
 
 # %% 10.10 the root stays in memory after the step
-from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
-
-
-class KeptGathers(FullyShard):
+class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
     def gather(self) -> None:
@@ -1864,15 +1942,11 @@ class KeptGathers(FullyShard):
             part.buffer.gathered = False
 
     def backward_begins(self, unit: Unit) -> None:
-        """Everything is there, and nothing is sent before finish()."""
+        """Everything is there."""
 
 
 # %% 10.10 no unit is open
-from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
-
-
-class KeptGathers(FullyShard):
+class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
     def gather(self) -> None:
@@ -1891,15 +1965,11 @@ class KeptGathers(FullyShard):
             part.buffer.wait()
 
     def backward_begins(self, unit: Unit) -> None:
-        """Everything is there, and nothing is sent before finish()."""
+        """Everything is there."""
 
 
 # %% 10.10 waits for each before it starts the next one
-from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
-
-
-class KeptGathers(FullyShard):
+class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
     def gather(self) -> None:
@@ -1919,15 +1989,11 @@ class KeptGathers(FullyShard):
             part.buffer.wait()
 
     def backward_begins(self, unit: Unit) -> None:
-        """Everything is there, and nothing is sent before finish()."""
+        """Everything is there."""
 
 
 # %% 10.10 gathers nothing before a unit runs
-from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
-
-
-class KeptGathers(FullyShard):
+class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
     def gather(self) -> None:
@@ -1948,15 +2014,11 @@ class KeptGathers(FullyShard):
             part.register(part.whole)
 
     def backward_begins(self, unit: Unit) -> None:
-        """Everything is there, and nothing is sent before finish()."""
+        """Everything is there."""
 
 
 # %% 10.10 sends the gradients of each micro-batch
-from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
-
-
-class KeptGathers(FullyShard):
+class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
     def gather(self) -> None:
@@ -1981,11 +2043,7 @@ class KeptGathers(FullyShard):
 
 
 # %% 10.10 the root is forgotten
-from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
-
-
-class KeptGathers(FullyShard):
+class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
     def gather(self) -> None:
@@ -2004,15 +2062,11 @@ class KeptGathers(FullyShard):
             part.buffer.wait()
 
     def backward_begins(self, unit: Unit) -> None:
-        """Everything is there, and nothing is sent before finish()."""
+        """Everything is there."""
 
 
 # %% 10.10 waits for the root only
-from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
-
-
-class KeptGathers(FullyShard):
+class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
     def gather(self) -> None:
@@ -2031,15 +2085,11 @@ class KeptGathers(FullyShard):
             part.buffer.wait()
 
     def backward_begins(self, unit: Unit) -> None:
-        """Everything is there, and nothing is sent before finish()."""
+        """Everything is there."""
 
 
 # %% 10.10 whole parameters are not registered
-from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
-
-
-class KeptGathers(FullyShard):
+class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
     def gather(self) -> None:
@@ -2057,7 +2107,7 @@ class KeptGathers(FullyShard):
             part.buffer.wait()
 
     def backward_begins(self, unit: Unit) -> None:
-        """Everything is there, and nothing is sent before finish()."""
+        """Everything is there."""
 
 
 # %% 10.11 steps count from 0

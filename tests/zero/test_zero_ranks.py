@@ -256,15 +256,21 @@ def masters(zero: ZeroOptimizer, model: nn.Module) -> list[torch.Tensor]:
     return [wholes[parameter] for parameter in model.parameters()]
 
 
-def in_16_bits(stage: int, grad_dtype: torch.dtype | None, micro_batches: int, group) -> list[str]:
+def in_16_bits(stage: int, grad_dtype: torch.dtype | None, micro_batches: int, narrowed: bool, group) -> list[str]:
     """On a rank: what differs from one process that has float32 values and sums of the ranks' bfloat16 gradients.
 
     Both train three steps from the same bfloat16 values; the reference takes ours after each, so nothing adds up.
+    narrowed: the parameters are float32 until ZeroOptimizer gets them, and that is what the masters begin with.
     """
     n, rank, wrong = group.size(), group.rank(), []
-    model = make_model(seed=rank).bfloat16()
-    adam = {"lr": 1e-3, "eps": 1e-4}  # a gradient's rounding error must not become a whole step
-    zero = ZeroOptimizer(model, torch.optim.AdamW, group, stage, grad_dtype=grad_dtype, bucket_mb=0.02, **adam)
+    model, adam = make_model(seed=rank), {"lr": 1e-3, "eps": 1e-4}  # a rounding error must not become a whole step
+    model = model if narrowed else model.bfloat16()
+    settings = {"compute_dtype": torch.bfloat16 if narrowed else None, "grad_dtype": grad_dtype, "bucket_mb": 0.02}
+    zero = ZeroOptimizer(model, torch.optim.AdamW, group, stage, **settings, **adam)
+    first = make_model(seed=0) if narrowed else make_model(seed=0).bfloat16().float()
+    same = all(map(torch.equal, masters(zero, model), first.parameters()))
+    wrong += ["the masters are not the first rank's values"] * (not same)
+    wrong += ["the parameters are wide"] * any(each.dtype != torch.bfloat16 for each in model.parameters())
     alone, exact = copy.deepcopy(model), [nn.Parameter(value) for value in masters(zero, model)]
     optimizer = torch.optim.AdamW(exact, **adam)
     for step in range(STEPS):
@@ -307,7 +313,7 @@ def all_in_16_bits() -> dict[str, list[str]]:
     group = dist.new_group([0, 1, 2])
     if dist.get_rank() == 3:
         return {}
-    ways = [(s, d, m) for s in (1, 2) for d in (torch.float32, None) for m in (1, 2)]
+    ways = [(s, d, m, m == s) for s in (1, 2) for d in (torch.float32, None) for m in (1, 2)]
     return {str(way): in_16_bits(*way, group) for way in ways}
 
 

@@ -1,0 +1,74 @@
+"""course_lib.best_config.step_time: its seconds are the program's bytes, on a cluster that sends a byte a second and
+takes no time for anything else. CPU, gloo for experts; fake ranks otherwise.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course_lib.best_config.clusters import Cluster, Software
+from course_lib.best_config.dry_runs import dry_run
+from course_lib.best_config.planner import estimate
+from course_lib.collectives.traffic import count_traffic
+from course_lib.five_d.layouts import Layout, groups_along
+from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import parallelize
+from course_lib.single_gpu.model import ModelConfig
+
+LAYERS, SEQ = 6, 256  # with embedding and head 8: two for each of four stages
+OF = ModelConfig(layers=LAYERS, hidden=512, heads=8, kv_heads=4, ffn_hidden=1408, vocab=1000)
+FREE = {name: 1.0 for name in Software.__dataclass_fields__ if name.endswith("efficiency")}
+FREE |= {name: 0.0 for name in Software.__dataclass_fields__ if name.endswith("_s")}
+FREE |= {"overlap": 0.0, "sharded_overlap": 0.0, "layer_traffic": 0.0, "gathers_again": True}
+BYTES = Cluster("a byte a second", 1e40, 1e40, 1e40, 1.0, 1.0, software=Software(**FREE))
+
+AXES = {"tensor parallel": "tp", "context parallel": "cp", "transfers": "pp", "gradients": "dp"}
+LAYOUTS = [  # words, the part that is compared, and how much more the program sends than the planner counts
+    ("dp4", "gradients", 1),
+    ("dp4,zero1", "gradients", 1),
+    ("dp4,zero2", "gradients", 1),
+    ("dp4,zero3", "gradients", 1),
+    ("dp2,pp4,zero3,keep", "gradients", 1),
+    ("tp4", "tensor parallel", (4 * LAYERS + 2) / (4 * LAYERS)),  # a sum for the embedding, and one for the head
+    ("tp4,sp", "tensor parallel", (10 * LAYERS + 5) / (10 * LAYERS)),  # the head's input is gathered again too
+    # the replay of a layer stops before its last sum
+    ("dp2,tp2,sp,zero1,full", "tensor parallel", (13 * LAYERS + 5) / (14 * LAYERS)),
+    ("dp2,cp4,zero1", "context parallel", 1),
+    ("dp2,cp4,ulysses,zero1", "context parallel", 1),
+    ("dp2,pp4,zero1", "transfers", 1),
+    ("pp4,interleaved", "transfers", 1),
+    ("pp4,zb-v", "transfers", 1),
+]
+
+
+@pytest.mark.parametrize("words, part, more", LAYOUTS, ids=[f"{words} {part}" for words, part, _ in LAYOUTS])
+def test_the_planner_counts_the_bytes_that_the_program_sends(words, part, more):
+    """Within 1%: of a pipeline's second rank, which sends most; of gradients the ranks' mean, as the planner has it."""
+    layout = Layout.parse(words)
+    batch = 2 * layout.dp * (2 if layout.pp > 1 else 1)
+    expected = float(estimate(OF, BYTES, layout, batch, SEQ).time[part])
+    stages, found = groups_along(layout, "pp")[0], []
+    for rank in stages if part == "gradients" else stages[:2][-1:]:
+        sent = dry_run(OF, layout, batch, SEQ, rank=rank, lr=1e-3).bytes_sent
+        found.append(sum(size for (axes, _), size in sent.items() if axes == AXES[part]))
+    assert sum(found) / len(found) == pytest.approx(more * expected, rel=0.01)
+
+
+def sent_to_experts(moe: dict) -> int:
+    """On a rank: bytes of a step's all-to-alls of rows."""
+    layout = Layout.parse("dp2,ep2")
+    config = ModelConfig(2, 64, 4, 2, 48, 97)
+    parallel = parallelize(config, layout, build_mesh(layout), moe=moe, dtype=torch.bfloat16, lr=1e-3)
+    inputs, targets = torch.randint(97, (2, 2, 64), generator=torch.Generator().manual_seed(dist.get_rank())).unbind()
+    with count_traffic() as traffic:
+        parallel.step(inputs, targets)
+    rows = [record.bytes for record in traffic.select("all_to_all").records if record.bytes >= 64]  # not their counts
+    return sum(rows)
+
+
+def test_the_planner_counts_the_bytes_of_experts(two):
+    """A token goes once to each rank that has one of its experts; routers that have learned nothing: within 5%."""
+    moe = {"experts": 8, "top_k": 2, "ffn_hidden": 24}
+    layout = Layout.parse("dp2,ep2")
+    expected = float(estimate(ModelConfig(2, 64, 4, 2, 48, 97), BYTES, layout, 4, 64, moe).time["expert parallel"])
+    assert sum(two(sent_to_experts, moe)) / 2 == pytest.approx(expected, rel=0.1)
