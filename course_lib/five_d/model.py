@@ -53,7 +53,7 @@ from ..zero.sharded_models import fully_shard
 # %% ../../notebooks/10_5d.ipynb #five-d-own-imports
 from .kept_gathers import KeptGathers
 from .layouts import Layout, check_layout, check_sizes, schedule_of
-from .meshes import Mesh
+from .meshes import Mesh, shard_mesh
 
 # %% ../../notebooks/10_5d.ipynb #ex-10-5
 def split_model(
@@ -96,13 +96,14 @@ def shard_stages(
 ) -> tuple[FullyShard, dict[int, nn.Module]]:
     """ZeRO stage 3 of this rank's meta-device stages: what gathers and sends, and the stages to run."""
     settings = {"compute_dtype": None if dtype == torch.float32 else dtype, "reduce_dtype": torch.float32}
+    group = shard_mesh(layout, mesh)
     if layout.pp == 1:
         fill = shard_init(stages[0], lambda name, tensor: init(f"0.{name}", tensor))
-        whole = fully_shard(stages[0], mesh.replicas, **settings, init=fill)
+        whole = fully_shard(stages[0], group, **settings, init=fill)
         return whole, {0: whole}
     own = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
     share_copies(own, schedule, mesh.pp, mesh.replicas)  # tied embeddings: sharded over both stages' ranks
-    return fully_shard(own, mesh.replicas, **settings, init=shard_init(own, init), wrapper=KeptGathers), stages
+    return fully_shard(own, group, **settings, init=shard_init(own, init), wrapper=KeptGathers), stages
 
 # %% ../../notebooks/10_5d.ipynb #parallel-model
 class ParallelSteps:
@@ -111,6 +112,8 @@ class ParallelSteps:
     def __init__(self, layout: Layout, mesh: Mesh, runner: PipelineRunner, sharding, optimizer, dtype: torch.dtype):
         self.layout, self.mesh, self.runner, self.sharding = layout, mesh, runner, sharding
         self.optimizer, self.dtype = optimizer, dtype
+        if layout.replicate > 1 and layout.pp == 1:  # kept gathers send their gradients once a step by themselves
+            runner.no_sync = sharding.no_sync
 
     @property
     def stages(self) -> nn.ModuleDict:

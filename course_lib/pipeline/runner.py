@@ -120,6 +120,7 @@ class PipelineSteps:
         self.group, self.loss_of = group or dist.group.WORLD, loss_of
         self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
         self.copies = share_copies(self.stages, schedule, self.group, dp_group)
+        self.no_sync = None  # what `step` takes where it is given none
         self.use(schedule)
 
     def prepare(self) -> None:
@@ -146,6 +147,7 @@ class PipelineSteps:
         """
         check_step(self, inputs, targets)
         self.prepare()
+        no_sync = no_sync or self.no_sync
         self.inputs, self.targets = (micro_batches_of(each, self.m) for each in (inputs, targets))
         self.more = arguments_of(positions, self.m)
         self.tokens = (targets != IGNORED).sum().clamp(min=1) if tokens is None and targets is not None else tokens

@@ -81,12 +81,12 @@ def fully_shard(
     their way (None: as they are made). units: modules, or lists of modules, gathered at a time; None: `find_blocks`.
     encode: what travels in place of values, or a function that says so for each flat buffer; None: values in
     compute_dtype. init(name, tensor): fills a whole tensor of a meta-device module, on the default device; one is made
-    at a time. A parameter's `reduce_group` is read as by DataParallel. What no rank has used of a unit that ran counts
-    as having a gradient of 0. wrapper: who decides when units are gathered (notebook 10 has another one). Make the
-    optimizer later.
+    at a time. A parameter's `reduce_group` is read as by DataParallel: its ranks share it out, with replicas as
+    without. What no rank has used of a unit that ran counts as having a gradient of 0. wrapper: who decides when units
+    are gathered (notebook 10 has another one). Make the optimizer later.
 
     Raises ValueError, on all ranks, for meta tensors without `init`, units inside of one another, a module that is
-    sharded already, and different models or arguments on the ranks; with replicas, for a `reduce_group`.
+    sharded already, and different models or arguments on the ranks.
     """
     everyone, group, replicas = groups_of(group)
     if any(hasattr(parameter, "shard_group") for parameter in module.parameters()):
@@ -94,8 +94,6 @@ def fully_shard(
     units = [list(unit) if isinstance(unit, (list, tuple)) else [unit] for unit in units or find_blocks(module)]
     arguments = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype, "units": len(units)}
     check_same_model(module, everyone, arguments)
-    if replicas and any(hasattr(parameter, "reduce_group") for parameter in module.parameters()):
-        raise ValueError("a parameter has a reduce_group: its replicas are others, and this mesh does not know them")
     check_units(module, units, init)
     places, buffers = places_of(module), dict(module.named_buffers())
     if not any(tensor.is_meta for tensor in [*places, *buffers.values()]):
@@ -117,13 +115,14 @@ def fully_shard(
     for modules, parameters in zip([*units, [module]], [*own, [p for p in places if counts[p] != 1]], strict=True):
         alike: dict[tuple, list[nn.Parameter]] = {}
         for p in parameters:
-            kind = (p.dtype, p.device, p.requires_grad, outer_groups(p), getattr(p, "reduce_group", group))
-            alike.setdefault(kind, []).append(p)
+            its_group = getattr(p, "reduce_group", None)  # of all that have it: there are no replicas beside
+            over = (its_group, everyone, None) if its_group else (group, group, replicas)
+            alike.setdefault((p.dtype, p.device, p.requires_grad, outer_groups(p), over), []).append(p)
         options = 1 / everyone.size(), compute_dtype, reduce_dtype, encode, make
-        parts = [ShardedParameters(e, [places[p] for p in e], kind[-1], *options) for kind, e in alike.items()]
-        for kind, part in zip(alike, parts, strict=True):
-            part.join(norm_group(group, part.layout.group, kind[3]), *kind[3])
-            part.replicas = replicas
+        parts = [ShardedParameters(e, [places[p] for p in e], kind[-1][0], *options) for kind, e in alike.items()]
+        for (*_, outer, (over, all_pieces, copies)), part in zip(alike, parts, strict=True):
+            part.join(norm_group(all_pieces, over, outer), *outer)
+            part.replicas = copies
         made.append(Unit(modules, parts))
     return wrapper(module, everyone, [unit for unit in made[:-1] if unit.parts], made[-1], compute_dtype)
 

@@ -81,6 +81,11 @@ WAYS = {
         Way("dp2,cp2,ep2,zero1,ulysses", moe=True),
         Way("dp2,cp2,ep2,zero2,all_gather,contiguous", moe=True, tied=True),
         Way("dp2,cp2,ep2,zero3", moe=True),
+        Way("dp4,zero3,rep2", tied=True, batches=(8, 4)),
+        Way("dp2,tp2,sp,zero3,rep2", optimizer="SGD"),
+        Way("dp4,ep2,zero3,rep2", moe=True, batches=(8, 4)),
+        Way("dp2,cp2,zero3,rep2,full", batches=(4, 2)),
+        Way("dp2,pp2,zero3,keep,rep2", tied=True, optimizer="SGD"),  # each rank has all of its stage
         Way("dp4,ep2,full", moe=True),
         Way("pp2,tp2,sp,dualpipe", tied=True, batches=(4, 6)),
         Way("pp2,tp2,sp,zero1,zb-h1", optimizer="SGD"),
@@ -99,6 +104,7 @@ WAYS = {
         Way("dp2,cp2,tp2,zero2,sp", optimizer="SGD"),
         Way("pp2,cp2,tp2,zero1,sp,zb-v,mb2", tied=True),
         Way("dp4,ep2,tp2,zero3,sp", moe=True),
+        Way("dp4,pp2,zero3,zb-v,keep,rep2", tied=True, optimizer="SGD"),
     ],
     16: [Way("dp2,pp2,cp2,tp2,ep2,zero1,sp", moe=True, tied=True)],
 }
