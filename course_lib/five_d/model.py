@@ -53,7 +53,7 @@ from ..zero.sharded_models import fully_shard
 # %% ../../notebooks/10_5d.ipynb #five-d-own-imports
 from .kept_gathers import KeptGathers
 from .layouts import Layout, check_layout, check_sizes, schedule_of
-from .meshes import Mesh, shard_mesh
+from .meshes import Mesh, shard_groups
 
 # %% ../../notebooks/10_5d.ipynb #ex-10-5
 def split_model(
@@ -96,7 +96,7 @@ def shard_stages(
 ) -> tuple[FullyShard, dict[int, nn.Module]]:
     """ZeRO stage 3 of this rank's meta-device stages: what gathers and sends, and the stages to run."""
     settings = {"compute_dtype": None if dtype == torch.float32 else dtype, "reduce_dtype": torch.float32}
-    group = shard_mesh(layout, mesh)
+    group = shard_groups(layout, mesh)
     if layout.pp == 1:
         fill = shard_init(stages[0], lambda name, tensor: init(f"0.{name}", tensor))
         whole = fully_shard(stages[0], group, **settings, init=fill)
