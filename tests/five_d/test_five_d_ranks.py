@@ -82,8 +82,8 @@ WAYS = {
         Way("dp2,cp2,ep2,zero1,ulysses", moe=True),
         Way("dp2,cp2,ep2,zero2,all_gather,contiguous", moe=True, tied=True),
         Way("dp2,cp2,ep2,zero3", moe=True),
-        Way("dp4,zero3,rep2", tied=True, batches=(8, 4)),
-        Way("dp2,tp2,sp,zero3,rep2", optimizer="SGD"),
+        Way("dp4,zero3,rep2", tied=True, batches=(8, 4, 4)),
+        Way("dp2,tp2,sp,zero3,rep2", optimizer="SGD", batches=(4, 4, 2)),
         Way("dp4,ep2,zero3,rep2", moe=True, batches=(8, 4)),
         Way("dp2,cp2,zero3,rep2,full", batches=(4, 2)),
         Way("dp2,pp2,zero3,keep,rep2", tied=True, optimizer="SGD"),  # each rank has all of its stage
