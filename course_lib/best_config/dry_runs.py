@@ -30,7 +30,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..collectives.traffic import Traffic, count_traffic
-from ..five_d.layouts import Layout, check_layout, schedule_of
+from ..five_d.layouts import Layout, check_layout, coordinates, schedule_of
 from ..five_d.meshes import build_mesh
 from ..five_d.model import ParallelModel, parallelize
 from ..pipeline.schedules import stages_of
@@ -66,11 +66,18 @@ class DryRun(NamedTuple):
 
 # %% ../../notebooks/11_best_config.ipynb #dry-run-axes-between
 def axes_between(ranks: tuple[int, ...], layout: Layout) -> str:
-    """The axes in which these ranks differ, outermost first: "pp", or "dp x cp"; copies and ep together are dp."""
+    """The axes in which these ranks differ, outermost first: "pp", or "dp x cp"; copies and ep together are dp.
+
+    With replicas of ZeRO-3, dp is dp_replicate, dp_shard, or both of them.
+    """
     places = zip(axes_of(layout), zip(*(place_of(rank, layout) for rank in ranks), strict=True), strict=True)
     differing = [axis for axis, along in places if len(set(along)) > 1]
     if "copies" in differing and (layout.ep == 1 or "ep" in differing):
-        differing = ["dp", *(axis for axis in differing if axis not in ("copies", "ep"))]
+        size, dp = layout.dp // layout.replicate, {coordinates(rank, layout)["dp"] for rank in ranks}
+        groups, inside = {place // size for place in dp}, {place % size for place in dp}
+        part = "_replicate" if len(inside) == 1 else "_shard" if len(groups) == 1 else ""
+        part = part if layout.replicate > 1 else ""
+        differing = [f"dp{part}", *(axis for axis in differing if axis not in ("copies", "ep"))]
     return " x ".join(differing)
 
 

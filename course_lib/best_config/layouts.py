@@ -82,6 +82,8 @@ def setting_rules(config: ModelConfig, table, batch: int, seq: int, moe: dict | 
         "ep does not divide dp, or the experts": (table.dp % table.ep > 0)
         | ((moe or {"experts": 1})["experts"] % table.ep > 0),
         "tp does not divide the experts' width": (moe is not None) & (width % table.tp > 0),
+        "replicas are of zero3's pieces, and divide dp": (table.replicate > 1)
+        & ((zero != 3) | (table.dp % table.replicate > 0)),
         "recompute selective drops scores, and cp keeps none": (np.asarray(table.recompute) == "selective")
         & (table.cp > 1),
     }
@@ -97,10 +99,11 @@ def with_settings(table: LayoutTable, batch: int, settings: dict[str, tuple]) ->
             "schedule": table.pp > 1,
             "virtual": is_schedule(table, "interleaved"),
             "zero_stage": table.dp * table.cp > 1,
+            "replicate": table.zero_stage == 3,
         }.get(name, np.ones(len(table), bool))
-        most = {"micro_batch": batch // table.dp, "ep": table.dp}
-        possible = column <= most[name] if name in most else True
         settled = np.where(matters, column, getattr(Layout(), name))
+        most = {"micro_batch": batch // table.dp, "ep": table.dp, "replicate": table.dp}
+        possible = settled <= most[name] if name in most else True
         table = LayoutTable(len(table), **{**vars(table), name: settled}).where((matters | first) & possible)
     keep = (table.zero_stage == 3) & (table.pp > 1)
     return LayoutTable(len(table), **{**vars(table), "keep_gathered": keep})

@@ -135,6 +135,7 @@ SETTINGS = {
     "schedule": SCHEDULES,
     "virtual": (2, 4, 8),
     "zero_stage": (0, 1, 2, 3),
+    "replicate": (1,),  # groups of ZeRO-3 that keep the same pieces (HSDP)
     "recompute": ("none", "full"),  # a flash core keeps no scores, so that "selective" would save nothing
 }
 
@@ -154,7 +155,7 @@ def check_settings(settings: dict[str, tuple]) -> None:
         for value in values:
             one = dataclasses.replace(Layout(), **{name: value})
             check_words(one)
-            if name in ("micro_batch", "ep", "virtual") and value < 1 or one.zero_stage not in range(4):
+            if name in ("micro_batch", "ep", "virtual", "replicate") and value < 1 or one.zero_stage not in range(4):
                 raise ValueError(f"settings: {name} {value} can't be")
 
 # %% ../../notebooks/11_best_config.ipynb #best-config-ranking

@@ -1,6 +1,7 @@
 """Bytes of a training step on the fullest GPU, by part: for one layout, or for arrays of them at once.
 
     parameters, gradients, optimizer states    of a stage: N bytes a parameter each, split by ZeRO over dp x cp
+                                               (zero3 with replicas: over the ranks of one of them)
     activations    layers x micro-batches in flight x tokens x 2 bytes x (kept_hidden h + kept_ffn f) / tp
     logits         of the last stage
     buffers        gathered hidden states that wait for the GPU, while the host runs ahead of it
@@ -57,9 +58,11 @@ def stage_parameters(
 
 
 def own_share(layout, dense, experts, sharded) -> np.ndarray:
-    """What of these parameters ZeRO leaves this rank, where `sharded`: each kind is divided by those who share it."""
+    """What of these parameters ZeRO leaves this rank, where `sharded`: each kind is divided by those who share it, of
+    the dense ones one group's ranks, where there are several that keep the same pieces (`replicate`).
+    """
     replicas = np.asarray(layout.dp) * layout.cp
-    return np.where(sharded, dense / replicas + experts * layout.ep / replicas, dense + experts)
+    return np.where(sharded, dense * layout.replicate / replicas + experts * layout.ep / replicas, dense + experts)
 
 # %% ../../notebooks/11_best_config.ipynb #ex-11-3
 def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:

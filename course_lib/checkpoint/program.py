@@ -71,7 +71,7 @@ def program_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", type=Path, help="a TOML file of options; those of the command line win")
-    add("--layout", default="dp1", help="such as dp2,pp2,tp4,sp,zero1,mb2,zb-h1,full")
+    add("--layout", default="dp1", help="such as dp2,pp2,tp4,sp,zero1,mb2,zb-h1,full, or dp16,zero3,rep2")
     add("--batch", type=int, default=16, help="sequences a step, of all ranks together")
     add("--warmup", type=int, default=0, help="steps in which the learning rate rises; it falls to a tenth afterwards")
     add("--start-batch", type=int, help="sequences of the first step; --batch by default")

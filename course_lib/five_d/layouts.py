@@ -2,7 +2,8 @@
 
     Layout.parse("dp2,pp2,tp4,sp,zero1,zb-h1")     str() gives the words back, in the order of the fields
 
-    dp    sequences           other sequences; ep of these ranks share the experts (zero: and share states over dp x cp)
+    dp    sequences           other sequences; ep of these ranks share the experts (zero: and share states over dp x cp,
+                              zero3 with rep2 over half of dp x cp, the inner dp places; the other half has the same)
     pp    layers              other layers
     cp    tokens              other tokens of the same sequences
     tp    heads and widths    the same tokens, other parts of every matrix; with sp other tokens between them
@@ -15,7 +16,7 @@ before a process starts, and the message names the number to change. (The Ultra-
 
 # %% auto #0
 __all__ = ['NUMBERS', 'WORDS', 'Layout', 'coordinates', 'groups_along', 'check_ranks', 'check_pairs', 'schedule_of',
-           'micro_batches', 'check_words', 'check_model', 'check_sizes', 'check_layout', 'fitted']
+           'micro_batches', 'check_words', 'check_replicas', 'check_model', 'check_sizes', 'check_layout', 'fitted']
 
 # %% ../../notebooks/10_5d.ipynb #layout
 import dataclasses
@@ -51,6 +52,7 @@ class Layout:
     cp_method: str = "ring"
     cp_order: str = "zigzag"
     keep_gathered: bool = False  # zero_stage 3 with pp: gather once a step, for all micro-batches
+    replicate: int = 1  # zero_stage 3: how many groups of ranks keep the same pieces (HSDP); a part of dp
 
     @property
     def ranks(self) -> int:
@@ -90,7 +92,7 @@ class Layout:
 
 # %% ../../notebooks/10_5d.ipynb #layout-words
 NUMBERS = {name: name for name in ("dp", "pp", "cp", "tp", "ep")}  # word: field
-NUMBERS |= {"zero": "zero_stage", "mb": "micro_batch", "v": "virtual"}
+NUMBERS |= {"zero": "zero_stage", "mb": "micro_batch", "v": "virtual", "rep": "replicate"}
 WORDS = {"sp": ("sequence_parallel", True), "keep": ("keep_gathered", True)}  # word: field and value
 WORDS |= {name: ("schedule", name) for name in [*SCHEDULES, "interleaved"]}
 WORDS |= {name: ("recompute", name) for name in ("selective", "full")}
@@ -171,6 +173,19 @@ def check_words(layout: Layout) -> None:
             raise ValueError(f"{name} {getattr(layout, name)!r}: make it one of {', '.join(known)}")
 
 
+def check_replicas(layout: Layout) -> None:
+    """Raise ValueError where there can't be so many groups that keep the same pieces."""
+    if layout.replicate < 1:
+        raise ValueError(f"replicate is {layout.replicate}: make it 1 or more")
+    if layout.replicate > 1 and layout.zero_stage < 3:
+        raise ValueError(
+            f"replicate {layout.replicate} is of the pieces of zero_stage 3, and that is {layout.zero_stage}: "
+            "make replicate 1, or zero_stage 3"
+        )
+    if layout.dp % layout.replicate:
+        raise ValueError(f"replicate {layout.replicate} does not divide dp {layout.dp} into groups: change replicate")
+
+
 def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
     """Raise ValueError where the degrees do not divide the model; the message names the number to change."""
     if config.dropout and layout.tp > 1:  # what its ranks hold whole would get another mask on each
@@ -236,16 +251,20 @@ def check_layout(
     check_words(layout)
     check_ranks(layout, layout.ranks if world_size is None else world_size)
     check_pairs(layout)
+    check_replicas(layout)
     check_model(layout, config, moe)
     check_sizes(layout, batch, seq)
 
 # %% ../../notebooks/10_5d.ipynb #fitted
 def fitted(layout: Layout, ranks: int) -> Layout:
-    """The layout with as many dp ranks as it takes to use `ranks` ranks, for a job whose size changes.
+    """The layout with as many dp ranks as it takes to use `ranks` ranks, for a job whose size changes. With replicas,
+    as many of them as leave a group its dp places; where that does not come out, one group of all.
 
     Raises ValueError where the other dimensions do not divide them.
     """
     others = layout.ranks // layout.dp
     if ranks % others:
         raise ValueError(f"{ranks} ranks are no multiple of the {others} that {layout} has beside dp")
-    return dataclasses.replace(layout, dp=ranks // others)
+    dp, places = ranks // others, layout.dp // layout.replicate
+    replicate = dp // places if layout.replicate > 1 and dp % places == 0 else 1
+    return dataclasses.replace(layout, dp=dp, replicate=replicate)

@@ -54,7 +54,7 @@ from ..zero.sharded_models import fully_shard
 from .cast_weights import CastWeights
 from .kept_gathers import KeptGathers
 from .layouts import Layout, check_layout, check_sizes, schedule_of
-from .meshes import Mesh
+from .meshes import Mesh, shard_groups
 
 # %% ../../notebooks/10_5d.ipynb #ex-10-5
 def split_model(
@@ -97,13 +97,14 @@ def shard_stages(
 ) -> tuple[FullyShard, dict[int, nn.Module]]:
     """ZeRO stage 3 of this rank's meta-device stages: what gathers and sends, and the stages to run."""
     settings = {"compute_dtype": None if dtype == torch.float32 else dtype, "reduce_dtype": torch.float32}
+    group = shard_groups(layout, mesh)
     if layout.pp == 1:
         fill = shard_init(stages[0], lambda name, tensor: init(f"0.{name}", tensor))
-        whole = fully_shard(stages[0], mesh.replicas, **settings, init=fill)
+        whole = fully_shard(stages[0], group, **settings, init=fill)
         return whole, {0: whole}
     own = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
     copies = share_copies(own, schedule, mesh.pp, mesh.replicas)  # tied embeddings: sharded over both stages' ranks
-    kept = fully_shard(own, mesh.replicas, **settings, init=shard_init(own, init), wrapper=KeptGathers)
+    kept = fully_shard(own, group, **settings, init=shard_init(own, init), wrapper=KeptGathers)
     kept.send_late(copies.groups.values())
     return kept, stages
 

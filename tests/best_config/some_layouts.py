@@ -14,7 +14,8 @@ def some_rows(config: ModelConfig, gpus: int, batch: int, seq: int, moe: dict | 
     settings = {
         "micro_batch": (1, 2, 4), "ep": (1, 2) if moe else (1,), "sequence_parallel": (False, True),
         "schedule": ("1f1b", "afab", "naive", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe"),
-        "virtual": (2, 3), "zero_stage": (0, 1, 2, 3), "recompute": ("none", "full"), "cp_method": ("ring", "ulysses"),
+        "virtual": (2, 3), "zero_stage": (0, 1, 2, 3), "replicate": (1, 2, 8), "recompute": ("none", "full"),
+        "cp_method": ("ring", "ulysses"),
     }  # fmt: skip
     table = degrees(gpus)
     table = table.where(first_reason(degree_rules(config, table, batch, seq), [""]) == 0)

@@ -58,9 +58,9 @@ def test_a_model_that_fits_nowhere_here_takes_no_memory():
     config = dataclasses.replace(PRESETS["llama3-405B"], layers=14)  # of 16 stages: one layer or the embedding each
     layout = Layout.parse("dp128,pp16,tp8,sp,zero1")
     found = dry_run(config, layout, 128 * 4, 8192, rank=8)  # rank 8 of 16,384 has the second stage
-    weights = 4 * param_count(dataclasses.replace(config, layers=1, vocab=0)) // 8
+    weights = 2 * param_count(dataclasses.replace(config, layers=1, vocab=0)) // 8  # BF16
     assert found.at_rest["parameters"] == pytest.approx(weights, rel=1e-3)
-    assert found.peak_bytes > 8 * 2**30
+    assert found.peak_bytes > 5 * 2**30
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10 < 300  # MiB
 
 
@@ -130,6 +130,11 @@ def test_bytes_are_sorted_by_the_axes_of_their_group():
     names = {(0, 1): "tp", (0, 2): "pp", (0, 4): "ep", (0, 8): "copies", (0, 4, 8, 12): "dp", tuple(range(16)): "all"}
     for ranks, name in names.items():
         assert axes_between(ranks, layout) == {"all": "dp x pp x tp"}.get(name, name)
+    layout = Layout.parse("dp4,pp2,cp2,zero3,keep,rep2")  # the shard group of rank 0: dp places 0 and 1, with cp
+    names = {(0, 1, 4, 5): "dp_shard x cp", (0, 8): "dp_replicate", (0, 1, 4, 5, 8, 9, 12, 13): "dp x cp", (0, 1): "cp"}
+    for ranks, name in names.items():
+        assert axes_between(ranks, layout) == name
+    layout = Layout.parse("dp4,pp2,tp2,ep2")
     calls = [("send", (0, 2), 5), ("all_reduce", (0, 1), 7), ("recv", (0, 2), 0), ("send", (0, 2), 1)]
     traffic = Traffic([Record(name, ranks, 0, sent, None) for name, ranks, sent in calls])
     assert by_axes(traffic, layout) == {("pp", "send"): 6, ("tp", "all_reduce"): 7}

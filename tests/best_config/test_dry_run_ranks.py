@@ -22,6 +22,7 @@ WAYS = [  # words, tied, dtype of the products
     ("tp4", False, torch.float32),  # 2 K/V heads, each on 2 ranks
     ("dp2,pp2,zb-h1", True, torch.bfloat16),  # a tied embedding, summed over both stages' ranks
     ("dp2,pp2,zero3,keep", False, torch.bfloat16),
+    ("dp4,zero3,rep2", True, torch.bfloat16),
 ]
 
 

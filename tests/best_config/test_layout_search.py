@@ -20,7 +20,7 @@ EXPERTS = {"experts": 6, "top_k": 2}
 SETTINGS = {
     "micro_batch": (1, 2, 3, 4), "ep": (1,), "sequence_parallel": (False, True),
     "schedule": ("1f1b", "naive", "afab", *SCHEDULES[1:]), "virtual": (2, 3), "zero_stage": (0, 1, 2, 3),
-    "recompute": ("none", "selective", "full"),
+    "replicate": (1, 2, 3), "recompute": ("none", "selective", "full"),
 }  # fmt: skip
 # config, GPUs, batch, seq, moe
 CASES = {
@@ -135,6 +135,8 @@ def test_the_table_is_what_a_literal_enumeration_gives(gpus, batch):
                 chosen["virtual"] = 2
             if dp * cp == 1:
                 chosen["zero_stage"] = 0
+            if chosen["zero_stage"] != 3:
+                chosen["replicate"] = 1
             keep = chosen["zero_stage"] == 3 and pp > 1
             expected.add(Layout(dp=dp, pp=pp, cp=cp, tp=tp, keep_gathered=keep, **chosen))
     able = set()
@@ -157,6 +159,15 @@ def test_a_setting_with_one_value_leaves_those_it_does_not_matter_to(name, value
     assert {(row.dp, row.tp) for row in map(table.__getitem__, range(len(table)))} >= {(8, 1), (1, 8)}
 
 
+def test_replicas_are_tried_with_zero_3_alone():
+    """With one number of them as well: rows of other stages, and of fewer dp places, have none."""
+    for values, expected in (((1, 2, 4), {(3, 1), (3, 2), (3, 4)}), ((4,), {(3, 4)})):
+        table = table_of(8, 8, SETTINGS | {"zero_stage": (0, 3), "replicate": values})
+        rows = [table[i] for i in range(len(table))]
+        assert {(row.zero_stage, row.replicate) for row in rows} == {(0, 1)} | expected
+        assert all(row.replicate <= row.dp for row in rows)
+
+
 def test_the_first_rule_that_holds_is_the_reason():
     reasons = ["none"]
     rules = {"a": np.array([False, True, True, False]), "b": np.array([False, False, True, True])}
@@ -166,7 +177,7 @@ def test_the_first_rule_that_holds_is_the_reason():
 
 
 def test_a_table_gives_its_layouts_back():
-    layouts = [Layout(), Layout.parse("dp2,pp2,cp2,tp4,ep2,zero3,sp,mb3,zb-h1,v3,full,ulysses,contiguous,keep")]
+    layouts = [Layout(), Layout.parse("dp2,pp2,cp2,tp4,ep2,zero3,sp,mb3,zb-h1,v3,full,ulysses,contiguous,keep,rep2")]
     table = LayoutTable.of(layouts)
     assert [table[0], table[1]] == layouts and len(table) == 2 and table.ranks.tolist() == [1, 32]
     assert all(isinstance(getattr(table[1], name), type(getattr(layouts[1], name))) for name in FIELDS)

@@ -117,6 +117,19 @@ def test_zero_3_has_two_layers_gathered_and_keeps_a_stage_where_it_says_so():
     assert kept["optimizer states"] == whole["optimizer states"]
 
 
+def test_replicas_of_zero_3_divide_by_the_ranks_of_one_group():
+    """But experts, which all of dp x cp / ep share out as they do without."""
+    for words, rep in (("dp8,zero3", 4), ("dp4,cp2,zero3", 2), ("dp8,zero3", 8), ("dp8,pp2,zero3,keep", 2)):
+        whole = memory(LLAMA, H100, words)
+        split = memory(LLAMA, H100, f"{words},rep{rep}")
+        for name in STATES if "keep" not in words else ["optimizer states"]:
+            assert split[name] == pytest.approx(whole[name] * rep), (words, rep, name)
+        assert split["activations"] == whole["activations"] and split["gathered weights"] == whole["gathered weights"]
+    dense, experts = stage_parameters(LLAMA, Layout(ep=2), EXPERTS, LLAMA.layers, 1, 1)
+    split = memory(LLAMA, H100, "dp8,ep2,zero3,rep4", moe=EXPERTS)["optimizer states"]
+    assert split == pytest.approx((dense / 2 + experts / 4) * H100.software.optimizer_bytes)
+
+
 @pytest.mark.parametrize("moe", [None, EXPERTS])
 def test_the_ranks_together_hold_the_model_or_more(moe):
     """Optimizer states of all ranks, with everything sharded: those of the whole model, and no fewer."""

@@ -10,7 +10,7 @@ import pytest
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.planner import estimate
 from course_lib.best_config.stage_loads import bubble_share
-from course_lib.best_config.step_time import gradient_time, step_time, tensor_parallel_time, transfer_time
+from course_lib.best_config.step_time import gradient_time, replica_time, step_time, tensor_parallel_time, transfer_time
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout, groups_along
 from course_lib.pipeline.schedules import schedule_by_name
@@ -148,6 +148,59 @@ def test_gradients_take_the_links_between_the_ranks_of_dp_and_cp(words):
     bandwidth = cluster.nvlink if inside == len(group) else min(cluster.nvlink, inside * cluster.network)
     expected = 1e9 * 6 * (len(group) - 1) / len(group) / bandwidth
     assert exposed(f"{words},zero1", 0.0, cluster=cluster) == pytest.approx(expected)
+
+
+def with_replicas(words: str, slot: float = 0.0, m: int = 8, cluster=H100, experts: float = 0.0) -> float:
+    return float(replica_time(cluster, Layout.parse(words), m, 1e9, experts, slot))
+
+
+@pytest.mark.parametrize("words", ["dp16,zero3,rep2", "dp16,tp4,zero3,rep4", "dp4,cp4,zero3,rep2", "dp8,zero3,rep4"])
+def test_replicas_sum_pieces_over_the_links_between_them(words):
+    """Nothing hidden, no latency: 8 bytes a round inside a group, and an all-reduce of 4 + 4 bytes of a piece between
+    the groups, each by as many cards as ranks of its own are in a node; placed rank by rank.
+    """
+    cluster = H100.with_software(collective_s=0.0, gradient_step_s=0.0, nvlink_efficiency=1.0, network_efficiency=1.0)
+    layout = Layout.parse(words)
+    everyone = groups_along(layout, "dp", "cp")[0]
+    size = len(everyone) // layout.replicate
+    group, others = everyone[:size], everyone[::size]
+
+    def seconds(ranks: list[int], sent: float) -> float:
+        inside = sum(rank < cluster.gpus_per_node for rank in ranks)
+        bandwidth = cluster.nvlink if inside == len(ranks) else min(cluster.nvlink, inside * cluster.network)
+        return sent * (len(ranks) - 1) / len(ranks) / bandwidth
+
+    expected = seconds(group, 1e9 * 8 * 8) + seconds(others, 1e9 / size * 8)
+    assert with_replicas(words, cluster=cluster) == pytest.approx(expected)
+
+
+def test_the_sum_over_replicas_hides_behind_what_the_group_leaves_of_the_last_backward():
+    software = H100.software
+    steps_s = 63 * software.gradient_step_s + 1e9 / 8 * 8 * 63 / 64 / (H100.network * software.network_efficiency)
+    own_s = exposed("dp8,zero3", 0.0, m=1)
+    assert with_replicas("dp512,zero3,rep64") == pytest.approx(8 * own_s + steps_s)
+    for slot in (2 * own_s, 3 * own_s, 0.1):
+        hidden = min(steps_s, slot * 2 / 3 - own_s)
+        assert with_replicas("dp512,zero3,rep64", slot) == pytest.approx(steps_s - hidden), slot
+    steps_s = software.gradient_step_s + 1e9 / 4 * 8 / 2 / (H100.network * software.network_efficiency)
+    kept = exposed("dp4,pp2,zero3,keep", 0.0) + steps_s
+    assert with_replicas("dp8,pp2,zero3,keep,rep2") == pytest.approx(kept), "one gather, one reduce-scatter"
+
+
+def test_experts_are_shared_out_over_all_replicas():
+    alone = exposed("dp64,ep2,zero3", 0.0)
+    both = with_replicas("dp64,ep2,zero3,rep8", experts=1e9)
+    assert both == pytest.approx(with_replicas("dp64,ep2,zero3,rep8") + alone)
+    found = times("dp64,ep2,zero3,rep8", moe=EXPERTS)
+    assert found["gradients"] > times("dp64,ep2,zero3,rep8")["gradients"]
+
+
+def test_replicas_pay_on_many_nodes_and_not_on_few():
+    """What notebook 11 says of the 8B: four groups of 128 GPUs on 512; on 16 GPUs there is nothing to gain."""
+    for gpus, best in ((16, 1), (512, 4)):
+        table = LayoutTable.of(Layout(dp=gpus, zero_stage=3, replicate=2**n) for n in range(gpus.bit_length() - 3))
+        found = estimate(LLAMA, H100, table, 2 * gpus)
+        assert found.fits.all() and table[found.mfu.argmax()].replicate == best, (gpus, found.mfu)
 
 
 # Tensor and context parallelism, pipelines.

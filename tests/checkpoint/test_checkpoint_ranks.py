@@ -169,9 +169,9 @@ def check_exchanged(of_ranks: list[tuple[dict, dict]], relative: float = 1e-5) -
 
 # As few micro-batches as each can have: what is saved does not depend on them.
 TIED = ["dp4", "dp4,zero1", "dp2,tp2,sp,zero2,mb2", "dp4,zero3", "pp2,tp2,mb2", "dp2,pp2,zero3,keep"]
-TIED += ["cp2,pp2,interleaved,mb2"]
+TIED += ["cp2,pp2,interleaved,mb2", "dp4,zero3,rep2"]
 SHARING = ["dp2,pp2,zero1,mb2", "dp2,pp2,zero2,zb-h1,mb2", "dp2,pp2,zero1,zb-v,mb2", "dp2,pp2,dualpipe"]
-UNTIED = ["tp4,mb8", "dp2,pp2,zero1,zb-v,mb2", "dp2,cp2,zero3,mb4", "dp2,pp2,dualpipe"]
+UNTIED = ["tp4,mb8", "dp2,pp2,zero1,zb-v,mb2", "dp2,cp2,zero3,mb4", "dp2,pp2,dualpipe", "dp2,tp2,sp,zero3,rep2,mb4"]
 MIXTURES = ["dp4,ep2", "dp2,tp2,ep2,zero1,mb2", "dp2,pp2,ep2,zero3,keep", "dp4,ep4,zero2"]
 
 
@@ -269,7 +269,7 @@ def shares(text: str, root) -> tuple[dict, bool, dict]:
     return own, places[0] == places[1], {name: each.nbytes for name, each in whole(parallel).items()}
 
 
-@pytest.mark.parametrize("text", ["dp4", "dp2,tp2,zero1", "tp4", "dp4,zero3", "cp2,pp2"])
+@pytest.mark.parametrize("text", ["dp4", "dp2,tp2,zero1", "tp4", "dp4,zero3", "dp4,zero3,rep2", "cp2,pp2"])
 def test_each_box_is_copied_once_and_shares_are_even(ranks, tmp_path, text):
     """The job's copies are as large as the model and its states. What several ranks have is shared out: their shares
     differ by no more than the largest tensor. A later save takes the same memory.

@@ -248,6 +248,21 @@ def test_fitted_refuses_ranks_that_do_not_come_out(words, ranks):
         fitted(Layout.parse(words), ranks)
 
 
+@pytest.mark.parametrize(
+    "words, ranks, fits",
+    [
+        ("dp8,zero3,rep4", 4, "dp4,zero3,rep2"),
+        ("dp8,tp2,zero3,rep2", 24, "dp12,tp2,zero3,rep3"),
+        ("dp4,zero3,rep2", 3, "dp3,zero3"),
+        ("dp4,zero3,rep4", 6, "dp6,zero3,rep6"),
+        ("dp4,zero3,rep2", 1, "dp1,zero3"),
+        ("dp2,zero3", 4, "dp4,zero3"),
+    ],
+)
+def test_fitted_keeps_the_size_of_a_group_of_replicas(words, ranks, fits):
+    assert fitted(Layout.parse(words), ranks) == Layout.parse(fits)
+
+
 # Tokens that are dropped.
 
 

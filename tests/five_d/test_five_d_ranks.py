@@ -30,6 +30,7 @@ from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.tensor_parallel.shards import TensorShard
 from course_lib.zero.full_sharding import FullyShard
+from course_lib.zero.sharded_parameters import find_blocks
 from split_models import differing, stored
 
 # 97 tokens go on no 2 ranks, 2 K/V heads are copied on 4; 2 layers, embedding and head fill 4 stages.
@@ -81,6 +82,11 @@ WAYS = {
         Way("dp2,cp2,ep2,zero1,ulysses", moe=True),
         Way("dp2,cp2,ep2,zero2,all_gather,contiguous", moe=True, tied=True),
         Way("dp2,cp2,ep2,zero3", moe=True),
+        Way("dp4,zero3,rep2", tied=True, batches=(8, 4, 4)),
+        Way("dp2,tp2,sp,zero3,rep2", optimizer="SGD", batches=(4, 4, 2)),
+        Way("dp4,ep2,zero3,rep2", moe=True, batches=(8, 4)),
+        Way("dp2,cp2,zero3,rep2,full", batches=(4, 2)),
+        Way("dp2,pp2,zero3,keep,rep2", tied=True, optimizer="SGD"),  # each rank has all of its stage
         Way("dp4,ep2,full", moe=True),
         Way("pp2,tp2,sp,dualpipe", tied=True, batches=(4, 6)),
         Way("pp2,tp2,sp,zero1,zb-h1", optimizer="SGD"),
@@ -99,6 +105,7 @@ WAYS = {
         Way("dp2,cp2,tp2,zero2,sp", optimizer="SGD"),
         Way("pp2,cp2,tp2,zero1,sp,zb-v,mb2", tied=True),
         Way("dp4,ep2,tp2,zero3,sp", moe=True),
+        Way("dp4,pp2,zero3,zb-v,keep,rep2", tied=True, optimizer="SGD"),
     ],
     16: [Way("dp2,pp2,cp2,tp2,ep2,zero1,sp", moe=True, tied=True)],
 }
@@ -401,6 +408,37 @@ def test_kept_gathers_send_weights_once_a_step_and_leave_nothing(ranks):
         assert kind is FullyShard and left == [0, 0, 0]
         assert sent[1]["reduce_scatter"] == 2 * sent[0]["reduce_scatter"], sent
         assert 1.7 < sent[1]["all_gather"] / sent[0]["all_gather"] <= 2, sent  # the root is kept
+
+
+def sent_with_replicas(text: str, batches: list[int]) -> list[dict[str, int]]:
+    """On a rank: bytes that it sends to its shard group, and to the replicas, in a step of each batch."""
+    parallel, sent = parallel_of(Way(text)), []
+    group, others = (
+        tuple(dist.get_process_group_ranks(each))
+        for each in (parallel.sharding.parts[0].layout.group, parallel.sharding.parts[0].replicas)
+    )
+    for sequences in batches:
+        with count_traffic() as traffic:
+            parallel.step(*own_batch(parallel, 0, sequences))
+        found = {kind: traffic.select(kind, group).bytes for kind in ("all_gather", "reduce_scatter")}
+        sent.append(found | {"all_reduce": traffic.select("all_reduce", others).bytes, "groups": (group, others)})
+    return sent
+
+
+def test_replicas_sum_their_pieces_once_a_step_whatever_the_micro_batches(ranks):
+    """Four bytes a number. In a group of two a rank sends half of each gather (a unit's two a micro-batch, but for the
+    last one) and of each reduce-scatter; of an all-reduce over two replicas as much as its piece has.
+    """
+    sizes = [sum(p.numel() for each in unit for p in each.parameters()) for unit in find_blocks(Transformer(OF))]
+    pieces = [-(-numel // 2) for numel in sizes]
+    for rank, sent in enumerate(ranks(sent_with_replicas, "dp4,zero3,rep2", [4, 12])):
+        for m, found in zip((1, 3), sent, strict=True):
+            assert found == {
+                "all_gather": 4 * m * (2 * sum(pieces) - pieces[-1]),
+                "reduce_scatter": 4 * m * sum(pieces),
+                "all_reduce": 4 * sum(pieces),
+                "groups": ((0, 1) if rank < 2 else (2, 3), (rank % 2, rank % 2 + 2)),
+            }, (rank, m)
 
 
 # What a user may ask for.

@@ -38,6 +38,7 @@ def any_layout(random: random.Random) -> Layout:
     drawn = {field: random.choice(values) for field, values in words.items()}
     drawn |= {name: random.choice([1, 1, 2, 2, 3, 4]) for name in ("dp", "pp", "cp", "tp", "ep", "micro_batch")}
     drawn |= {"zero_stage": random.randrange(4), "virtual": random.choice([1, 2, 2, 3])}
+    drawn |= {"replicate": random.choice([1, 1, 1, 1, 2, 3])}
     return Layout(**{field: value for field, value in drawn.items() if value is not None})
 
 
@@ -123,6 +124,11 @@ REFUSED = [
     ("dp2,pp2,zero1,keep", {}, "keep_gathered with zero_stage 1 and pp 2.*leave out keep"),
     ("dp2,zero3,keep", {}, "keep_gathered with zero_stage 3 and pp 1.*leave out keep"),
     ("dp2,pp2,zero3,keep,dualpipe", {}, "dualpipe .* make zero_stage 1"),
+    ("dp2,zero3,rep0", {}, "replicate is 0: make it 1 or more"),
+    ("dp2,zero1,rep2", {}, "replicate 2 .* zero_stage 3, and that is 1: make replicate 1, or zero_stage 3"),
+    ("dp4,pp2,rep2", {}, "replicate 2 .* zero_stage 3, and that is 0: make replicate 1"),
+    ("dp4,zero3,rep3", {}, "replicate 3 does not divide dp 4 .*change replicate"),
+    ("dp2,cp2,zero3,rep4", {}, "replicate 4 does not divide dp 2 .*change replicate"),
     ("cp2,selective", {}, "selective .* cp 2 .* make recompute none or full"),
     ("tp5", {}, "tp 5 does not divide heads, which is 12.*change tp"),
     ("tp6", {}, "tp 6 and kv_heads, which is 4.*change tp"),
@@ -168,7 +174,7 @@ def followed(message: str, layout: Layout, sizes: dict) -> tuple[Layout, dict] |
     change = dataclasses.replace
     if number := re.search(r"^(batch|seq) .*: make it (\d+)$", message):
         return layout, sizes | {number[1]: int(number[2])}
-    if number := re.search(r"make (dp|ep|zero_stage) (\d+)", message):
+    if number := re.search(r"make (dp|ep|zero_stage|replicate) (\d+)", message):
         return change(layout, **{number[1]: int(number[2])}), sizes
     if "leave out sp" in message:
         return change(layout, sequence_parallel=False), sizes
@@ -229,5 +235,6 @@ def test_what_is_accepted_can_be_carried_out():
         split_layers(OF.layers, stages_of(schedule))
         chunks = layout.cp * (2 if layout.cp > 1 and layout.cp_order == "zigzag" else 1)
         assert seq % chunks == 0 and (not layout.sequence_parallel or seq // layout.cp % layout.tp == 0)
+        assert layout.dp % layout.replicate == 0 and (layout.zero_stage == 3 or layout.replicate == 1)
         assert layout.dp % layout.ep == 0 and (moe is not None or layout.ep == 1)
     assert accepted > 100 and refused > 1000, (accepted, refused)

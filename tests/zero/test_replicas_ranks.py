@@ -82,11 +82,56 @@ def test_losses_norms_and_weights_are_one_processs(ranks, places, micro_batches)
         assert early >= 1 + parts - 3, "all but two units' and the root's are under way before finish()"
 
 
+class Weighted(torch.nn.Module):
+    """x times the sum of three vectors' elements, each times its number."""
+
+    def __init__(self):
+        super().__init__()
+        for name, size in VECTORS.items():
+            self.register_parameter(name, torch.nn.Parameter(torch.zeros(size)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * sum((vector * torch.arange(1, len(vector) + 1)).sum() for vector in self.parameters())
+
+
+VECTORS = {"dense": 5, "shared": 7, "expert": 3}
+
+
+def with_reduce_groups() -> tuple[dict[str, tuple], float, int]:
+    """On a rank of 2 x 2: each vector's span and gradient, the norm, and the bytes of all-reduces in backward."""
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("replica", "shard"))
+    model = Weighted()
+    model.shared.reduce_group, model.expert.reduce_group = dist.group.WORLD, mesh.get_group(0)
+    sharded = fully_shard(model, mesh)
+    with count_traffic() as traffic:
+        sharded(torch.tensor(dist.get_rank() + 1.0)).backward()
+        sharded.finish()
+    norm = clip_grad_norm_(sharded.parameters(), 1e9).item()
+    found = {name: (p.span, p.grad.tolist()) for name, p in sharded.module.named_parameters()}
+    return found, norm, traffic.select("all_reduce").bytes
+
+
+def test_a_reduce_group_shares_its_parameter_out_and_has_no_replicas(ranks):
+    """All ranks sum x = 1 + 2 + 3 + 4; an expert's copies 1 + 3, or 2 + 4; all divide by the four ranks. The norm
+    counts each number of the model once: both experts', and no replica's.
+    """
+    means = {"dense": (2.5, 2.5), "shared": (2.5, 2.5), "expert": (1.0, 1.5)}
+    squares = {name: sum(n * n for n in range(1, size + 1)) for name, size in VECTORS.items()}
+    once = {"dense": [2.5], "shared": [2.5], "expert": means["expert"]}
+    norm = sum(squares[name] * mean**2 for name, those in once.items() for mean in those) ** 0.5
+    for rank, (found, its_norm, sent) in enumerate(ranks(with_reduce_groups)):
+        for name, pieces, place in (("dense", 2, rank % 2), ("shared", 4, rank), ("expert", 2, rank // 2)):
+            (first, last), gradient = found[name]
+            size = -(-VECTORS[name] // pieces)
+            assert (first, last) == (place * size, min((place + 1) * size, VECTORS[name])), (rank, name)
+            expected = [means[name][rank % 2] * (n + 1) for n in range(first, last)]
+            assert gradient == pytest.approx(expected), (rank, name)
+        assert its_norm == pytest.approx(norm) and sent == 4 * 3, "of two ranks' all-reduce, a piece of dense alone"
+
+
 def differing(what: str):
     mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("replica", "shard"))
     model = torch.nn.Sequential(torch.nn.Linear(3, 3 + (what == "shape" and dist.get_rank() == 2)))
-    if what == "reduce_group":
-        model[0].weight.reduce_group = mesh.get_group(1)
     if what == "order":
         mesh = DeviceMesh("cpu", torch.tensor([[3, 1], [0, 2]]), mesh_dim_names=("replica", "shard"))
     if what == "line":
@@ -98,7 +143,6 @@ def differing(what: str):
     ("what", "message"),
     [
         ("shape", "the ranks differ: rank 2 has 0.weight [4, 3]"),
-        ("reduce_group", "a parameter has a reduce_group: its replicas are others"),
         ("order", "the mesh [[3, 1], [0, 2]]: ranks that share parameters out stand in ascending order"),
         ("line", "it has 2 dimensions with names"),
     ],
