@@ -159,8 +159,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
     mesh = init_device_mesh(device, (world_size // shared, cp, chosen.tp), mesh_dim_names=("dp", "cp", "tp"))
     cp_group, tp_group = mesh["cp"].get_group(), mesh["tp"].get_group()
-    of_each_part = mesh.mesh.flatten(0, 1).t().tolist()  # the ranks that hold the same parameters, by place in tp
-    replicas = dist.new_subgroups_by_enumeration(of_each_part)[0]  # gradients are averaged over these
+    replicas = mesh["dp", "cp"]._flatten().get_group()  # ranks with the same parameters: gradients are averaged
 
     def build(config, seed):
         with torch.device("meta"):

@@ -4,6 +4,7 @@ test_eight_ranks). CPU, gloo.
 
 import functools
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -264,6 +265,19 @@ def test_main_trains_as_one_process_for_each_degree(ranks):
         argv = [*ARGUMENTS, "--batch", batch, "--dtype", "fp32", *more]
         for found in ranks(trained, argv):
             torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0, msg=lambda m: f"{argv}: {m}")  # noqa: B023
+
+
+def made_one_by_one(argv: list[str]) -> list:
+    """On a rank: the lists of groups that no mesh makes: each of these groups splits the communicator once more."""
+    plain = dist.new_subgroups_by_enumeration
+    with mock.patch.object(dist, "new_subgroups_by_enumeration", wraps=plain) as made:
+        trained(argv)
+    return [call.args[0] for call in made.call_args_list]
+
+
+def test_mains_groups_come_from_a_mesh(ranks):
+    argv = [*ARGUMENTS, "--steps", "1", "--batch", "4", "--dtype", "fp32", "--cp", "2", "--tp", "2"]
+    assert ranks(made_one_by_one, argv) == [[]] * 4
 
 
 def test_main_trains_in_bfloat16(ranks):

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.single_gpu.memory import activation_bytes, param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, from_hf, init_parameter, to_hf
-from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, as_autocast
+from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, as_autocast, replicas_of
 from course_lib.tensor_parallel.model import all_reduce_ratio, apply_tensor_parallel, check_degree, options
 from course_lib.tensor_parallel.shards import TensorShard, materialize, shard_init, shard_parameter
 
@@ -35,6 +35,32 @@ def as_rank(rank: int, size: int):
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 37, 1023])
+@pytest.mark.parametrize("regular", [True, False])
+def test_all_groups_of_copies_are_two_splits_of_the_communicator(rank, regular, monkeypatch):
+    """1,024 ranks, of which each 16 share 8 K/V heads: two for 640 groups; and where the last 16 ranks are in fours."""
+    groups, made, splits = [(list(range(i, i + 16)), 2) for i in range(0, 1024, 16)], [], []
+    if not regular:
+        groups[-1:] = [(list(range(i, i + 4)), 1) for i in range(1008, 1024, 4)]
+    of_all = [group for group in groups for _ in group[0]]
+    members, copies = of_all[rank]
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, said: found.__setitem__(slice(None), of_all))
+    monkeypatch.setattr(dist.distributed_c10d, "new_group", lambda ranks, **options: made.append(ranks))
+    monkeypatch.setattr(dist, "split_group", lambda split_ranks: splits.append(split_ranks))
+    with as_rank(rank, 1024) as world:
+        world.bound_device_id = torch.device("cuda", 0)  # the communicator is there, and can be split
+        replicas_of(world, copies)
+    assert not made and len(splits) == 2
+    for split in splits:
+        assert sorted(one for ranks in split for one in ranks) == list(range(1024))
+    place = rank - members[0]
+    start = place // copies * copies
+    assert [list(ranks) for split in splits for ranks in split if rank in ranks] == [
+        members[start : start + copies],
+        members[place % copies :: copies],
+    ]
 
 
 def test_degrees_that_fit():

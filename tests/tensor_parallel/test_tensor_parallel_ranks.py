@@ -654,6 +654,8 @@ def misused() -> dict[str, str]:
     return {
         "gathered copies": said(lambda: ColumnParallelLinear(nn.Linear(4, 8), group, replicas, gather_output=True)),
         "3 copies": said(lambda: replicas_of(group, 3)),
+        "3 copies on rank 1": said(lambda: replicas_of(group, 3 if dist.get_rank() == 1 else 2)),
+        "other numbers": said(lambda: replicas_of(group, 1 if dist.get_rank() == 1 else 2)),
         "whole logits": said(lambda: vocab_parallel_cross_entropy(torch.zeros(6, 97), targets, group, 97)),
         "reduction": said(lambda: vocab_parallel_cross_entropy(logits, targets, group, 97, "none")),
         "float64": said(lambda: vocab_parallel_cross_entropy(logits.requires_grad_(), targets, group, 97).backward()),
@@ -664,7 +666,8 @@ def misused() -> dict[str, str]:
 def test_misuse_that_would_give_plausible_numbers_is_one_line(ranks):
     for found in ranks(misused):
         assert found["gathered copies"].startswith("ValueError: gather_output with replicas")
-        assert found["3 copies"] == "ValueError: 3 copies do not divide 4 ranks"
+        assert found["3 copies"] == found["3 copies on rank 1"] == "ValueError: 3 copies do not divide 4 ranks"
+        assert found["other numbers"].startswith("ValueError: ranks of one group came with different ones, or numbers")
         assert found["whole logits"].startswith("ValueError: 97 logits, where this rank's part of 97 tokens is 2")
         assert found["reduction"] == "ValueError: reduction 'none': it is mean or sum" and found["float64"] == "nothing"
         assert "from index 24 of 96, where rank 0 has embedding.weight" in found["default group"]
