@@ -66,6 +66,7 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     return Mesh(mesh, over("copies", "ep"), *single, replicas, over("copies", "cp"), tokens)
 
 # %% ../../notebooks/10_5d.ipynb #shard-groups
+from ..tensor_parallel.linear import one_split
 from ..zero.sharded_models import ReplicaGroups
 
 
@@ -80,5 +81,4 @@ def shard_groups(layout: Layout, mesh: Mesh) -> dist.ProcessGroup | ReplicaGroup
     size = len(of_all[0]) // layout.replicate
     shards = [ranks[first : first + size] for ranks in of_all for first in range(0, len(ranks), size)]
     replicas = [ranks[place::size] for ranks in of_all for place in range(size)]
-    own = (dist.new_subgroups_by_enumeration(each)[0] for each in (shards, replicas))
-    return ReplicaGroups(mesh.replicas, *own)
+    return ReplicaGroups(mesh.replicas, one_split(shards), one_split(replicas))
