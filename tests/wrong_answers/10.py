@@ -1913,7 +1913,7 @@ class KeptGathers(KeptUnits):
         """Everything is there."""
 
 
-# %% 10.10 the root stays in memory after the step
+# %% 10.10 weights stay in memory after the step
 class KeptGathers(KeptUnits):
     """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
 
@@ -1933,13 +1933,10 @@ class KeptGathers(KeptUnits):
             part.buffer.wait()
 
     def finish(self):
-        self.send_all()
-        for unit in self.sent:
-            unit.collect()
-        self.sent = []
-        for part in self.root.parts:
-            part.register(part.sharded)
-            part.buffer.gathered = False
+        super().finish()
+        for unit in self.units:
+            for part in unit.parts:
+                part.buffer.gather()
 
     def backward_begins(self, unit: Unit) -> None:
         """Everything is there."""
