@@ -167,7 +167,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update this rank's pieces, those of the first layers first, and send each as soon as it is done."""
+        """Update this rank's pieces, by one call for all, and send them, those of the first layers first."""
         with torch.enable_grad():
             result = closure() if closure else None
         self.finish()
@@ -175,8 +175,10 @@ class ZeroOptimizer(ShardedOptimizer):
             raise RuntimeError("parameters have moved (module.to(), assign=True): make the ZeroOptimizer afterwards")
         for ours, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):  # a scheduler changes ours
             inner.update((key, value) for key, value in ours.items() if key != "params")
-        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-            shard.step(self.optimizer, bucket.gradient)
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
             shard.gather()
         if self.module is None:
             self.wait()

@@ -161,16 +161,15 @@ class OptimizerShard:
         own = self.values.untyped_storage()._cdata  # not data_ptr(): fake tensors have none
         return any(parameter.untyped_storage()._cdata != own for parameter in self.parameters)
 
-    def step(self, optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> None:
-        """Update the piece alone: an optimizer passes over what has no gradient."""
+    def take(self, gradient: torch.Tensor) -> None:
+        """Have a gradient of the piece [shard_numel] ready for the optimizer."""
         self.wait()
         self.shard.grad = gradient.to(self.shard.device, self.shard.dtype)
-        optimizer.step()
-        self.shard.grad = None
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start the all-gather of the values."""
+        """Start the all-gather of the values, and let go of the gradient that has made them."""
+        self.shard.grad = None
         if self.is_copy:
             self.own_values.copy_(self.shard)
         self.work = all_gather_into_tensor(self.values, self.own_values, group=self.layout.group, async_op=True)

@@ -441,6 +441,23 @@ def test_replicas_sum_their_pieces_once_a_step_whatever_the_micro_batches(ranks)
             }, (rank, m)
 
 
+def calls_over_all(words: str) -> tuple[int, int]:
+    """On a rank: gathers and reduce-scatters of a step over all ranks, where small parameters alone have that group."""
+    parallel = parallel_of(Way(words))
+    own = own_batch(parallel, 0, 8)
+    parallel.step(*own)
+    with count_traffic() as traffic:
+        parallel.step(*own)
+    over = traffic.select(group=tuple(range(4)))
+    return over.select("all_gather").calls, over.select("reduce_scatter").calls
+
+
+def test_small_parameters_of_another_group_are_gathered_once_a_step(ranks):
+    """Norms under sp: not with each unit, in each micro-batch and direction."""
+    assert ranks(calls_over_all, "dp2,tp2,sp,zero3") == [(1, 4)] * 4
+    assert ranks(calls_over_all, "dp2,tp2,sp,zero3,rep2") == [(1, 4)] * 4
+
+
 # What a user may ask for.
 
 

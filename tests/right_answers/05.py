@@ -166,7 +166,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update this rank's pieces, those of the first layers first, and send each as soon as it is done."""
+        """Update this rank's pieces, by one call for all, and send them, those of the first layers first."""
         with torch.enable_grad():
             result = closure() if closure else None
         self.finish()
@@ -174,8 +174,10 @@ class ZeroOptimizer(ShardedOptimizer):
             raise RuntimeError("parameters have moved (module.to(), assign=True): make the ZeroOptimizer afterwards")
         for ours, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):  # a scheduler changes ours
             inner.update((key, value) for key, value in ours.items() if key != "params")
+        for number in range(len(self.shards)):
+            self.shards[number].take(self.gradients[number].gradient)
+        self.optimizer.step()
         for number in range(len(self.shards) - 1, -1, -1):
-            self.shards[number].step(self.optimizer, self.gradients[number].gradient)
             self.shards[number].gather()
         if self.module is None:
             for shard in self.shards:

@@ -682,14 +682,16 @@ class ZeroOptimizer(ShardedOptimizer):
             result = closure() if closure else None
         self.finish()
         for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.step(self.optimizer, bucket.gradient)
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in self.shards:
             shard.gather()
         if self.module is None:
             self.wait()
         return result
 
 
-# %% 05.8 all updates, then all gathers
+# %% 05.8 an update for each bucket
 class ZeroOptimizer(ShardedOptimizer):
     @torch.no_grad()
     def step(self, closure=None):
@@ -697,8 +699,8 @@ class ZeroOptimizer(ShardedOptimizer):
             result = closure() if closure else None
         self.finish()
         for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-            shard.step(self.optimizer, bucket.gradient)
-        for shard in reversed(self.shards):
+            shard.take(bucket.gradient)
+            self.optimizer.step()
             shard.gather()
         if self.module is None:
             self.wait()
@@ -712,9 +714,11 @@ class ZeroOptimizer(ShardedOptimizer):
         with torch.enable_grad():
             result = closure() if closure else None
         self.finish()
-        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        for shard in reversed(self.shards):
             shard.gather()
-            shard.step(self.optimizer, bucket.gradient)
+        self.optimizer.step()
         if self.module is None:
             self.wait()
         return result
@@ -727,8 +731,10 @@ class ZeroOptimizer(ShardedOptimizer):
         with torch.enable_grad():
             result = closure() if closure else None
         self.finish()
-        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-            shard.step(self.optimizer, bucket.gradient)
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
             shard.gather()
             shard.wait()
         if self.module is None:
@@ -743,8 +749,10 @@ class ZeroOptimizer(ShardedOptimizer):
         with torch.enable_grad():
             result = closure() if closure else None
         self.finish()
-        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-            shard.step(self.optimizer, bucket.gradient)
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
             shard.gather()
         self.wait()
         return result
@@ -757,8 +765,10 @@ class ZeroOptimizer(ShardedOptimizer):
         with torch.enable_grad():
             result = closure() if closure else None
         self.finish()
-        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-            shard.step(self.optimizer, bucket.gradient)
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
             shard.gather()
         return result
 
@@ -770,8 +780,10 @@ class ZeroOptimizer(ShardedOptimizer):
         with torch.enable_grad():
             result = closure() if closure else None
         self.finish()
-        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-            shard.step(self.optimizer, bucket.gradient)
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
             shard.gather()
         if self.module is None:
             shard.wait()
@@ -785,8 +797,10 @@ class ZeroOptimizer(ShardedOptimizer):
         with torch.enable_grad():
             result = closure() if closure else None
         self.finish()
-        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-            shard.step(self.optimizer, bucket.gradient)
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
             shard.gather()
             if self.module is None:
                 shard.wait()
@@ -800,8 +814,9 @@ class ZeroOptimizer(ShardedOptimizer):
         with torch.enable_grad():
             result = closure() if closure else None
         self.finish()
-        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-            shard.step(self.optimizer, bucket.gradient)
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
         if self.module is None:
             self.wait()
         return result
@@ -814,8 +829,27 @@ class ZeroOptimizer(ShardedOptimizer):
         with torch.enable_grad():
             result = closure() if closure else None
         self.finish()
-        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-            shard.step(self.optimizer, bucket.gradient * self.group.size())
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient * self.group.size())
+        self.optimizer.step()
+        for shard in reversed(self.shards):
+            shard.gather()
+        if self.module is None:
+            self.wait()
+        return result
+
+
+# %% 05.8 the last bucket has no gradient
+class ZeroOptimizer(ShardedOptimizer):
+    @torch.no_grad()
+    def step(self, closure=None):
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        for bucket, shard in zip(self.gradients[:-1], self.shards):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
             shard.gather()
         if self.module is None:
             self.wait()
