@@ -12,7 +12,7 @@ __all__ = ['COUNTERS', 'BufferPool', 'GradientShard', 'ShardReducer', 'Optimizer
 
 # %% ../../notebooks/05_zero.ipynb #optimizer-shards-imports
 from ..collectives.into_tensor import all_gather_into_tensor
-from .shards import FlatLayout, GradientBuffer, outer_groups
+from .shards import ALIGNED, FlatLayout, GradientBuffer, outer_groups
 
 # %% ../../notebooks/05_zero.ipynb #ex-05-7
 import copy
@@ -54,7 +54,7 @@ class GradientShard:
 
     def __init__(self, parameters: list[nn.Parameter], group, mean: float, dtype: torch.dtype | None):
         self.parameters, self.group, self.mean = parameters, group, mean
-        self.layout = FlatLayout(parameters, group)
+        self.layout = FlatLayout(parameters, group, ALIGNED)
         self.whole = GradientBuffer(parameters, self.layout)
         self.like = parameters[0].detach().new_empty(0, dtype=dtype)
         self.missing = set(parameters)  # those whose gradient this round has not made yet
@@ -143,7 +143,8 @@ class OptimizerShard:
     """
 
     def __init__(self, parameters: list[nn.Parameter], group, offload: bool, compute_dtype: torch.dtype | None = None):
-        self.parameters, self.layout, first = parameters, FlatLayout(parameters, group), parameters[0].detach()
+        self.parameters, first = parameters, parameters[0].detach()
+        self.layout = FlatLayout(parameters, group, ALIGNED)
         self.values = first.new_zeros(self.layout.padded, dtype=compute_dtype)
         self.own_values = self.layout.own(self.values)
         dtype = torch.promote_types(first.dtype, torch.float32)

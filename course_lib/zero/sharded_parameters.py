@@ -33,7 +33,7 @@ def find_blocks(module: nn.Module) -> list[list[nn.Module]]:
 
 # %% ../../notebooks/05_zero.ipynb #sharded-parameters-imports
 from ..collectives.into_tensor import all_gather_into_tensor
-from .shards import FlatLayout, GradientBuffer
+from .shards import ALIGNED, FlatLayout, GradientBuffer
 
 # %% ../../notebooks/05_zero.ipynb #whole-buffer
 from collections.abc import Callable
@@ -107,7 +107,7 @@ class ShardedParameters:
 
     def __init__(self, parameters, places, group, mean: float, compute_dtype, reduce_dtype, encoding, make):
         first, self.places, self.mean, self.trained = parameters[0], places, mean, parameters[0].requires_grad
-        self.layout = FlatLayout(parameters, group)
+        self.layout = FlatLayout(parameters, group, ALIGNED)
         device = torch.get_default_device() if first.is_meta else first.device
         self.shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
         self.sharded = []

@@ -350,6 +350,8 @@ def sent_and_stored() -> list[str]:
                     model(inputs)
                 buckets = len(zero.gradients)
                 padded = sum(shard.layout.padded for shard in zero.shards)
+                unaligned = [shard.layout.shard_numel for shard in zero.shards if shard.layout.shard_numel % 8]
+                wrong += [f"{about}: pieces of {unaligned}, no multiples of 16 bytes"] * bool(unaligned)
                 largest = max(shard.layout.padded for shard in zero.shards)
                 grad_size = (grad_dtype or dtype).itemsize
                 exact = {
@@ -360,7 +362,7 @@ def sent_and_stored() -> list[str]:
                 wrong += [f"{about}: sent {found}, not {exact}"] * (found != exact)
                 wrong += [f"{about}: {traffic.calls} calls, {buckets} buckets"] * (traffic.calls != 2 * buckets)
                 wrong += [f"{about}: {buckets} buckets"] * ((buckets > 2) != (bucket_mb < 1))
-                wrong += [f"{about}: {padded} elements for {psi}"] * (not 0 <= padded - psi < n * buckets)
+                wrong += [f"{about}: {padded} elements for {psi}"] * (not 0 <= padded - psi < 8 * n * buckets)
 
                 states = [v for s in zero.optimizer.state.values() for v in s.values() if v.dim()]
                 values = {shard.values.untyped_storage() for shard in zero.shards}
