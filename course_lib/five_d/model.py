@@ -222,9 +222,9 @@ def parallelize(
 ) -> ParallelModel:
     """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
 
-    extra: verbs that change the split model (kernels, FP8); moe: arguments of apply_moe; dtype: see ParallelSteps;
-    settings: the optimizer's. Beside its own part (and buckets of its size, or a gathered block) no rank has more than
-    one whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
+    extra: verbs that change the split model (kernels, FP8); moe: of apply_moe; dtype: see ParallelSteps; settings: the
+    optimizer's. A rank has its part (and a gathered block, or buckets) and one whole tensor at a time. Raises
+    ValueError where the layout does not fit the ranks or the model.
     """
     schedule, own = own_stages(config, layout, mesh, extra, moe)
     init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
@@ -239,10 +239,8 @@ def parallelize(
         if layout.zero_stage == 0:
             sharding = DataParallel(runner.stages, mesh.replicas)
         if layout.zero_stage in (1, 2):
-            settings |= {"compute_dtype": dtype, "grad_dtype": torch.float32}
-            sharding = optimizer = ZeroOptimizer(
-                runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
-            )
+            settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
+            sharding = optimizer = ZeroOptimizer(runner.stages, optimizer_cls, mesh.replicas, **settings)
         else:
             optimizer = optimizer_cls(runner.stages.parameters(), **settings)
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)

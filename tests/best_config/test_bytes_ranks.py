@@ -2,6 +2,8 @@
 takes no time for anything else. CPU, gloo for experts; fake ranks otherwise.
 """
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,24 +17,27 @@ from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize
 from course_lib.single_gpu.model import ModelConfig
 
-LAYERS, SEQ = 6, 256  # with embedding and head 8: two for each of four stages
-OF = ModelConfig(layers=LAYERS, hidden=512, heads=8, kv_heads=4, ffn_hidden=1408, vocab=1000)
+SEQ = 256
+OF = ModelConfig(layers=2, hidden=512, heads=8, kv_heads=4, ffn_hidden=1408, vocab=1000)
+DEEP = dataclasses.replace(OF, layers=6)  # with embedding and head 8: two for each of four stages
 FREE = {name: 1.0 for name in Software.__dataclass_fields__ if name.endswith("efficiency")}
 FREE |= {name: 0.0 for name in Software.__dataclass_fields__ if name.endswith("_s")}
 FREE |= {"overlap": 0.0, "sharded_overlap": 0.0, "layer_traffic": 0.0, "gathers_again": True}
 BYTES = Cluster("a byte a second", 1e40, 1e40, 1e40, 1.0, 1.0, software=Software(**FREE))
 
-AXES = {"tensor parallel": "tp", "context parallel": "cp", "transfers": "pp", "gradients": "dp"}
+AXES = {"tensor parallel": ("tp",), "context parallel": ("cp",), "transfers": ("pp",)}
+AXES["gradients"] = ("dp", "dp_shard", "dp_replicate")
 LAYOUTS = [  # words, the part that is compared, and how much more the program sends than the planner counts
     ("dp4", "gradients", 1),
     ("dp4,zero1", "gradients", 1),
     ("dp4,zero2", "gradients", 1),
     ("dp4,zero3", "gradients", 1),
     ("dp2,pp4,zero3,keep", "gradients", 1),
-    ("tp4", "tensor parallel", (4 * LAYERS + 2) / (4 * LAYERS)),  # a sum for the embedding, and one for the head
-    ("tp4,sp", "tensor parallel", (10 * LAYERS + 5) / (10 * LAYERS)),  # the head's input is gathered again too
+    ("dp4,zero3,rep2", "gradients", 1),
+    ("tp4", "tensor parallel", (4 * 2 + 2) / (4 * 2)),  # a sum for the embedding, and one for the head
+    ("tp4,sp", "tensor parallel", (10 * 2 + 5) / (10 * 2)),  # the head's input is gathered again too
     # the replay of a layer stops before its last sum
-    ("dp2,tp2,sp,zero1,full", "tensor parallel", (13 * LAYERS + 5) / (14 * LAYERS)),
+    ("dp2,tp2,sp,zero1,full", "tensor parallel", (13 * 2 + 5) / (14 * 2)),
     ("dp2,cp4,zero1", "context parallel", 1),
     ("dp2,cp4,ulysses,zero1", "context parallel", 1),
     ("dp2,pp4,zero1", "transfers", 1),
@@ -45,12 +50,13 @@ LAYOUTS = [  # words, the part that is compared, and how much more the program s
 def test_the_planner_counts_the_bytes_that_the_program_sends(words, part, more):
     """Within 1%: of a pipeline's second rank, which sends most; of gradients the ranks' mean, as the planner has it."""
     layout = Layout.parse(words)
-    batch = 2 * layout.dp * (2 if layout.pp > 1 else 1)
-    expected = float(estimate(OF, BYTES, layout, batch, SEQ).time[part])
+    config = DEEP if layout.pp > 1 or layout.zero_stage == 3 else OF
+    batch = layout.dp * (4 if layout.pp > 1 else 2 if part == "gradients" else 1)
+    expected = float(estimate(config, BYTES, layout, batch, SEQ).time[part])
     stages, found = groups_along(layout, "pp")[0], []
     for rank in stages if part == "gradients" else stages[:2][-1:]:
-        sent = dry_run(OF, layout, batch, SEQ, rank=rank, lr=1e-3).bytes_sent
-        found.append(sum(size for (axes, _), size in sent.items() if axes == AXES[part]))
+        sent = dry_run(config, layout, batch, SEQ, rank=rank, lr=1e-3).bytes_sent
+        found.append(sum(size for (axes, _), size in sent.items() if axes in AXES[part]))
     assert sum(found) / len(found) == pytest.approx(more * expected, rel=0.01)
 
 
