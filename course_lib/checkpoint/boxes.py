@@ -89,11 +89,12 @@ def weight_boxes(parallel: ParallelModel) -> dict[str, list[Box]]:
     """This rank's boxes of weights, and of buffers of a state_dict, by name: views of the model's memory, in float32
     where the stages compute with less.
     """
-    names = weight_names(parallel)
-    boxes = {name: boxes_of(weight, weight.detach()) for weight, name in names.items()}
+    dealt = {}  # ZeRO 1, 2: of each weight the optimizer's piece, and which elements these are
     for shard in parallel.sharding.shards if parallel.layout.zero_stage in (1, 2) else ():
         for i, piece in enumerate(shard.layout.pieces(shard.shard.detach())):
-            boxes[names[shard.parameters[i]]] = boxes_of(shard.parameters[i], piece, shard.layout.span(i))
+            dealt[shard.parameters[i]] = piece, shard.layout.span(i)
+    names = weight_names(parallel)
+    boxes = {name: boxes_of(w, *dealt.get(w, (w.detach(), None))) for w, name in names.items()}
     for stage in parallel.stages.values():
         kept = stage.state_dict().keys()
         for name, buffer in stage.named_buffers():

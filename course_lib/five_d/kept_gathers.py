@@ -60,12 +60,13 @@ class KeptUnits(FullyShard):
     def take(self, weight: nn.Parameter, unit: Unit, part: ShardedParameters) -> None:
         """Add a gradient that backward has made to the step's, and send what is complete."""
         part.store([weight])
-        if self.final:
-            self.missing[unit].discard(weight)
-            early = [unit for unit in self.open if unit not in self.late]
-            while early and not self.missing[early[-1]]:
-                self.open.remove(early[-1])
-                self.send([early.pop()])
+        if not self.final:
+            return
+        self.missing[unit].discard(weight)
+        early = [] if self.missing[unit] else [unit for unit in self.open if unit not in self.late]
+        while early and not self.missing[early[-1]]:
+            self.open.remove(early[-1])
+            self.send([early.pop()])
 
     def send(self, units: list[Unit]) -> None:
         """As FullyShard's; the next step begins with nothing."""
