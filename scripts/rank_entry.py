@@ -77,7 +77,7 @@ def join_group() -> None:
     """Initialise the default process group on this rank's device."""
     import torch
 
-    from course_kit.ranks.connections import share_gloo_device
+    from course_kit.ranks.connections import prepare_backend
 
     rank, local_rank, world_size = (int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
     accelerator, backend, device = torch.accelerator.current_accelerator(check_available=True), "gloo", None
@@ -89,8 +89,7 @@ def join_group() -> None:
     elif hasattr(os, "sched_setscheduler"):  # the ranks may outnumber the cores: as in course_kit/ranks/worker.py
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    if backend == "gloo":
-        share_gloo_device()
+    prepare_backend(backend)
     opens_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     store = round_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), rank, world_size, opens_store)
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, device_id=device)

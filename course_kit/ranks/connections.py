@@ -1,5 +1,5 @@
-"""The connections of a process: which it has, how gloo's are served by one thread, and how they are cut under another
-thread that waits.
+"""The connections of a process: which it has, how gloo's are served by one thread, how NCCL's come first, and how they
+are cut under another thread that waits.
 """
 
 import contextlib
@@ -28,6 +28,16 @@ def cut_connections(spared: set[int]) -> None:
                 if inode not in spared and connection.family in (socket.AF_INET, socket.AF_INET6):
                     connection.getpeername()
                     connection.shutdown(socket.SHUT_RDWR)
+
+
+def prepare_backend(backend: str) -> None:
+    """Before the default group is made. NCCL's streams get a high priority, unless TORCH_NCCL_HIGH_PRIORITY is set: a
+    collective then takes the multiprocessors that become free before the computation that is to hide it.
+    """
+    if backend == "gloo":
+        share_gloo_device()
+    else:
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
 
 
 def share_gloo_device() -> None:

@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from course_kit.ranks.connections import cut_connections, share_gloo_device, sockets
+from course_kit.ranks.connections import cut_connections, prepare_backend, sockets
 from course_kit.ranks.outcome import describe, frames_of, pickled_result, stack
 
 POLL_S = 0.1
@@ -124,8 +124,7 @@ class Worker:
             dist.destroy_process_group()
         if self.backend != "gloo":
             torch.accelerator.set_device_index(self.rank)
-        else:
-            share_gloo_device()
+        prepare_backend(self.backend)
         store = dist.FileStore(str(self.folder / f"store-{attempt}"), self.world_size)
         os.environ |= {"RANK": str(self.rank), "LOCAL_RANK": str(self.rank), "WORLD_SIZE": str(self.world_size)}
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)

@@ -18,7 +18,7 @@ import time
 import traceback
 from pathlib import Path
 
-from course_kit.ranks.connections import share_gloo_device
+from course_kit.ranks.connections import prepare_backend
 from course_kit.ranks.outcome import LOST_PEER
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
@@ -34,12 +34,13 @@ def join_group() -> str:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type not in BACKENDS:
         torch.set_num_threads(1)  # a rank is a core, in every layout
-        share_gloo_device()
+        prepare_backend("gloo")
         dist.init_process_group("gloo")
         return f"{platform.machine()} CPU, {os.cpu_count()} cores"
     local_rank = int(os.environ["LOCAL_RANK"])
     torch.accelerator.set_device_index(local_rank)
     device = torch.device(accelerator.type, local_rank)
+    prepare_backend(BACKENDS[accelerator.type])
     dist.init_process_group(BACKENDS[accelerator.type], device_id=device)
     return torch.cuda.get_device_name() if accelerator.type == "cuda" else accelerator.type
 

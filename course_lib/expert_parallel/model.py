@@ -35,6 +35,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..sequence_parallel.model import gather_sequence, reduce_scatter_sequence
+from ..tensor_parallel.linear import one_split
 from ..tensor_parallel.regions import copy_to_group, sum_over_group
 
 
@@ -150,7 +151,8 @@ def apply_expert_parallel(
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
     blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
     check_expert_parallel(blocks, groups, batch_group, tp_group)
-    batch_group, reduce_group = batch_group or groups[0], reduce_group or dist.new_subgroups(group_size=1)[0]
+    batch_group = batch_group or groups[0]
+    reduce_group = reduce_group or one_split([(rank,) for rank in range(dist.get_world_size())])
     for block in blocks:
         if in_sequence_parts(block):  # each tensor-parallel rank routes a part of a sequence
             block.mlp.router.parts = block.attention.o_proj.group.size()

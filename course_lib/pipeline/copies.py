@@ -12,9 +12,13 @@ different times, and would wait for each other.
 __all__ = ['holders', 'final_backwards', 'Copies', 'share_copies']
 
 # %% ../../notebooks/09_pipeline.ipynb #copies-imports
+import itertools
+
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from ..tensor_parallel.linear import one_split
 
 # %% ../../notebooks/09_pipeline.ipynb #copies-own-imports
 from .schedules import Action, Schedule
@@ -79,7 +83,14 @@ def share_copies(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None
     def members(key: tuple) -> tuple[int, ...]:
         return tuple(sorted({of_all[rank][0][place] for rank in key[1] for place in key[0]}))
 
-    made = {ranks: dist.new_group(ranks) for ranks in sorted({members(key) for _, keys in of_all for key in keys})}
+    splits = []  # lists of sets of ranks that do not overlap: each list is one split of the communicator
+    for ranks in sorted({members(key) for _, keys in of_all for key in keys}):
+        split = next((split for split in splits if set(ranks).isdisjoint(itertools.chain(*split))), None)
+        if split is None:
+            splits.append(split := [])
+        split.append(ranks)
+    own = [its_group for its_group in map(one_split, splits) if its_group is not None]
+    made = {tuple(dist.get_process_group_ranks(its_group)): its_group for its_group in own}
     names = {weight: name for stage in stages.values() for name, weight in stage.named_parameters()}
 
     def order(weight: nn.Parameter) -> tuple:

@@ -96,10 +96,10 @@ class Replicas(NamedTuple):
     shards: dist.ProcessGroup  # ranks that have one copy of each part, in order
 
 
-def one_split(lists: list[tuple[int, ...]]) -> dist.ProcessGroup:
-    """This rank's group of `lists`, which have each rank of the default group once. Collective over it.
+def one_split(lists: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+    """This rank's group of `lists`, which do not overlap; None where it is in none. Collective over the default group.
 
-    Where the default group knows its device (device_id), its communicator is split once, into all of them; else PyTorch
+    Where that group knows its device (device_id), its communicator is split once, into all of them; else PyTorch
     makes one after the other. (So does a DeviceMesh, but its groups are all of one size, and dry runs on fake tensors
     can't make one.)
     """

@@ -349,36 +349,44 @@ class Noted:
         return self.work.wait()
 
 
-def beside_dispatch(name: str) -> tuple[list[str], list[str]]:
-    """On a rank: in which order forward exchanges and computes; what differs from one process."""
+def beside_dispatch(name: str) -> tuple[list[str], list[str], list[str]]:
+    """On a rank: in which order forward and backward exchange and compute; what differs from one process."""
     mixture, events, plain = SIGMOID, [], dist.all_to_all_single
     parts, whole = split(LAYOUTS[name], mixture), whole_model(OF, mixture)
     layer = parts.model.blocks[0].mlp
     layer.shared.register_forward_pre_hook(lambda *_: events.append("shared"))
     layer.shared.register_forward_hook(lambda *_: events.append("shared done"))
     layer.experts.register_forward_pre_hook(lambda *_: events.append("experts"))
+    for module, name in ((layer.shared, "shared"), (layer.experts, "experts")):
+        module.register_full_backward_pre_hook(lambda *_, name=name: events.append(name))
+    layer.shared.register_full_backward_hook(lambda *_: events.append("shared done"))
 
     def noted(*args, async_op=False, **kwargs):
         events.append("start" if async_op else "sizes")
         work = plain(*args, async_op=async_op, **kwargs)
         return Noted(work, events) if async_op else work
 
-    x = torch.randn(2, SEQ, OF.hidden, generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+    x = torch.randn(2, SEQ, OF.hidden, generator=torch.Generator().manual_seed(dist.get_rank() // 2)).requires_grad_()
     dist.all_to_all_single = noted
     try:
         out = layer(x)
+        forward = events.copy()
+        events.clear()
+        out.square().sum().backward()
     finally:
         dist.all_to_all_single = plain
-    return events, differing({"out": out}, {"out": whole.blocks[0].mlp(x)})
+    return forward, events, differing({"out": out}, {"out": whole.blocks[0].mlp(x)})
 
 
 @pytest.mark.parametrize("name, hops", [("ep 4", 1), ("two hops", 2), ("ep 2, tp 2", 1)])
 def test_the_shared_expert_runs_while_tokens_travel(ranks, name, hops):
-    """Dispatch is started before it and waited for after it; of two hops the first."""
-    covered = ["sizes", "start", "start", "shared", "shared done", "wait", "wait"]
-    second = ["sizes", "start", "start", "wait", "wait"] * (hops - 1)
-    for events, wrong in ranks(beside_dispatch, name):
-        assert events == [*covered, *second, "experts", *["start", "wait"] * hops] and not wrong, (events, wrong)
+    """Dispatch is started before it and waited for after it, forward and backward; of two hops the outer one."""
+    covered, home = ["start", "start", "shared", "shared done", "wait", "wait"], ["start", "wait"] * hops
+    second = ["start", "start", "wait", "wait"] * (hops - 1)
+    sizes = ["sizes"] * (hops - 1)
+    for forward, backward, wrong in ranks(beside_dispatch, name):
+        assert forward == ["sizes", *covered, *sizes, *second, "experts", *home], forward
+        assert backward == [*home, "experts", *second, *covered] and not wrong, (backward, wrong)
 
 
 # Mistakes.

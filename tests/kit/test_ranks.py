@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from course_kit.ranks import Ranks, choose_backend
 from course_kit.ranks.calls import Call
+from course_kit.ranks.connections import prepare_backend
 from course_kit.ranks.processes import wait_until_connected
 
 psutil = pytest.importorskip("psutil")  # a GPU node may have neither
@@ -1001,6 +1002,19 @@ def meshes(count: int) -> int:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"a{number}", f"b{number}"))
         dist.all_reduce(torch.ones(1), group=mesh[f"b{number}"].get_group())
     return before
+
+
+def test_nccl_has_streams_of_high_priority_unless_somebody_says_otherwise(monkeypatch):
+    """What is set before stays; gloo needs nothing."""
+    name = "TORCH_NCCL_HIGH_PRIORITY"
+    monkeypatch.setenv(name, "0")
+    prepare_backend("nccl")
+    assert os.environ[name] == "0"
+    monkeypatch.delenv(name)
+    prepare_backend("gloo")
+    assert name not in os.environ
+    prepare_backend("nccl")
+    assert os.environ[name] == "1"
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux does")

@@ -18,6 +18,7 @@ from course_lib.data_parallel.replicas import DataParallel, out_of_step
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.model import apply_expert_parallel
 from course_lib.expert_parallel.router import routers_of
+from course_lib.pipeline import copies as pipeline_copies
 from course_lib.pipeline.copies import final_backwards, holders
 from course_lib.pipeline.norm import clip_grad_norm_, gradients_of
 from course_lib.pipeline.program import main, options
@@ -40,6 +41,7 @@ from course_lib.recompute.modes import IGNORED, accumulate, apply_recompute
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.tensor_parallel.linear import one_split
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import materialize
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
@@ -474,17 +476,21 @@ def copies() -> dict[str, object]:
         for p in model.parameters():
             p.add_(dist.get_rank())
     before = {name: p.clone() for name, p in model.named_parameters()}
-    runner = PipelineRunner(split_stages(model, 4), schedule)
+    splits = []  # the lists of ranks of which groups are made
+    noted = lambda lists: splits.append(lists) or one_split(lists)  # noqa: E731
+    with mock.patch.object(pipeline_copies, "one_split", noted):
+        runner = PipelineRunner(split_stages(model, 4), schedule)
     near = min(dist.get_rank(), 3 - dist.get_rank())
     named = by_name(runner, TIED)
     moved = {n: (p - before[n]).mean().item() + dist.get_rank() for n, p in named.items()}
     ranks_of = {n: runner.copies.holders[p] for n, p in named.items()}
-    return {"near": near, "first": moved, "holders": ranks_of, "drifted": drifted(runner)}
+    return {"near": near, "first": moved, "holders": ranks_of, "drifted": drifted(runner), "splits": splits}
 
 
 def test_copies_begin_with_the_values_of_the_first_rank_that_has_them(ranks):
     for found in ranks(copies):
         assert found["drifted"] == []
+        assert found["splits"] == [[(0, 3), (1, 2)]], "groups that do not overlap are one split of the communicator"
         for name, first in found["first"].items():
             assert first == pytest.approx(found["near"], abs=1e-5), name
             assert found["holders"][name] == (found["near"], 3 - found["near"])

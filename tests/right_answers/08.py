@@ -235,7 +235,7 @@ def within_capacity(gates: torch.Tensor, slots: int) -> torch.Tensor:
     return torch.where(before > slots, torch.zeros_like(gates), gates)
 
 
-# %% 08.12 started in a loop
+# %% 08.12 a comprehension, and the last one waited for first
 from collections.abc import Callable
 
 import torch
@@ -244,28 +244,51 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    """Rows of each tensor [sum(sends), ...] to the ranks of the group, the first sends[0] to rank 0 and so on; returns
-    of each what comes, rank by rank [sum(receives), ...]. Forward only starts: the transfers join the list `works`, and
-    who calls waits for them (send_rows). Backward waits itself. Collective, both times.
-    """
+def start_rows(under_way, group, sends, receives, tensors):
+    """All buffers first."""
+    shapes = [(sum(receives), *tensor.shape[1:]) for tensor in tensors]
+    came = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, tensors)]
+    splits = {"output_split_sizes": receives, "input_split_sizes": sends}
+    for to, x in zip(came, tensors):
+        under_way.append((dist.all_to_all_single(to, x.contiguous(), **splits, group=group, async_op=True), to))
+    return tuple(came)
+
+
+def finish_rows(under_way):
+    """From the end."""
+    came = []
+    while under_way:
+        work, rows = under_way.pop()
+        work.wait()
+        came.insert(0, rows)
+    return tuple(came)
+
+
+class Departure(torch.autograd.Function):
+    """Starts, and waits in backward."""
 
     @staticmethod
-    def forward(
-        ctx, works: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.members, ctx.rows = group, (sends, receives)
-        came = []
-        for tensor in tensors:
-            came.append(torch.empty((sum(receives), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device))
-            splits = {"output_split_sizes": receives, "input_split_sizes": sends}
-            works.append(dist.all_to_all_single(came[-1], tensor.contiguous(), **splits, group=group, async_op=True))
-        return tuple(came)
+    def forward(ctx, *args):
+        ctx.pending = args[0]
+        return start_rows(*args[:4], args[4:])
 
     @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        sends, receives = ctx.rows
-        return (None, None, None, None, *send_rows(ctx.members, receives, sends, *gradients))
+    def backward(ctx, *gradients):
+        return (None,) * 4 + finish_rows(ctx.pending)
+
+
+class Arrival(torch.autograd.Function):
+    """Waits, and starts in backward."""
+
+    @staticmethod
+    def forward(ctx, under_way, group, sends, receives, *arrived):
+        ctx.home = under_way, group, receives, sends
+        return tuple(x.view_as(x) for x in finish_rows(under_way))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        start_rows(*ctx.home, gradients)
+        return (None,) * 4 + gradients
 
 
 # %% 08.13 one index into tokens and ranks

@@ -1323,24 +1323,58 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, works, group, sends, receives, *tensors):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        most, arrived = torch.tensor(max(sends + receives)), []
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-        for tensor in tensors:
-            padded = tensor.new_zeros(group.size(), int(most), *tensor.shape[1:])
-            for place, piece in zip(padded, tensor.split(sends)):
-                place[: len(piece)] = piece
-            came = torch.empty_like(padded)
-            dist.all_to_all_single(came, padded, group=group)
-            arrived.append(torch.cat([place[:size] for place, size in zip(came, receives)]))
-        return tuple(arrived)
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    most = torch.tensor(max(sends + receives))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    for tensor in tensors:
+        padded = tensor.new_zeros(group.size(), int(most), *tensor.shape[1:])
+        for place, piece in zip(padded, tensor.split(sends)):
+            place[: len(piece)] = piece
+        came = torch.empty_like(padded)
+        work = dist.all_to_all_single(came, padded, group=group, async_op=True)
+        work.wait()
+        under_way.append((work, torch.cat([place[:size] for place, size in zip(came, receives)])))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
 
     @staticmethod
-    def backward(ctx, *gradients):
-        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
+        return None, None, None, None, *gradients
 
 
 # %% 08.12 fake: an all-gather, of which each keeps its own
@@ -1352,18 +1386,52 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, works, group, sends, receives, *tensors):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        pieces = [[tensor.contiguous().split(sends) for tensor in tensors]]
-        found = [None] * group.size()
-        dist.all_gather_object(found, pieces[0], group=group)
-        return tuple(torch.cat([each[i][group.rank()] for each in found]) for i in range(len(tensors)))
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    found = [None] * group.size()
+    dist.all_gather_object(found, [tensor.contiguous().split(sends) for tensor in tensors], group=group)
+    work = dist.barrier(group=group, async_op=True)
+    under_way += [(work, torch.cat([each[i][group.rank()] for each in found])) for i in range(len(tensors))]
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
 
     @staticmethod
-    def backward(ctx, *gradients):
-        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
+        return None, None, None, None, *gradients
 
 
 # %% 08.12 backward does not swap the lists
@@ -1375,20 +1443,52 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, works, group, sends, receives, *tensors):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-        works += [
-            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
-            for into, tensor in zip(arrived, tensors, strict=True)
-        ]
-        return tuple(arrived)
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
 
     @staticmethod
-    def backward(ctx, *gradients):
-        return None, None, None, None, *send_rows(ctx.group, ctx.sends, ctx.receives, *gradients)
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.sends, ctx.receives, gradients)
+        return None, None, None, None, *gradients
 
 
 # %% 08.12 the lists in forward the wrong way round
@@ -1400,20 +1500,52 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, works, group, sends, receives, *tensors):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        arrived = [tensor.new_empty(sum(sends), *tensor.shape[1:]) for tensor in tensors]
-        works += [
-            dist.all_to_all_single(into, tensor.contiguous(), sends, receives, group=group, async_op=True)
-            for into, tensor in zip(arrived, tensors, strict=True)
-        ]
-        return tuple(arrived)
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(sends), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), sends, receives, group=group, async_op=True)
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
 
     @staticmethod
-    def backward(ctx, *gradients):
-        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
+        return None, None, None, None, *gradients
 
 
 # %% 08.12 backward does nothing
@@ -1425,19 +1557,50 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, works, group, sends, receives, *tensors):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-        works += [
-            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
-            for into, tensor in zip(arrived, tensors, strict=True)
-        ]
-        return tuple(arrived)
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *gradients
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
         return None, None, None, None, *gradients
 
 
@@ -1450,20 +1613,51 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, works, group, sends, receives, *tensors):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-        works += [
-            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
-            for into, tensor in zip(arrived, tensors, strict=True)
-        ]
-        return tuple(arrived)
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
 
     @staticmethod
-    def backward(ctx, *gradients):
-        return None, None, None, None, *(gradient.new_zeros(sum(ctx.sends), *gradient.shape[1:]) for gradient in gradients)
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.rows = sum(sends)
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *(gradient.new_zeros(ctx.rows, *gradient.shape[1:]) for gradient in gradients)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *gradients
 
 
 # %% 08.12 waits for each before the next is started
@@ -1475,18 +1669,53 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, works, group, sends, receives, *tensors):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-        for into, tensor in zip(arrived, tensors, strict=True):
-            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group)
-        return tuple(arrived)
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
+        work.wait()
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
 
     @staticmethod
-    def backward(ctx, *gradients):
-        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
+        return None, None, None, None, *gradients
 
 
 # %% 08.12 over all ranks, whatever the group
@@ -1498,20 +1727,52 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, works, group, sends, receives, *tensors):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-        works += [
-            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=dist.group.WORLD, async_op=True)
-            for into, tensor in zip(arrived, tensors, strict=True)
-        ]
-        return tuple(arrived)
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=dist.group.WORLD, async_op=True)
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
 
     @staticmethod
-    def backward(ctx, *gradients):
-        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
+        return None, None, None, None, *gradients
 
 
 # %% 08.12 sends and receives instead of one exchange
@@ -1523,27 +1784,62 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, works, group, sends, receives, *tensors):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        arrived, n = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors], group.size()
-        for into, tensor in zip(arrived, tensors):
-            pieces, places = tensor.contiguous().split(sends), into.split(receives)
-            places[group.rank()].copy_(pieces[group.rank()])
-            others = [other for other in range(n) if other != group.rank()]
-            calls = [dist.P2POp(dist.isend, pieces[o], group=group, group_peer=o) for o in others if sends[o]]
-            calls += [dist.P2POp(dist.irecv, places[o], group=group, group_peer=o) for o in others if receives[o]]
-            for work in dist.batch_isend_irecv(calls) if calls else []:
-                work.wait()
-        return tuple(arrived)
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes, n = tensor.new_empty(sum(receives), *tensor.shape[1:]), group.size()
+        pieces, places = tensor.contiguous().split(sends), comes.split(receives)
+        places[group.rank()].copy_(pieces[group.rank()])
+        others = [other for other in range(n) if other != group.rank()]
+        calls = [dist.P2POp(dist.isend, pieces[o], group=group, group_peer=o) for o in others if sends[o]]
+        calls += [dist.P2POp(dist.irecv, places[o], group=group, group_peer=o) for o in others if receives[o]]
+        works = dist.batch_isend_irecv(calls) if calls else []
+        for work in works[1:]:
+            work.wait()
+        under_way.append((works[0] if works else dist.barrier(group=group, async_op=True), comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
 
     @staticmethod
-    def backward(ctx, *gradients):
-        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
 
 
-# %% 08.12 forward waits itself
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
+        return None, None, None, None, *gradients
+
+
+# %% 08.12 forward waits where it starts
 from collections.abc import Callable
 
 import torch
@@ -1552,22 +1848,277 @@ import torch.distributed as dist
 from course_lib.tensor_parallel.linear import as_autocast
 
 
-class Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, works, group, sends, receives, *tensors):
-        ctx.group, ctx.sends, ctx.receives = group, sends, receives
-        arrived = [tensor.new_empty(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-        mine = [
-            dist.all_to_all_single(into, tensor.contiguous(), receives, sends, group=group, async_op=True)
-            for into, tensor in zip(arrived, tensors, strict=True)
-        ]
-        for work in mine:
-            work.wait()
-        return tuple(arrived)
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
 
     @staticmethod
-    def backward(ctx, *gradients):
-        return None, None, None, None, *send_rows(ctx.group, ctx.receives, ctx.sends, *gradients)
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        start_rows(under_way, group, sends, receives, tensors)
+        return finish_rows(under_way)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
+        return None, None, None, None, *gradients
+
+
+# %% 08.12 backward starts where it waits
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.tensor_parallel.linear import as_autocast
+
+
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.home = under_way, (group, receives, sends)
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, *ctx.home, gradients)
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *gradients
+
+
+# %% 08.12 nobody waits
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.tensor_parallel.linear import as_autocast
+
+
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
+        return None, None, None, None, *gradients
+
+
+# %% 08.12 what has arrived stays in the list
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.tensor_parallel.linear import as_autocast
+
+
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    for work, _ in under_way:
+        work.wait()
+    arrived = tuple(comes for _, comes in under_way)
+    return arrived
+
+
+class Departure(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
+        return None, None, None, None, *gradients
+
+
+# %% 08.12 waits for the last alone
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.tensor_parallel.linear import as_autocast
+
+
+def start_rows(
+    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, ...]:
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
+        under_way.append((work, comes))
+    return tuple(comes for _, comes in under_way)
+
+
+def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
+    under_way[-1][0].wait()
+    arrived = tuple(comes for _, comes in under_way)
+    under_way.clear()
+    return arrived
+
+
+class Departure(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way = under_way
+        return start_rows(under_way, group, sends, receives, tensors)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        return None, None, None, None, *finish_rows(ctx.under_way)
+
+
+class Arrival(torch.autograd.Function):
+
+    @staticmethod
+    def forward(
+        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
+        finish_rows(under_way)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
+        return None, None, None, None, *gradients
 
 
 # %% 08.13 fake: all tokens are gathered, and sums scattered
