@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
+from course_kit.pictures.style import MEMORY
 from course_lib.single_gpu import memory
 from course_lib.single_gpu.memory import POLICIES, param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig
@@ -25,14 +26,13 @@ def memory_figure(cases: dict[str, dict[str, float]], gpu_gib: float):
     """One horizontal stacked bar a case (name: bytes by category), in GiB, against a line at `gpu_gib`; returns a
     matplotlib Figure.
     """
-    colors = {"parameters": "#4C72B0", "gradients": "#DD8452", "optimizer states": "#55A868", "activations": "#C44E52"}
     figure = Figure(figsize=(8, 1.5 + 0.35 * len(cases)), dpi=100, layout="constrained")
     ax = figure.add_subplot()
     widest = max(sum(parts.values()) for parts in cases.values()) / 2**30
     for row, (name, parts) in enumerate(cases.items()):
         left = 0.0
         for category, size in parts.items():
-            ax.barh(row, size / 2**30, left=left, color=colors[category], label=category if row == 0 else None)
+            ax.barh(row, size / 2**30, left=left, color=MEMORY[category], label=category if row == 0 else None)
             left += size / 2**30
         ax.text(left, row, f"  {left:,.1f}", va="center")
     ax.axvline(gpu_gib, color="red", linestyle="--")

@@ -17,6 +17,7 @@ import textwrap
 import numpy as np
 
 from course_kit.pictures.heatmaps import cell_text, heatmap
+from course_kit.pictures.style import MEMORY
 from course_lib.best_config.clusters import Cluster
 from course_lib.best_config.planner import Ranking, search
 from course_lib.five_d.layouts import Layout
@@ -25,13 +26,6 @@ from course_lib.single_gpu.model import ModelConfig
 GIB = 2**30
 SAME_TIME = 1e-3  # two predictions that are nearer than that, relative, are of the same time
 SMALL = 0.02  # parts that are less than this of every bar's length are drawn as one, "other"
-# Of memory_figure.
-MEMORY_COLORS = {
-    "parameters": "#4C72B0",
-    "gradients": "#DD8452",
-    "optimizer states": "#55A868",
-    "activations": "#C44E52",
-}
 OTHER_COLOR = "0.75"
 
 
@@ -122,7 +116,7 @@ def ranking_figure(ranking: Ranking, n: int = 8, title: str = ""):
     gib = {name: size / GIB for name, size in large_parts(e.memory, rows).items()}
     usable = e.usable_bytes / GIB
     memory_ax.axvline(usable, color="red", linestyle="--", label=f"usable: {usable:.0f}")
-    sizes = draw_bars(memory_ax, gib, part_colors(e.memory, MEMORY_COLORS))
+    sizes = draw_bars(memory_ax, gib, part_colors(e.memory, MEMORY))
     for y, size in enumerate(sizes):
         memory_ax.text(max(size, usable), y, f"  {size:.1f}", va="center", fontsize=7.5)
     memory_ax.set_xlim(0, 1.18 * max(usable, sizes.max()))

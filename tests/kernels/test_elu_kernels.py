@@ -130,7 +130,7 @@ def test_wrong_dtype_is_named():
         elu(torch.ones(2, dtype=torch.int64))
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_compiled_for_a_gpu_loads_are_wide_and_nothing_spills(capability):
     launches = []
     for dtype in (torch.float32, torch.bfloat16):

@@ -1,0 +1,38 @@
+"""The look of the course's figures: one size of text, and one colour for each thing, in all notebooks."""
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+BLUE, ORANGE, GREEN, RED, PURPLE, BROWN = "#4C72B0", "#DD8452", "#55A868", "#C44E52", "#8172B3", "#937860"
+GREY, LIGHT = "#8C8C8C", "#DDDDDD"  # what is beside the point; what is idle, or waits
+
+MEMORY = {
+    "parameters": BLUE,
+    "gradients": ORANGE,
+    "optimizer states": GREEN,
+    "activations": RED,
+    "temporary": BROWN,
+}
+PHASES = {
+    "forward": BLUE,
+    "backward": ORANGE,
+    "weights' backward": "#E9B872",  # W, where backward is in two halves
+    "communication": PURPLE,
+    "optimizer": GREEN,
+    "wait": LIGHT,
+}
+RANKS = ["#17818A", "#E3B505", "#A23B72", "#7A9A01", "#3D348B", "#C97064", "#2F4858", "#9A8C98"]  # and their tokens
+KINDS = ["#17818A", "#E3B505", "#A23B72", "#64B5CD", "#333333"]  # of lines that are none of these things
+LIMIT = "red"
+
+
+def use_style() -> None:
+    """Figures from here on: 100 dpi, text of 9 points, no frame above and to the right."""
+    plt.rcParams.update({"figure.dpi": 100, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
+
+
+def limit_line(axes: Axes, gib: float, name: str, place: float = 0.01) -> None:
+    """What a GPU has, in GiB: a dashed red line with its name, at `place` of the width (0 to 1)."""
+    axes.axhline(gib, color=LIMIT, linestyle="--", linewidth=1)
+    text = f"{name}: {gib:.0f} GiB"
+    axes.text(place, gib, text, color=LIMIT, fontsize=8, va="bottom", transform=axes.get_yaxis_transform())
