@@ -12,7 +12,6 @@ from course_kit.pictures import planner as planner_module
 from course_kit.pictures.memory import memory_figure
 from course_kit.pictures.planner import HEATMAP_NODES, HEATMAP_SETTINGS, family, planner
 from course_kit.pictures.ranking import (
-    MEMORY_COLORS,
     distinct,
     heatmap_figure,
     heatmap_row,
@@ -21,6 +20,7 @@ from course_kit.pictures.ranking import (
     rejections_figure,
     two_lines,
 )
+from course_kit.pictures.style import MEMORY
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.planner import Ranking, search
 from course_lib.five_d.layouts import Layout
@@ -149,7 +149,7 @@ def test_a_part_has_its_length_and_its_colour(rankings):
             assert drawn[name] == pytest.approx(parts[name][rows] / unit), name
         colors = [to_hex(bar[0].get_facecolor()) for bar in ax.containers]
         assert len(set(colors)) == len(colors)
-    known = memory_figure({"": {name: GIB for name in MEMORY_COLORS}}, 80).axes[0].containers
+    known = memory_figure({"": {name: GIB for name in list(MEMORY)[:4]}}, 80).axes[0].containers
     known = {bar.get_label(): to_hex(bar[0].get_facecolor()) for bar in known}
     shown = {bar.get_label(): to_hex(bar[0].get_facecolor()) for bar in memory_ax.containers}
     assert len(known) == 4 and known.items() <= shown.items()
