@@ -21,6 +21,8 @@ import dataclasses
 import threading
 from collections.abc import Callable
 
+from ..single_gpu.model import ModelConfig
+
 # %% ../../notebooks/10b_checkpoint.ipynb #checkpoint-own-imports
 import shutil
 from pathlib import Path
@@ -221,8 +223,9 @@ def empty_states(parallel: ParallelModel, kinds: dict[str, TensorStorageMetadata
 def read_boxes(parallel: ParallelModel, folder: Path, group: dist.ProcessGroup) -> tuple:
     """What checkpoint.json says; the model's boxes, and beside these the same from the checkpoint; the states."""
     about = together(group, lambda: describe(folder) if group.rank() == 0 else None)[0]
+    saved = dataclasses.asdict(ModelConfig(**about["config"]))
     for name, value in dataclasses.asdict(parallel.config).items():
-        found = about["config"].get(name)
+        found = saved[name]
         if name != "dropout" and found != value:
             raise CheckpointError(f"another model: {name} is {found} in the checkpoint, {value} here")
     own_files = {name: about["files"][name] for name in sorted(about["files"])[group.rank() :: group.size()]}

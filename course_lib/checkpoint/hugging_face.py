@@ -27,7 +27,7 @@ from ..five_d.model import ParallelModel
 from .boxes import Box, weight_boxes
 
 # %% ../../notebooks/10b_checkpoint.ipynb #to-hf
-from ..single_gpu.model import ModelConfig, hf_config, hf_name, llama_config
+from ..single_gpu.model import ModelConfig, hf_config, hf_name, to_hf_config
 
 
 def cut_into_files(sizes: dict[str, int], most: float) -> list[list[str]]:
@@ -59,8 +59,8 @@ def write_hf(reader: BoxReader, out: Path, about: dict, kinds: dict, dtype: torc
         placed |= dict.fromkeys(tensors, file)
     index = {"metadata": {"total_size": sum(nbytes.values())}, "weight_map": placed}
     (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-    config = llama_config(ModelConfig(**about["config"]))
-    config.architectures, config.dtype = ["LlamaForCausalLM"], dtype or torch.float32
+    config = to_hf_config(ModelConfig(**about["config"]))
+    config.dtype = dtype or torch.float32
     config.save_pretrained(out)
     flush(out)
 

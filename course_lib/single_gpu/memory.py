@@ -24,11 +24,11 @@ _all_ = ["MemoryProfile"]  # a module of its own, at hand here too
 # %% ../../notebooks/01_single_gpu.ipynb #ex-01-4
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
     """Parameters of each part. Of one layer: q_o, kv, mlp, norms (both); of the whole model: embedding, head (0 where
-    tied), final_norm.
+    tied), final_norm. Biases, and norms of q and k, are not counted.
     """
     h = config.hidden
     return {
-        "q_o": 2 * h * h,
+        "q_o": 2 * h * config.heads * config.head_dim,
         "kv": 2 * h * config.kv_heads * config.head_dim,
         "mlp": 3 * h * config.ffn_hidden,
         "norms": 2 * h,
