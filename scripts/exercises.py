@@ -15,6 +15,7 @@ from export import NOTEBOOKS, ROOT, ExportError, kept_lines, read_notebook
 
 PROGRESS = ROOT / "workbook" / ".progress"
 CELL_ID = re.compile(r"(ex|check)-(\d\d)-(\d+)")
+STARRED = re.compile(r"^### Exercise (\d\d\.\d+) .*\n\*★", re.MULTILINE)  # those of the short path
 STATES = "passes", "fails", "not tried"
 
 
@@ -28,6 +29,12 @@ def exercises(notebook: dict) -> dict[str, dict]:
     """The exercise cells of a notebook by name, in their order."""
     names = [(exercise_name(cell, "ex"), cell) for cell in notebook["cells"]]
     return {name: cell for name, cell in names if name}
+
+
+def starred(notebook: dict) -> set[str]:
+    """The names of the exercises on the short path."""
+    texts = ("".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+    return {name for text in texts for name in STARRED.findall(text)}
 
 
 def solution(name: str, notebooks: Path) -> str:
@@ -56,12 +63,14 @@ def state(name: str, folder: Path) -> str:
 
 
 def progress(notebooks: Path, folder: Path) -> str:
-    """For each notebook, how many exercises pass, and the names of those in each state."""
+    """For each notebook, how many exercises pass, and the names of those in each state; ★: on the short path."""
     lines = []
     for path in sorted(notebooks.glob("*.ipynb")):
         names = {kind: [] for kind in STATES}
-        for name in exercises(read_notebook(path)):
-            names[state(name, folder)].append(name)
+        notebook = read_notebook(path)
+        short = starred(notebook)
+        for name in exercises(notebook):
+            names[state(name, folder)].append(f"{name}★" if name in short else name)
         lines.append(f"{path.stem}: {len(names['passes'])} of {sum(map(len, names.values()))} exercises pass")
         lines += [f"  {kind:9}  {' '.join(names[kind])}" for kind in STATES if names[kind]]
     return "\n".join(lines) + "\n"

@@ -35,6 +35,7 @@ from split_models import differing, stored
 
 # 97 tokens go on no 2 ranks, 2 K/V heads are copied on 4; 2 layers, embedding and head fill 4 stages.
 OF = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=44, vocab=97)
+QWEN = {"qkv_bias": True, "qk_norm": True, "head_size": 12, "rope_factor": 4.0, "rope_trained": 8}
 MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 12, "balance": 0.02, "z": 0.01}
 SEQ, MAX_NORM = 16, 0.5
 OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step
@@ -54,6 +55,7 @@ class Way:
     optimizer: str = "AdamW"
     batches: tuple[int, ...] = (4, 4)  # sequences of each step
     max_norm: float = MAX_NORM
+    like: str = "Llama"  # or "Qwen": biases and norms of q and k, wider heads, and Llama 3.1's positions
 
     @property
     def layout(self) -> Layout:
@@ -61,12 +63,13 @@ class Way:
 
     @property
     def config(self) -> ModelConfig:
-        return dataclasses.replace(OF, tied=self.tied, layers=6 if self.layout.pp == 4 else 2)
+        own = QWEN if self.like == "Qwen" else {}
+        return dataclasses.replace(OF, tied=self.tied, layers=6 if self.layout.pp == 4 else 2, **own)
 
 
 WAYS = {
     2: [
-        Way("dp2,zero3", tied=True, batches=(4, 2)),
+        Way("dp2,zero3", tied=True, batches=(4, 2), like="Qwen"),
         Way("pp2,zb-h2,selective", tied=True),
         Way("tp2,sp,full", tied=True),
         Way("cp2,zero1", optimizer="SGD"),
@@ -83,20 +86,20 @@ WAYS = {
         Way("dp2,cp2,ep2,zero2,all_gather,contiguous", moe=True, tied=True),
         Way("dp2,cp2,ep2,zero3", moe=True),
         Way("dp4,zero3,rep2", tied=True, batches=(8, 4, 4)),
-        Way("dp2,tp2,sp,zero3,rep2", optimizer="SGD", batches=(4, 4, 2)),
+        Way("dp2,tp2,sp,zero3,rep2", optimizer="SGD", batches=(4, 4, 2), like="Qwen"),
         Way("dp4,ep2,zero3,rep2", moe=True, batches=(8, 4)),
         Way("dp2,cp2,zero3,rep2,full", batches=(4, 2)),
         Way("dp2,pp2,zero3,keep,rep2", tied=True, optimizer="SGD"),  # each rank has all of its stage
         Way("dp4,ep2,full", moe=True),
         Way("pp2,tp2,sp,dualpipe", tied=True, batches=(4, 6)),
-        Way("pp2,tp2,sp,zero1,zb-h1", optimizer="SGD"),
+        Way("pp2,tp2,sp,zero1,zb-h1", optimizer="SGD", like="Qwen"),
         Way("pp2,cp2,zero3,zb-v,keep,mb2", tied=True),
         Way("pp2,cp2,zero1,interleaved,contiguous", tied=True, batches=(4, 8)),
-        Way("cp2,tp2,sp,zero2,mb2", tied=True),
+        Way("cp2,tp2,sp,zero2,mb2", tied=True, like="Qwen"),
         Way("dp2,pp2,zero2,dualpipe", tied=True, batches=(8, 12)),
         Way("dp2,pp2,zb-h2,selective", optimizer="SGD", batches=(2, 8)),
-        Way("tp4,sp,full,mb4"),
-        Way("tp4,mb3", tied=True, batches=(3, 9)),
+        Way("tp4,sp,full,mb4", like="Qwen"),
+        Way("tp4,mb3", tied=True, batches=(3, 9), like="Qwen"),
         Way("pp4,zb-v", tied=True, batches=(8, 3, 8)),
         Way("pp4,afab,full,mb2", optimizer="SGD", batches=(8, 8)),
     ],

@@ -71,6 +71,23 @@ def test_progress_names_what_passes_fails_and_was_not_tried(notebooks, capsys):
     )
 
 
+def test_progress_marks_the_short_path(notebooks, capsys):
+    """A heading without a star, and one that names another exercise in its text, mark nothing."""
+    heading = "### Exercise 02.{} · a name\n*{}Difficulty 1 of 5 · 3 minutes*\n\nSee ### Exercise 02.2 · b\n*★"
+    cells = [text(f"text-{number}", heading.format(number, star)) for number, star in ((1, "★ "), (2, ""))]
+    cells += [tiny_course.code(f"ex-02-{number}", "done = True") for number in (1, 2)]
+    tiny_course.write(notebooks / "02_more.ipynb", cells)
+    assert exercises.main(["progress"]) == 0
+    assert capsys.readouterr().out.endswith("02_more: 0 of 2 exercises pass\n  not tried  02.1★ 02.2\n")
+
+
+def test_the_short_path_is_a_third_of_the_exercises_of_the_first_notebooks():
+    for path in sorted((tiny_course.ROOT / "notebooks").glob("0[1-6]_*.ipynb")):
+        notebook = exercises.read_notebook(path)
+        names, short = set(exercises.exercises(notebook)), exercises.starred(notebook)
+        assert short <= names and len(names) / 4 <= len(short) <= len(names) / 2, (path.name, sorted(short))
+
+
 def test_progress_reads_what_a_check_writes(notebooks, tmp_path, monkeypatch, capsys):
     checks = pytest.importorskip("course_kit.checks.advice")
     (tmp_path / "workbook").mkdir()
