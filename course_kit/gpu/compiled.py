@@ -36,6 +36,7 @@ from course_kit.gpu.launches import Launch, first_configuration
 from course_kit.gpu.sources import Source, rebuild, sources
 
 OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+TENSOR_MEMORY = 512  # columns of 128 lanes x 32 bits, from compute capability 10 on (PTX ISA, tcgen05.alloc)
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ def compile_request(wanted: Request, target: GPUTarget) -> Compiled:
     source = ASTSource(kernel, wanted["types"], wanted["constants"], wanted["hints"])
     with contextlib.redirect_stdout(io.StringIO()) as report:
         made = triton.compile(source, target=target, options=wanted["options"])
+    if (columns := getattr(made.metadata, "tmem_size", 0)) > TENSOR_MEMORY:  # Triton's launcher refuses it
+        raise ValueError(f"it needs {columns} columns of tensor memory, and a multiprocessor has {TENSOR_MEMORY}")
     ttgir, ptx = made.asm["ttgir"], made.asm["ptx"]
     registers, spilled = registers_and_spills(report.getvalue())
     return Compiled(

@@ -153,6 +153,18 @@ def rows() -> list[Row]:
     return found
 
 
+def test_on_blackwell_products_are_tcgen05s_and_a_configuration_is_too_large():
+    """The first configuration of each kernel. The autotuner leaves out what has no room in tensor memory."""
+    found = rows_of(Use(90, HALF, 128, first=True))
+    for row, made in zip(found, compile_launches([row.launch for row in found], 100), strict=True):
+        assert ("tcgen05.mma" in made.ptx) == (row.launch.name != "delta_kernel"), row
+        assert made.registers <= 255 and made.shared_bytes <= GPUS_BY_CAPABILITY[90].shared_bytes_per_block, row
+    large = [row.launch for row in rows_of(Use(90, HALF, 128)) if row.launch.name == "gradient_kernel"]
+    large = [launch for launch in large if (launch.meta["BLOCK_Q"], launch.meta["BLOCK_K"]) == (64, 128)]
+    with pytest.raises(ValueError, match="gradient_kernel: it needs 576 columns of tensor memory"):
+        compile_launches(large, 100)
+
+
 def test_every_configuration_is_here_in_its_most_frequent_use(rows):
     found = {(row.launch.name, row.blocks) for row in rows if row.use == Use(90, HALF, 128)}
     wide = [each for tried in TUNED.values() for each in wide_enough(tried, {"q": torch.zeros(0).half()})]
