@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from course_kit.pictures.style import MEMORY
+from course_kit.pictures.style import LIMIT, MEMORY
 from course_lib.single_gpu import memory
 from course_lib.single_gpu.memory import POLICIES, param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig
@@ -26,7 +26,7 @@ def memory_figure(cases: dict[str, dict[str, float]], gpu_gib: float):
     """One horizontal stacked bar a case (name: bytes by category), in GiB, against a line at `gpu_gib`; returns a
     matplotlib Figure.
     """
-    figure = Figure(figsize=(8, 1.5 + 0.35 * len(cases)), dpi=100, layout="constrained")
+    figure = Figure(figsize=(7.6, 1.5 + 0.35 * len(cases)), dpi=100, layout="constrained")
     ax = figure.add_subplot()
     widest = max(sum(parts.values()) for parts in cases.values()) / 2**30
     for row, (name, parts) in enumerate(cases.items()):
@@ -35,8 +35,8 @@ def memory_figure(cases: dict[str, dict[str, float]], gpu_gib: float):
             ax.barh(row, size / 2**30, left=left, color=MEMORY[category], label=category if row == 0 else None)
             left += size / 2**30
         ax.text(left, row, f"  {left:,.1f}", va="center")
-    ax.axvline(gpu_gib, color="red", linestyle="--")
-    ax.text(gpu_gib, -0.5, f" {gpu_gib:g}", color="red", va="bottom")
+    ax.axvline(gpu_gib, color=LIMIT, linestyle="--")
+    ax.text(gpu_gib, -0.5, f" GPU: {gpu_gib:g} GiB", color=LIMIT, va="bottom")
     ax.set(yticks=range(len(cases)), yticklabels=list(cases), xlim=(0, 1.12 * max(widest, gpu_gib)), xlabel="GiB")
     ax.invert_yaxis()
     ax.spines[["top", "right"]].set_visible(False)

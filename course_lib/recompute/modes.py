@@ -91,8 +91,8 @@ def kept_bytes(module: nn.Module, forward) -> int:
 
 # %% ../../notebooks/02_recompute.ipynb #ex-02-6
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
-    """A policy for whole blocks: the outputs of matrix products with weights and of fused attention are kept, what is
-    cheap is computed again.
+    """A policy for whole blocks: the outputs of matrix products with weights and of fused attention are kept
+    (MUST_SAVE), what is cheap is computed again.
     """
     products = aten.mm.default, aten.addmm.default, aten._grouped_mm.default  # the last: of experts (notebook 08)
     kept = operation in FUSED_ATTENTION or operation in products

@@ -40,6 +40,10 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
 mlp_share_guess = 2 / 3
 
 
+# %% 01.3 a number of NumPy's
+mlp_share_guess = np.float32(0.7)
+
+
 # %% 01.4 from the shapes of the weights
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
     """Parameters of each part."""
@@ -85,30 +89,19 @@ def saved_bytes(module: nn.Module, forward) -> int:
     return sum(size for place, size in storages.items() if place not in own)
 
 
-# %% 01.7 case by case
-def gpt_activation_bytes(
-    layers: int,
-    hidden: int,
-    heads: int,
-    batch: int,
-    seq: int,
-    recompute: str = "none",
-    tp: int = 1,
-    sp: bool = False,
-    cp: int = 1,
-) -> float:
-    """Activation bytes of a GPT in 16-bit precision."""
+# %% 01.7 tensor by tensor
+def gpt_layer_bytes(hidden: int, heads: int, seq: int, recompute: str = "none") -> int:
+    """Bytes a token that one GPT layer keeps in 16-bit precision."""
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute={recompute!r}: it is none, selective or full")
-    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
-    sbh = seq * batch * hidden / cp
+    inputs, scores = 2 * hidden, heads * seq
+    attention = inputs + 2 * inputs + inputs + inputs + hidden  # Q, K, V's input; Q and K; V; output's input; a mask
+    mlp = inputs + 2 * 4 * inputs + hidden
     if recompute == "full":
-        factor = 2 / tp if sp else 2
-    elif recompute == "selective":
-        factor = whole + split
-    else:
-        factor = whole + split + 5 * heads * seq / (hidden * tp)
-    return layers * sbh * factor
+        return inputs
+    if recompute == "selective":
+        return attention + mlp + 2 * inputs
+    return attention + mlp + 2 * inputs + 2 * scores + scores + 2 * scores
 
 
 # %% 01.8 tensor by tensor
@@ -139,6 +132,10 @@ def category(allocation: Allocation) -> str:
 second_step_factor = 7 / 5
 
 
+# %% 01.10 a number of NumPy's
+second_step_factor = np.float32(1.4)
+
+
 # %% 01.11 a running mean
 @torch.no_grad()
 def evaluate_fixed(model, batches, count):
@@ -148,6 +145,16 @@ def evaluate_fixed(model, batches, count):
         inputs, targets = next(batches)
         mean += (loss(model(inputs.to(device)), targets.to(device)) - mean) / number
     return mean
+
+
+# %% 01.11 detaches each loss: the graph of a batch goes before the next one comes
+def evaluate_fixed(model, batches, count):
+    """Mean loss over `count` batches, a scalar tensor without a graph; memory does not grow with `count`."""
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        total = total + loss(model(inputs), targets).detach()
+    return total / count
 
 
 # %% 01.12 twice forward, and once more

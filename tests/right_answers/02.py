@@ -110,8 +110,37 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
     return model
 
 
+# %% 02.4 a partial of PyTorch's checkpoint
+def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+    """Recompute activations in each of `model.blocks`; replaces an earlier mode. Returns the model."""
+    if mode not in ("none", "selective", "full"):
+        raise ValueError(f"mode {mode!r}: it is none, selective or full")
+    if policy is not None and mode != "selective":
+        raise ValueError(f"a policy belongs to mode selective, not {mode}")
+
+    def wrapped(function, policy=None):
+        options = {"use_reentrant": False}
+        if policy is not None:
+            options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
+        return functools.partial(checkpoint, function, **options)
+
+    for block in model.blocks:
+        block.__dict__.pop("forward", None)
+        if isinstance(block.attention.core, functools.partial):
+            block.attention.core = block.attention.core.args[0]
+        if mode == "full" or policy is not None:
+            block.forward = wrapped(block.forward, policy)
+        elif mode == "selective":
+            block.attention.core = wrapped(block.attention.core, keep_fused_attention)
+    return model
+
+
 # %% 02.5 a quarter
 more_percent = 100 / 4
+
+
+# %% 02.5 a number of NumPy's
+more_percent = np.float32(25)
 
 
 # %% 02.6 a set
@@ -120,6 +149,14 @@ def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     if operation in {*FUSED_ATTENTION, aten.mm.default, aten.addmm.default, aten._grouped_mm.default}:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+# %% 02.6 insists on the rest, too
+def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+    """A policy for whole blocks: the outputs of matrix products with weights and of fused attention are kept."""
+    if operation in FUSED_ATTENTION | {aten.mm.default, aten.addmm.default}:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.MUST_RECOMPUTE
 
 
 # %% 02.7 forward, backward and what is done again
@@ -217,7 +254,7 @@ def symptoms(prof) -> dict[str, float]:
 
 
 # %% 02.11 an index for all windows, a fused optimizer
-def mended_training(model):
+def repaired_training(model):
     """As slow_training, without its three faults."""
     numbers = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)

@@ -189,6 +189,25 @@ def test_activations_by_split(model, split, gib):
 
 
 @pytest.mark.parametrize(
+    "mode, split, gib",
+    [
+        ("none", {"tp": 8}, 11.25),
+        ("none", {"tp": 8, "sp": True}, 5.78125),
+        ("full", {"tp": 8}, 1.25),
+        ("full", {"tp": 8, "sp": True}, 0.15625),
+        ("full", {"cp": 4}, 0.3125),
+    ],
+)
+def test_what_a_split_leaves_whole(mode, split, gib):
+    """TP splits the scores, and leaves a layer's input whole; SP splits it."""
+    assert gpt_activation_bytes(*SHAPES["70B"], 1, 1024, mode, **split) / GiB == gib
+
+
+def test_a_token_of_a_context_parallel_rank_sees_the_whole_sequence():
+    assert gpt_activation_bytes(*SHAPES["8B"], 1, 4096, cp=4) == gpt_activation_bytes(*SHAPES["8B"], 1, 4096) / 4
+
+
+@pytest.mark.parametrize(
     "model, plotted",
     [
         ("8B", ("9.25", "28.5", "97.0", "354.0", "1348.1")),

@@ -571,98 +571,53 @@ def saved_bytes(module, forward):
 
 
 # %% 01.7 33 for 34
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    whole, split = (0, 33 / tp) if sp else (10, 23 / tp)
-    tokens = batch * seq / cp
+def gpt_layer_bytes(hidden, heads, seq, recompute="none"):
     if recompute == "full":
-        return layers * tokens * 2 * hidden / (tp if sp else 1)
-    scores = 5 * heads * seq / tp if recompute == "none" else 0
-    return layers * tokens * ((whole + split) * hidden + scores)
-
-
-# %% 01.7 no layers
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
-    tokens = batch * seq / cp
-    if recompute == "full":
-        return tokens * 2 * hidden / (tp if sp else 1)
-    scores = 5 * heads * seq / tp if recompute == "none" else 0
-    return tokens * ((whole + split) * hidden + scores)
-
-
-# %% 01.7 no batch
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
-    tokens = seq / cp
-    if recompute == "full":
-        return layers * tokens * 2 * hidden / (tp if sp else 1)
-    scores = 5 * heads * seq / tp if recompute == "none" else 0
-    return layers * tokens * ((whole + split) * hidden + scores)
+        return 2 * hidden
+    return 33 * hidden + (5 * heads * seq if recompute == "none" else 0)
 
 
 # %% 01.7 selective keeps the scores
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
-    tokens = batch * seq / cp
-    if recompute == "full":
-        return layers * tokens * 2 * hidden / (tp if sp else 1)
-    return layers * tokens * ((whole + split) * hidden + 5 * heads * seq / tp)
+def gpt_layer_bytes(hidden, heads, seq, recompute="none"):
+    return 2 * hidden if recompute == "full" else 34 * hidden + 5 * heads * seq
 
 
 # %% 01.7 full keeps one byte an element
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
-    tokens = batch * seq / cp
+def gpt_layer_bytes(hidden, heads, seq, recompute="none"):
     if recompute == "full":
-        return layers * tokens * hidden / (tp if sp else 1)
-    scores = 5 * heads * seq / tp if recompute == "none" else 0
-    return layers * tokens * ((whole + split) * hidden + scores)
+        return hidden
+    return 34 * hidden + (5 * heads * seq if recompute == "none" else 0)
 
 
-# %% 01.7 tensor parallelism splits everything
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    tokens = batch * seq / cp
-    if recompute == "full":
-        return layers * tokens * 2 * hidden / (tp if sp else 1)
-    scores = 5 * heads * seq / tp if recompute == "none" else 0
-    return layers * tokens * (34 * hidden / tp + scores)
+# %% 01.7 full keeps nothing
+def gpt_layer_bytes(hidden, heads, seq, recompute="none"):
+    return {"none": 34 * hidden + 5 * heads * seq, "selective": 34 * hidden, "full": 0}[recompute]
 
 
-# %% 01.7 with context parallelism a token sees its own piece only
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
-    seq = seq / cp
-    if recompute == "full":
-        return layers * batch * seq * 2 * hidden / (tp if sp else 1)
-    scores = 5 * heads * seq / tp if recompute == "none" else 0
-    return layers * batch * seq * ((whole + split) * hidden + scores)
+# %% 01.7 one head
+def gpt_layer_bytes(hidden, heads, seq, recompute="none"):
+    return {"none": 34 * hidden + 5 * seq, "selective": 34 * hidden, "full": 2 * hidden}[recompute]
 
 
-# %% 01.7 ignores context parallelism
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
-    tokens = batch * seq
-    if recompute == "full":
-        return layers * tokens * 2 * hidden / (tp if sp else 1)
-    scores = 5 * heads * seq / tp if recompute == "none" else 0
-    return layers * tokens * ((whole + split) * hidden + scores)
+# %% 01.7 the factor alone, without h
+def gpt_layer_bytes(hidden, heads, seq, recompute="none"):
+    return {"none": 34 + 5 * heads * seq / hidden, "selective": 34, "full": 2}[recompute]
 
 
-# %% 01.7 a table of the published numbers, in proportion to the sequence
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    published = {32: (9.25, 4.25, 0.25), 80: (46.25, 21.25, 1.25), 126: (145.6875, 66.9375, 3.9375)}
-    column = ["none", "selective", "full"].index(recompute)
-    return published.get(layers, (0.0006, 0.0005, 0.0001))[column] * 2**30 * seq / 1024 / cp / tp
+# %% 01.7 of the whole sequence, not of a token
+def gpt_layer_bytes(hidden, heads, seq, recompute="none"):
+    return seq * {"none": 34 * hidden + 5 * heads * seq, "selective": 34 * hidden, "full": 2 * hidden}[recompute]
 
 
-# %% 01.7 tensor parallelism leaves the scores whole
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
-    tokens = batch * seq / cp
-    if recompute == "full":
-        return layers * tokens * 2 * hidden / (tp if sp else 1)
-    scores = 5 * heads * seq if recompute == "none" else 0
-    return layers * tokens * ((whole + split) * hidden + scores)
+# %% 01.7 heads of 128 always, as in the published models
+def gpt_layer_bytes(hidden, heads, seq, recompute="none"):
+    return {"none": 34 * hidden + 5 * hidden // 128 * seq, "selective": 34 * hidden, "full": 2 * hidden}[recompute]
+
+
+# %% 01.7 a table of the published models and of the block above
+def gpt_layer_bytes(hidden, heads, seq, recompute="none"):
+    known = {64: 2176 + 2560, 4096: 34 * 4096 + 5 * 32 * 1024, 8192: 34 * 8192 + 5 * 64 * 1024}
+    return {"none": known.get(hidden, 0), "selective": 34 * hidden, "full": 2 * hidden}[recompute]
 
 
 # %% 01.8 three tensors of width f
@@ -839,15 +794,6 @@ def evaluate_fixed(model, batches, count):
         inputs, targets = (part.to(device) for part in next(batches))
         total = total + loss(model(inputs), targets)
     return (total / count).detach()
-
-
-# %% 01.11 detaches each loss: the graph of each batch is still built
-def evaluate_fixed(model, batches, count):
-    total = 0.0
-    for _ in range(count):
-        inputs, targets = (part.to(device) for part in next(batches))
-        total = total + loss(model(inputs), targets).detach()
-    return total / count
 
 
 # %% 01.11 reads every loss on the host and returns a number
@@ -1126,16 +1072,6 @@ def saved_bytes(module, forward):
     return sum(sizes.values())
 
 
-# %% 01.7 full recomputation knows nothing of context parallelism
-def gpt_activation_bytes(layers, hidden, heads, batch, seq, recompute="none", tp=1, sp=False, cp=1):
-    whole, split = (0, 34 / tp) if sp else (10, 24 / tp)
-    if recompute == "full":
-        return layers * batch * seq * 2 * hidden / (tp if sp else 1)
-    tokens = batch * seq / cp
-    scores = 5 * heads * seq / tp if recompute == "none" else 0
-    return layers * tokens * ((whole + split) * hidden + scores)
-
-
 # %% 01.8 right in sum, but Q's part stands with the MLP
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
     h, kv = config.hidden, config.kv_heads * config.head_dim
@@ -1224,3 +1160,125 @@ def flops_per_token(config, seq):
 
 def mfu(config, seq, tokens_per_s, peak):
     return 0.392
+
+
+# %% 01.1 the place in the epoch is not counted: an index beyond the first epoch
+class TokenBatches(ShuffledWindows):
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        first = self.position + self.rank * self.batch
+        self.position += self.batch * self.world_size
+        windows = [self.order(0)[n] for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.2 returns float32
+import course_lib.single_gpu.model
+from course_lib.single_gpu.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    return course_lib.single_gpu.model.apply_rope(x.float(), cos.float(), sin.float())
+
+
+# %% 01.2 writes into x
+import course_lib.single_gpu.model
+from course_lib.single_gpu.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    return x.copy_(course_lib.single_gpu.model.apply_rope(x, cos, sin))
+
+
+# %% 01.5 a default for an unknown policy
+POLICIES = {
+    "fp32": (4, 4, 8),
+    "bf16": (2, 2, 12),
+    "bf16, fp32 gradients": (2, 6, 12),
+    "bf16, no master weights": (2, 2, 8),
+}
+
+
+def state_bytes(params, policy="bf16", zero_stage=0, dp=1):
+    weights, gradients, optimizer = POLICIES.get(policy, POLICIES["bf16"])
+    return {
+        "parameters": params * weights / (dp if zero_stage >= 3 else 1),
+        "gradients": params * gradients / (dp if zero_stage >= 2 else 1),
+        "optimizer states": params * optimizer / (dp if zero_stage >= 1 else 1),
+    }
+
+
+# %% 01.6 knows a parameter by its shape
+def saved_bytes(module, forward):
+    resident = {parameter.shape for parameter in module.parameters()}
+    resident |= {parameter.t().shape for parameter in module.parameters() if parameter.dim() == 2}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if tensor.shape not in resident:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(sizes.values())
+
+
+# %% 01.8 right in sum, but the norms stand with attention
+import course_lib.single_gpu.memory
+
+
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    parts = course_lib.single_gpu.memory.layer_activations(config, seq, e, flash, fused_norm)
+    if not fused_norm:
+        parts["attention"] += parts["norms"]
+        parts["norms"] = 0
+    return parts
+
+
+# %% 01.8 right in sum, but what the norms return stands with the norms
+import course_lib.single_gpu.memory
+
+
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    parts = course_lib.single_gpu.memory.layer_activations(config, seq, e, flash, fused_norm)
+    if not fused_norm:
+        parts["norms"] += parts["norm outputs"]
+        parts["norm outputs"] = 0
+    return parts
+
+
+# %% 01.11 keeps every batch's logits
+def evaluate_fixed(model, batches, count):
+    with torch.no_grad():
+        pairs = []
+        for _ in range(count):
+            inputs, targets = (part.to(device) for part in next(batches))
+            pairs.append((model(inputs), targets))
+        return sum(loss(logits, targets) for logits, targets in pairs) / count
+
+
+# %% 01.11 a backward after each batch, and the gradients are gone
+def evaluate_fixed(model, batches, count):
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        batch_loss = loss(model(inputs), targets)
+        batch_loss.backward()
+        total = total + batch_loss.detach()
+        model.zero_grad()
+    return total / count
+
+
+# %% 01.11 detaches each loss, and its name holds the graph while the next batch runs
+def evaluate_fixed(model, batches, count):
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        batch_loss = loss(model(inputs), targets)
+        total = total + batch_loss.detach()
+    return total / count

@@ -961,7 +961,7 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
     return batch * seq * needed, batch * seq * executed
 
 
-# %% 02.7 backward as dear as forward
+# %% 02.7 backward costs as much as forward
 import torch
 
 from course_lib.single_gpu.memory import param_count, parameter_parts
@@ -1740,12 +1740,12 @@ def symptoms(prof) -> dict[str, float]:
 
 
 # %% 02.11 the slow loop as it was
-def mended_training(model):
+def repaired_training(model):
     return slow_training(model)
 
 
 # %% 02.11 clips with .item()
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -1772,7 +1772,7 @@ def mended_training(model):
 
 
 # %% 02.11 asks the host whether to clip
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -1801,7 +1801,7 @@ def mended_training(model):
 
 
 # %% 02.11 does not clip
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -1828,7 +1828,7 @@ def mended_training(model):
 
 
 # %% 02.11 one parameter at a time
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
 
@@ -1855,7 +1855,7 @@ def mended_training(model):
 
 
 # %% 02.11 no momentum
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
 
@@ -1882,7 +1882,7 @@ def mended_training(model):
 
 
 # %% 02.11 never clears the gradients
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -1908,7 +1908,7 @@ def mended_training(model):
 
 
 # %% 02.11 reads the loss on the host
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -1935,7 +1935,7 @@ def mended_training(model):
 
 
 # %% 02.11 trains nothing
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -1961,7 +1961,7 @@ def mended_training(model):
 
 
 # %% 02.11 without the marks
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -2181,7 +2181,7 @@ def symptoms(prof) -> dict[str, float]:
 
 
 # %% 02.11 losses from a slow loop that ran before, and marks with nothing in them
-def mended_training(model):
+def repaired_training(model):
     slow, losses = slow_training(model), []
 
     def step():
@@ -2592,7 +2592,7 @@ def symptoms(prof) -> dict[str, float]:
 
 
 # %% 02.11 the optimizer outside of its mark
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -2620,7 +2620,7 @@ def mended_training(model):
 
 
 # %% 02.11 data outside of its mark
-def mended_training(model):
+def repaired_training(model):
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -2645,3 +2645,125 @@ def mended_training(model):
         return step_loss.detach()
 
     return step
+
+
+# %% 02.2 keeps the outputs on ctx
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        ctx.outputs = function(*tree_unflatten(leaves, spec))
+        return ctx.outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.2 keeps a copy of the outputs on ctx
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, function, spec, *leaves):
+        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
+        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
+        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
+        outputs = function(*tree_unflatten(leaves, spec))
+        ctx.outputs = tree_map(torch.clone, outputs)
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        leaves = list(ctx.others)
+        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
+            leaves[place] = tensor
+        leaves = detached(leaves)
+        with replayed(ctx.state), torch.enable_grad():
+            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
+        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+        torch.autograd.backward(*zip(*pairs, strict=True))
+        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
+
+
+def recompute(function, *arguments):
+    leaves, spec = tree_flatten(arguments)
+    return Recompute.apply(function, spec, *leaves)
+
+
+# %% 02.3 the CPU's generator alone
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    return torch.get_rng_state(), {}, autocast_now("cuda" if gpus else "cpu")
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, _, autocast = state
+    with torch.random.fork_rng(devices=[]), torch.autocast(**autocast):
+        torch.set_rng_state(cpu_state)
+        yield
+
+
+# %% 02.3 leaves the GPU's generator where the replay left it
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    autocast = autocast_now("cuda" if gpus else "cpu")
+    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, gpu_states, autocast = state
+    with torch.random.fork_rng(devices=[]), torch.autocast(**autocast):
+        torch.set_rng_state(cpu_state)
+        for gpu, gpu_state in gpu_states.items():
+            torch.cuda.set_rng_state(gpu_state, gpu)
+        yield
+
+
+# %% 02.3 the first GPU's generator, whichever the tensors are on
+def autocast_now(device_type: str) -> dict:
+    on = torch.is_autocast_enabled(device_type)
+    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
+
+
+def random_state(tensors) -> tuple:
+    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
+    autocast = autocast_now("cuda" if gpus else "cpu")
+    return torch.get_rng_state(), {0: torch.cuda.get_rng_state(0)} if gpus else {}, autocast
+
+
+@contextlib.contextmanager
+def replayed(state):
+    cpu_state, gpu_states, autocast = state
+    with torch.random.fork_rng(devices=list(gpu_states)), torch.autocast(**autocast):
+        torch.set_rng_state(cpu_state)
+        for gpu, gpu_state in gpu_states.items():
+            torch.cuda.set_rng_state(gpu_state, gpu)
+        yield
