@@ -122,7 +122,7 @@ def layer_activations(
     config: ModelConfig, seq: int, e: int = 2, flash: bool = True, fused_norm: bool = True
 ) -> dict[str, int]:
     """Bytes a token that one layer of `Transformer` keeps for backward; e: bytes of an element; seq: tokens that a
-    token can see.
+    token can see. For models whose heads add up to h, without norms of q and k.
     """
     h, kv = config.hidden, config.kv_heads * config.head_dim
     if flash:
