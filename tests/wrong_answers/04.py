@@ -1735,6 +1735,9 @@ gigabytes_sent = 2 * 2 * 8.03
 
 
 # %% 04.8 ignores dtype
+from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
+
+
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
     micro_batches = list(micro_batches)
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
@@ -1749,6 +1752,9 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_l
 
 
 # %% 04.8 ignores dtype in the last micro-batch
+from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
+
+
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
     micro_batches = list(micro_batches)
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
@@ -1763,6 +1769,9 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_l
 
 
 # %% 04.8 ignores loss_of
+from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
+
+
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
     micro_batches = list(micro_batches)
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
