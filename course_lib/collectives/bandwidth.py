@@ -61,7 +61,7 @@ def time_collective(collective: str, size: int, group=None) -> dict:
     tensor = torch.zeros(max(1, size // (4 * n)) * n, device=device)
     piece, rounds = torch.zeros(tensor.numel() // n, device=device), []
     calls = max(1, min(4, 2**23 // tensor.nbytes))
-    for _ in range(8 if tensor.nbytes < 2**20 else 4):  # the first one warms up; short ones need more
+    for _ in range(24 if tensor.nbytes < 2**20 else 4):  # the first one warms up; short ones need more
         dist.barrier(group)
         start = time.perf_counter()
         for _ in range(calls):

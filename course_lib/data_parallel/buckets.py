@@ -53,7 +53,7 @@ class FlatGradients:
         self.views = dict(zip(parameters, views, strict=True))
         self.reduce_dtype = reduce_dtype or first.dtype
         in_place = self.reduce_dtype == first.dtype  # then gradients are scaled while they are stored, else in the copy
-        self.scale, self.copy_scale = (scale, 1.0) if in_place else (1.0, scale)
+        self.scale, self.copy_scale = (scale, 1.0) if in_place else (1.0, scale)  # before the sum: FP16 may overflow
         self.missing = set(parameters)  # those that have no final gradient yet
         self.work = self.sent = None
 
@@ -65,6 +65,12 @@ class FlatGradients:
             parameter.grad = view
         elif scale != 1.0:  # backward has added to what was there
             view.mul_(scale)
+
+    def outgoing(self) -> torch.Tensor:
+        """What is sent: the buffer itself, or, where `reduce_dtype` is another, a scaled copy in that dtype."""
+        if self.reduce_dtype == self.flat.dtype:
+            return self.flat
+        return self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
 
 # %% ../../notebooks/04_data_parallel.ipynb #ex-04-6
 class Bucket(FlatGradients):
@@ -83,9 +89,7 @@ class Bucket(FlatGradients):
             elif parameter in self.missing:
                 self.views[parameter].zero_()
                 self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+        self.sent = self.outgoing()
         self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
 
     def finish(self) -> None:

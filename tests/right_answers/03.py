@@ -151,3 +151,55 @@ def train(gradients: list[torch.Tensor], group=None) -> torch.Tensor:
         dist.all_reduce(summed, group=group)
         weight.sub_(summed, alpha=0.1)
     return weight
+
+
+# %% 03.1 tuples of tensors
+def every_collective(group) -> dict:
+    """The results on this rank, by the names in the table above."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
+    first, summed, mine = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0), torch.full((2,), rank + 1.0)
+    collected, everyone = [torch.empty(2) for _ in range(n)], [torch.empty(2) for _ in range(n)]
+    piece, own = torch.empty(2), torch.empty(2)
+    dist.broadcast(whole, group_src=0, group=group)
+    dist.reduce(first, group_dst=0, group=group)
+    dist.all_reduce(summed, group=group)
+    dist.gather(mine, collected if rank == 0 else None, group_dst=0, group=group)
+    dist.all_gather(everyone, mine, group=group)
+    pieces = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)]
+    dist.scatter(piece, pieces if rank == 0 else None, group_src=0, group=group)
+    dist.reduce_scatter(own, [((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)], group=group)
+    return {
+        "broadcast": whole,
+        "reduce": first,
+        "all_reduce": summed,
+        "gather": tuple(collected) if rank == 0 else None,
+        "all_gather": tuple(everyone),
+        "scatter": piece,
+        "reduce_scatter": own,
+    }
+
+
+# %% 03.2 numbers of NumPy
+star_mb_4, star_mb_512 = np.array([3, 511]) * 4
+
+
+# %% 03.12 tests the sum: no second collective
+def train(gradients: list[torch.Tensor], group=None) -> torch.Tensor:
+    """The weight [3] after a step of 0.1 with each of this rank's gradients [3], from zeros."""
+    weight = torch.zeros(3)
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=group)
+        if gradient.isfinite().all():
+            weight = weight - 0.1 * gradient
+        else:
+            dist.broadcast(weight, group_src=0, group=group)
+    return weight
+
+
+# %% 03.13 PyTorch's all-reduce across the nodes
+def two_level_all_reduce(tensor: torch.Tensor, inside, across) -> None:
+    """Replace `tensor` by the sum over all ranks of all nodes; across nodes goes one piece of it only, by a ring."""
+    own = ring_reduce_scatter(tensor, group=inside)
+    dist.all_reduce(own, group=across)
+    ring_all_gather(tensor, group=inside)

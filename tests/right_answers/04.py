@@ -187,6 +187,7 @@ def parallel_accumulate(
 def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
     """(step, rank) where a replica's norm first leaves the others'; norms[rank][step], of three or more ranks."""
     table = np.array(norms, dtype=float)  # [ranks, steps]
+    table[np.isnan(table)] = -1  # which no norm is
     usual = np.median(table, axis=0)
     same = np.abs(table - usual) <= 1e-4 * np.abs(usual)
     places = np.argwhere(~same.T)
@@ -243,3 +244,33 @@ def recipe(sequences: int, gpus: int, largest_micro_batch: int) -> tuple[int, in
         if sequences % (dp * size) == 0
     )
     return best[0], best[1], sequences // (best[0] * best[1])
+
+
+# %% 04.1 a whole number of NumPy
+def accumulation_steps(batch_tokens: int, seq: int, micro_batch: int, dp: int) -> int:
+    """Micro-batches of `micro_batch` sequences that each of `dp` GPUs works through in a step of `batch_tokens` tokens.
+
+    Raises ValueError where batch_tokens is no multiple of seq x micro_batch x dp.
+    """
+    steps, rest = np.divmod(batch_tokens, np.prod([seq, micro_batch, dp]))
+    if rest or steps == 0:
+        raise ValueError(f"{batch_tokens} tokens leave {rest}")
+    return steps
+
+
+# %% 04.3 a number of NumPy
+gigabytes_sent = np.float32(8.03) * 2 * 2 * 63 / 64
+
+
+# %% 04.9 counts how many agree
+def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
+    """(step, rank) where a replica's norm first leaves the others'; norms[rank][step], of three or more ranks."""
+
+    def same(a, b):
+        return a == b or abs(a - b) <= 1e-4 * abs(b) or (a != a and b != b)
+
+    for step, column in enumerate(zip(*norms, strict=True)):
+        agree = [sum(same(a, b) for b in column) for a in column]
+        if min(agree) < len(column):
+            return step, agree.index(min(agree))
+    return None

@@ -1006,3 +1006,135 @@ def train(gradients, group=None):
             dist.all_reduce(gradient, group=group)
             weight -= 0.1 * gradient
     return weight
+
+
+# %% 03.4 works in a copy of the whole tensor, and copies it back
+def ring_reduce_scatter(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    copy = tensor.view(-1).clone()
+    pieces = copy.tensor_split(n)
+    for step in range(n - 1):
+        added = pieces[(rank - step - 2) % n]
+        received = torch.empty_like(added)
+        exchange(pieces[(rank - step - 1) % n], received, group)
+        added.add_(received)
+    tensor.view(-1).copy_(copy)
+    return tensor.view(-1).tensor_split(n)[rank]
+
+
+# %% 03.4 returns a copy of its piece
+def ring_reduce_scatter(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    pieces = tensor.view(-1).tensor_split(n)
+    for step in range(n - 1):
+        added = pieces[(rank - step - 2) % n]
+        received = torch.empty_like(added)
+        exchange(pieces[(rank - step - 1) % n], received, group)
+        added.add_(received)
+    return pieces[rank].clone()
+
+
+# %% 03.5 works in a copy of the whole tensor, and copies it back
+def ring_all_gather(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    copy = tensor.view(-1).clone()
+    pieces = copy.tensor_split(n)
+    for step in range(n - 1):
+        exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
+    tensor.view(-1).copy_(copy)
+
+
+# %% 03.6 works in a copy of the whole tensor, and copies it back
+def ring_all_reduce(tensor, group=None):
+    copy = tensor.clone()
+    for chunk in copy.view(-1).split(2**22):
+        ring_reduce_scatter(chunk, group)
+        ring_all_gather(chunk, group)
+    tensor.copy_(copy)
+
+
+# %% 03.10 sends to itself where it is alone
+def shift(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    received = torch.empty_like(tensor)
+    sending = dist.isend(tensor, group_dst=(rank + 1) % n, group=group)
+    dist.irecv(received, group_src=(rank - 1) % n, group=group).wait()
+    sending.wait()
+    return received
+
+
+# %% 03.12 broadcasts an empty tensor in place of the weight
+def train(gradients, group=None):
+    weight = torch.zeros(3)
+    for gradient in gradients:
+        bad = (~gradient.isfinite().all()).float().reshape(1)
+        dist.all_reduce(bad, group=group)
+        if bad.item() > 0:
+            dist.broadcast(torch.empty(3), group_src=0, group=group)
+        else:
+            dist.all_reduce(gradient, group=group)
+            weight -= 0.1 * gradient
+    return weight
+
+
+# %% 03.12 broadcasts a copy of the weight, and goes on with its own
+def train(gradients, group=None):
+    weight = torch.zeros(3)
+    for gradient in gradients:
+        bad = (~gradient.isfinite().all()).float().reshape(1)
+        dist.all_reduce(bad, group=group)
+        if bad.item() > 0:
+            dist.broadcast(weight.clone(), group_src=0, group=group)
+        else:
+            dist.all_reduce(gradient, group=group)
+            weight -= 0.1 * gradient
+    return weight
+
+
+# %% 03.12 a test for NaN, which lets infinity pass
+def train(gradients, group=None):
+    weight = torch.zeros(3)
+    for gradient in gradients:
+        bad = gradient.isnan().any().float().reshape(1)
+        dist.all_reduce(bad, group=group)
+        if bad.item() > 0:
+            dist.broadcast(weight, group_src=0, group=group)
+        else:
+            dist.all_reduce(gradient, group=group)
+            weight -= 0.1 * gradient
+    return weight
+
+
+# %% 03.13 the whole tensor goes across the nodes
+def two_level_all_reduce(tensor, inside, across):
+    ring_all_reduce(tensor, inside)
+    ring_all_reduce(tensor, across)
+
+
+# %% 03.13 one ring over all ranks
+def two_level_all_reduce(tensor, inside, across):
+    ring_all_reduce(tensor)
+
+
+# %% 03.13 does not collect the pieces
+def two_level_all_reduce(tensor, inside, across):
+    ring_all_reduce(ring_reduce_scatter(tensor, inside), across)
+
+
+# %% 03.13 does not add up across the nodes
+def two_level_all_reduce(tensor, inside, across):
+    ring_reduce_scatter(tensor, inside)
+    ring_all_gather(tensor, inside)
+
+
+# %% 03.13 the two groups exchanged
+def two_level_all_reduce(tensor, inside, across):
+    ring_all_reduce(ring_reduce_scatter(tensor, across), inside)
+    ring_all_gather(tensor, across)
+
+
+# %% 03.13 gathers before the sum across the nodes
+def two_level_all_reduce(tensor, inside, across):
+    ring_reduce_scatter(tensor, inside)
+    ring_all_gather(tensor, inside)
+    ring_all_reduce(tensor, across)

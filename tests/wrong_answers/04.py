@@ -1717,3 +1717,111 @@ def recipe(sequences, gpus, largest_micro_batch):
             if sequences % (dp * micro_batch) == 0:
                 return dp, micro_batch, sequences // (dp * micro_batch)
         dp //= 2
+
+
+# %% 04.2 in an order that chance decides
+def average_gradients(module, group=None):
+    import random
+
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    random.shuffle(gradients)
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=group)
+        gradient /= dist.get_world_size(group)
+
+
+# %% 04.3 twice the gradients, without (N-1)/N
+gigabytes_sent = 2 * 2 * 8.03
+
+
+# %% 04.8 ignores dtype
+from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
+    micro_batches = list(micro_batches)
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], tokens=tokens, loss_of=loss_of)
+    total = (total + accumulate(dp, micro_batches[-1:], tokens=tokens, loss_of=loss_of)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 ignores dtype in the last micro-batch
+from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
+    micro_batches = list(micro_batches)
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
+    total = (total + accumulate(dp, micro_batches[-1:], tokens=tokens, loss_of=loss_of)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.8 ignores loss_of
+from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
+
+
+def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
+    micro_batches = list(micro_batches)
+    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    dist.all_reduce(tokens, group=dp.group)
+    tokens = tokens.clamp(min=1) / dp.group.size()
+    with dp.no_sync():
+        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
+    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
+    dp.finish()
+    dist.all_reduce(total, group=dp.group)
+    return total
+
+
+# %% 04.9 the median of numbers and NaN is NaN: rank 0 is accused
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = np.median([run[step] for run in norms])
+        for rank, run in enumerate(norms):
+            if not abs(run[step] / usual - 1) <= 1e-4:
+                return step, rank
+    return None
+
+
+# %% 04.9 NaN differs from nothing
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = np.nanmedian([run[step] for run in norms])
+        for rank, run in enumerate(norms):
+            if abs(run[step] / usual - 1) > 1e-4:
+                return step, rank
+    return None
+
+
+# %% 04.9 NaN on all ranks is taken for a drift
+def first_drift(norms):
+    for step in range(len(norms[0])):
+        usual = np.nanmedian([run[step] for run in norms])
+        for rank, run in enumerate(norms):
+            if not abs(run[step] / usual - 1) <= 1e-4:
+                return step, rank
+    return None
+
+
+# %% 04.10 a NaN that all ranks share hides what else differs
+def out_of_step(module, group=None):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    weights = [torch.arange(1, tensor.numel() + 1) for _, tensor in named]
+    sums = [(t.detach().double().flatten() * w).sum() for (_, t), w in zip(named, weights, strict=True)]
+    sums = torch.stack(sums).nan_to_num(0)
+    extremes = torch.cat([sums, -sums])
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
+    largest, smallest = extremes.chunk(2)
+    return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
