@@ -235,60 +235,32 @@ def within_capacity(gates: torch.Tensor, slots: int) -> torch.Tensor:
     return torch.where(before > slots, torch.zeros_like(gates), gates)
 
 
-# %% 08.12 a comprehension, and the last one waited for first
-from collections.abc import Callable
+# %% 08.12 a list of buffers, and the last one waited for first
+class Transfer:
+    """Sends rows, and their gradients home."""
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.lists, self.under_way = group, (sends, receives), []
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        """All buffers first."""
+        goes, comes = reversed(self.lists) if home else self.lists
+        shapes = [(sum(comes), *tensor.shape[1:]) for tensor in tensors]
+        came = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, tensors)]
+        splits = {"output_split_sizes": comes, "input_split_sizes": goes}
+        for to, x in zip(came, tensors):
+            work = dist.all_to_all_single(to, x.contiguous(), **splits, group=self.group, async_op=True)
+            self.under_way.append((work, to))
+        return tuple(came)
 
-
-def start_rows(under_way, group, sends, receives, tensors):
-    """All buffers first."""
-    shapes = [(sum(receives), *tensor.shape[1:]) for tensor in tensors]
-    came = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, tensors)]
-    splits = {"output_split_sizes": receives, "input_split_sizes": sends}
-    for to, x in zip(came, tensors):
-        under_way.append((dist.all_to_all_single(to, x.contiguous(), **splits, group=group, async_op=True), to))
-    return tuple(came)
-
-
-def finish_rows(under_way):
-    """From the end."""
-    came = []
-    while under_way:
-        work, rows = under_way.pop()
-        work.wait()
-        came.insert(0, rows)
-    return tuple(came)
-
-
-class Departure(torch.autograd.Function):
-    """Starts, and waits in backward."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        ctx.pending = args[0]
-        return start_rows(*args[:4], args[4:])
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        return (None,) * 4 + finish_rows(ctx.pending)
-
-
-class Arrival(torch.autograd.Function):
-    """Waits, and starts in backward."""
-
-    @staticmethod
-    def forward(ctx, under_way, group, sends, receives, *arrived):
-        ctx.home = under_way, group, receives, sends
-        return tuple(x.view_as(x) for x in finish_rows(under_way))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        start_rows(*ctx.home, gradients)
-        return (None,) * 4 + gradients
+    def finish(self):
+        """From the end."""
+        came = []
+        while self.under_way:
+            work, rows = self.under_way.pop()
+            work.wait()
+            came.insert(0, rows)
+        return tuple(came)
 
 
 # %% 08.13 one index into tokens and ranks

@@ -1315,810 +1315,347 @@ def within_capacity(gates, slots):
 
 
 # %% 08.12 fake: pieces of one size, padded
-from collections.abc import Callable
+class Transfer:
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        most = torch.tensor(max(there + here))
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+        for tensor in tensors:
+            padded = tensor.new_zeros(self.group.size(), int(most), *tensor.shape[1:])
+            for place, piece in zip(padded, tensor.split(there)):
+                place[: len(piece)] = piece
+            came = torch.empty_like(padded)
+            work = dist.all_to_all_single(came, padded, group=self.group, async_op=True)
+            work.wait()
+            self.under_way.append((work, torch.cat([place[:size] for place, size in zip(came, here)])))
+        return tuple(comes for _, comes in self.under_way)
 
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    most = torch.tensor(max(sends + receives))
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    for tensor in tensors:
-        padded = tensor.new_zeros(group.size(), int(most), *tensor.shape[1:])
-        for place, piece in zip(padded, tensor.split(sends)):
-            place[: len(piece)] = piece
-        came = torch.empty_like(padded)
-        work = dist.all_to_all_single(came, padded, group=group, async_op=True)
-        work.wait()
-        under_way.append((work, torch.cat([place[:size] for place, size in zip(came, receives)])))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
-        return None, None, None, None, *gradients
 
 
 # %% 08.12 fake: an all-gather, of which each keeps its own
-from collections.abc import Callable
+class Transfer:
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        found = [None] * self.group.size()
+        dist.all_gather_object(found, [tensor.contiguous().split(there) for tensor in tensors], group=self.group)
+        work = dist.barrier(group=self.group, async_op=True)
+        for i in range(len(tensors)):
+            self.under_way.append((work, torch.cat([each[i][self.group.rank()] for each in found])))
+        return tuple(comes for _, comes in self.under_way)
 
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    found = [None] * group.size()
-    dist.all_gather_object(found, [tensor.contiguous().split(sends) for tensor in tensors], group=group)
-    work = dist.barrier(group=group, async_op=True)
-    under_way += [(work, torch.cat([each[i][group.rank()] for each in found])) for i in range(len(tensors))]
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
-        return None, None, None, None, *gradients
 
 
 # %% 08.12 backward does not swap the lists
-from collections.abc import Callable
+class Transfer:
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        there, here = self.sends, self.receives
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+            self.under_way.append((work, comes))
+        return tuple(comes for _, comes in self.under_way)
 
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
 
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.sends, ctx.receives, gradients)
-        return None, None, None, None, *gradients
 
+# %% 08.12 the lists the wrong way round
+class Transfer:
 
-# %% 08.12 the lists in forward the wrong way round
-from collections.abc import Callable
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-import torch
-import torch.distributed as dist
+    def start(self, tensors, home=False):
+        there, here = (self.sends, self.receives) if home else (self.receives, self.sends)
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+            self.under_way.append((work, comes))
+        return tuple(comes for _, comes in self.under_way)
 
-from course_lib.tensor_parallel.linear import as_autocast
-
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(sends), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), sends, receives, group=group, async_op=True)
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
 
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
-        return None, None, None, None, *gradients
 
+# %% 08.12 home is the gradients that were given
+class Transfer:
 
-# %% 08.12 backward does nothing
-from collections.abc import Callable
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-import torch
-import torch.distributed as dist
+    def start(self, tensors, home=False):
+        if home:
+            self.under_way = [(work, tensor) for tensor in tensors for work in [dist.barrier(self.group, async_op=True)]]
+            return tensors
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+            self.under_way.append((work, comes))
+        return tuple(comes for _, comes in self.under_way)
 
-from course_lib.tensor_parallel.linear import as_autocast
-
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *gradients
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *gradients
 
 
 # %% 08.12 backward gives zeros
-from collections.abc import Callable
+class Transfer:
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        if home:
+            rows = [tensor.new_zeros(sum(self.sends), *tensor.shape[1:]) for tensor in tensors]
+            self.under_way = [(dist.barrier(self.group, async_op=True), each) for each in rows]
+            return tensors
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+            self.under_way.append((work, comes))
+        return tuple(comes for _, comes in self.under_way)
 
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.rows = sum(sends)
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *(gradient.new_zeros(ctx.rows, *gradient.shape[1:]) for gradient in gradients)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *gradients
 
 
 # %% 08.12 waits for each before the next is started
-from collections.abc import Callable
+class Transfer:
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+            work.wait()
+            self.under_way.append((work, comes))
+        return tuple(comes for _, comes in self.under_way)
 
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
-        work.wait()
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
-        return None, None, None, None, *gradients
 
 
 # %% 08.12 over all ranks, whatever the group
-from collections.abc import Callable
+class Transfer:
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=dist.group.WORLD, async_op=True)
+            self.under_way.append((work, comes))
+        return tuple(comes for _, comes in self.under_way)
 
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=dist.group.WORLD, async_op=True)
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
-        return None, None, None, None, *gradients
 
 
 # %% 08.12 sends and receives instead of one exchange
-from collections.abc import Callable
+class Transfer:
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        for tensor in tensors:
+            comes, n, own = tensor.new_empty(sum(here), *tensor.shape[1:]), self.group.size(), self.group.rank()
+            pieces, places = tensor.contiguous().split(there), comes.split(here)
+            places[own].copy_(pieces[own])
+            others = [other for other in range(n) if other != own]
+            calls = [dist.P2POp(dist.isend, pieces[o], group=self.group, group_peer=o) for o in others if there[o]]
+            calls += [dist.P2POp(dist.irecv, places[o], group=self.group, group_peer=o) for o in others if here[o]]
+            works = dist.batch_isend_irecv(calls) if calls else []
+            for work in works[1:]:
+                work.wait()
+            self.under_way.append((works[0] if works else dist.barrier(self.group, async_op=True), comes))
+        return tuple(comes for _, comes in self.under_way)
 
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes, n = tensor.new_empty(sum(receives), *tensor.shape[1:]), group.size()
-        pieces, places = tensor.contiguous().split(sends), comes.split(receives)
-        places[group.rank()].copy_(pieces[group.rank()])
-        others = [other for other in range(n) if other != group.rank()]
-        calls = [dist.P2POp(dist.isend, pieces[o], group=group, group_peer=o) for o in others if sends[o]]
-        calls += [dist.P2POp(dist.irecv, places[o], group=group, group_peer=o) for o in others if receives[o]]
-        works = dist.batch_isend_irecv(calls) if calls else []
-        for work in works[1:]:
+    def finish(self):
+        for work, _ in self.under_way:
             work.wait()
-        under_way.append((works[0] if works else dist.barrier(group=group, async_op=True), comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
 
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
-        return None, None, None, None, *gradients
 
+# %% 08.12 waits where it starts
+class Transfer:
 
-# %% 08.12 forward waits where it starts
-from collections.abc import Callable
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-import torch
-import torch.distributed as dist
+    def start(self, tensors, home=False):
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+            self.under_way.append((work, comes))
+        for work, _ in self.under_way:
+            work.wait()
+        return tuple(comes for _, comes in self.under_way)
 
-from course_lib.tensor_parallel.linear import as_autocast
-
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        start_rows(under_way, group, sends, receives, tensors)
-        return finish_rows(under_way)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
 
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
-        return None, None, None, None, *gradients
 
+# %% 08.12 waits on the way home where it starts
+class Transfer:
 
-# %% 08.12 backward starts where it waits
-from collections.abc import Callable
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-import torch
-import torch.distributed as dist
+    def start(self, tensors, home=False):
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+            self.under_way.append((work, comes))
+        for work, _ in self.under_way if home else ():
+            work.wait()
+        return tuple(comes for _, comes in self.under_way)
 
-from course_lib.tensor_parallel.linear import as_autocast
-
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.home = under_way, (group, receives, sends)
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, *ctx.home, gradients)
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *gradients
 
 
 # %% 08.12 nobody waits
-from collections.abc import Callable
+class Transfer:
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+            self.under_way.append((work, comes))
+        return tuple(comes for _, comes in self.under_way)
 
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
-        return None, None, None, None, *gradients
 
 
 # %% 08.12 what has arrived stays in the list
-from collections.abc import Callable
+class Transfer:
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+            self.under_way.append((work, comes))
+        return tuple(comes for _, comes in self.under_way)
 
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    for work, _ in under_way:
-        work.wait()
-    arrived = tuple(comes for _, comes in under_way)
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        for work, _ in self.under_way:
+            work.wait()
+        arrived = tuple(comes for _, comes in self.under_way)
         return arrived
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
-        return None, None, None, None, *gradients
 
 
 # %% 08.12 waits for the last alone
-from collections.abc import Callable
+class Transfer:
 
-import torch
-import torch.distributed as dist
+    def __init__(self, group, sends, receives):
+        self.group, self.sends, self.receives = group, sends, receives
+        self.under_way = []  # a pair for each tensor: the work, and what comes
 
-from course_lib.tensor_parallel.linear import as_autocast
+    def start(self, tensors, home=False):
+        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+        for tensor in tensors:
+            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+            self.under_way.append((work, comes))
+        return tuple(comes for _, comes in self.under_way)
 
-
-def start_rows(
-    under_way: list, group, sends: list[int], receives: list[int], tensors: tuple[torch.Tensor, ...]
-) -> tuple[torch.Tensor, ...]:
-    for tensor in tensors:
-        comes = tensor.new_empty(sum(receives), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), receives, sends, group=group, async_op=True)
-        under_way.append((work, comes))
-    return tuple(comes for _, comes in under_way)
-
-
-def finish_rows(under_way: list) -> tuple[torch.Tensor, ...]:
-    under_way[-1][0].wait()
-    arrived = tuple(comes for _, comes in under_way)
-    under_way.clear()
-    return arrived
-
-
-class Departure(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way = under_way
-        return start_rows(under_way, group, sends, receives, tensors)
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        return None, None, None, None, *finish_rows(ctx.under_way)
-
-
-class Arrival(torch.autograd.Function):
-
-    @staticmethod
-    def forward(
-        ctx, under_way: list, group, sends: list[int], receives: list[int], *arrived: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.under_way, ctx.group, ctx.sends, ctx.receives = under_way, group, sends, receives
-        finish_rows(under_way)
+    def finish(self):
+        self.under_way[-1][0].wait()
+        arrived = tuple(comes for _, comes in self.under_way)
+        self.under_way.clear()
         return arrived
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        start_rows(ctx.under_way, ctx.group, ctx.receives, ctx.sends, gradients)
-        return None, None, None, None, *gradients
 
 
 # %% 08.13 fake: all tokens are gathered, and sums scattered
