@@ -65,7 +65,7 @@ def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 # %% ../../notebooks/06_tensor_parallel.ipynb #ex-06-5
 class RowParallelLinear(nn.Module):
     """`linear` with its weight split over `group` along the input: this rank's input [..., in/N] to all of the output
-    [..., out].
+    [..., out], under autocast in its dtype.
 
     chunks: into how many parts the rows of x are cut, each summed over the group while the next is multiplied.
     """

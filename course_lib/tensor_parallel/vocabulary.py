@@ -54,7 +54,7 @@ def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor,
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once.
 
-    IGNORED targets pass through, as if their logit were the maximum: whoever calls masks their losses.
+    An IGNORED target is on no rank. Its loss is a number without a meaning, which the caller masks.
     """
 
     @staticmethod

@@ -16,7 +16,8 @@ rank updates only what it owns. (Rajbhandari et al. 2020, "ZeRO", SC, §5 and §
 __all__ = ['WHOLE', 'parameter_groups', 'check_choices', 'ShardedOptimizer', 'ZeroOptimizer', 'options', 'sharded_accumulate',
            'main']
 
-# %% ../../notebooks/05_zero.ipynb #zero-imports
+# %% ../../notebooks/05_zero.ipynb #zero-docstring
+
 from .gradient_rounds import GradientRounds, watch
 from .optimizer_shards import GradientShard, OptimizerShard, ShardReducer, reserve, split_into_buckets
 from .shards import clip_grad_norm_
@@ -160,7 +161,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     `loss.backward(); zero.clip_grad_norm_(1.0); zero.step(); zero.zero_grad()` steps by the mean gradient. Backward's
     gradients leave `.grad` at once. stage 1: they stay whole, in buckets; stage 2: two buckets at a time are whole.
-    With a module, all-gathers overlap its next forward; whoever else reads parameters calls wait() before. All ranks
+    With a module, all-gathers overlap its next forward; call wait() before you read parameters elsewhere. All ranks
     run as many backwards, and with several a step (outside of no_sync()) use the same parameters, or call finish()
     after each. What no rank has used counts as having a gradient of 0.
     """

@@ -159,7 +159,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     `loss.backward(); zero.clip_grad_norm_(1.0); zero.step(); zero.zero_grad()` steps by the mean gradient. Backward's
     gradients leave `.grad` at once. stage 1: they stay whole, in buckets; stage 2: two buckets at a time are whole.
-    With a module, all-gathers overlap its next forward; whoever else reads parameters calls wait() before. All ranks
+    With a module, all-gathers overlap its next forward; call wait() before you read parameters elsewhere. All ranks
     run as many backwards, and with several a step (outside of no_sync()) use the same parameters, or call finish()
     after each. What no rank has used counts as having a gradient of 0.
     """
@@ -205,7 +205,7 @@ class GatheredBuffer(WholeBuffer):
         self.gathered = True
 
     def free(self) -> None:
-        """Give the memory back, whoever still has a view of it."""
+        """Give the memory back, also where there still are views of it."""
         if self.work is not None:
             self.wait()
         self.gathered = False
@@ -276,6 +276,11 @@ class Arena(FreeList):
 # %% 05.13 as a sum
 # Set percent_lost: how much larger the arena must be than the peak of live bytes.
 percent_lost = 10 + 4
+
+
+# %% 05.13 the logits on top of what is alive
+percent_lost = 2.0 / 15.67 * 100
+
 
 
 # %% 05.14 two times

@@ -20,6 +20,28 @@ def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> tor
     return torch.cat(of_all, 1)
 
 
+# %% 06.1 rows by a reduce-scatter and an all-gather
+def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> torch.Tensor:
+    """x · weightᵀ [n, out], whole on every rank, each of which does an N-th of the multiplications.
+
+    x: [n, in] and weight: [out, in], whole on every rank; how: "columns" or "rows".
+    """
+    from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+
+    if how == "columns":
+        part = F.linear(x, cut(weight, group, 0))
+        pieces = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(pieces, part, group=group)
+        return torch.cat(pieces, dim=-1)
+    part = F.linear(cut(x, group, -1), cut(weight, group, 1))
+    own = part.new_empty(part.numel() // group.size())
+    reduce_scatter_tensor(own, part.flatten(), group=group)
+    whole = torch.empty_like(part)
+    all_gather_into_tensor(whole.view(-1), own, group=group)
+    return whole
+
+
+
 # %% 06.2 other copies
 import torch
 import torch.distributed as dist
@@ -203,7 +225,7 @@ def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor,
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once.
 
-    IGNORED targets pass through, as if their logit were the maximum: whoever calls masks their losses.
+    An IGNORED target is on no rank. Its loss is a number without a meaning, which the caller masks.
     """
 
     @staticmethod
@@ -229,6 +251,44 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         (kept,) = ctx.saved_tensors
         kept *= gradient.unsqueeze(1)
         return kept.to(ctx.dtype), None, None
+
+
+# %% 06.8 each rank's logsumexp, and then that of all
+def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the targets [n] among this rank's tokens (0 for others), and which targets are elsewhere."""
+    rows = targets - shard.start
+    elsewhere = (rows < 0) | (rows >= shard.size)
+    return rows.masked_fill_(elsewhere, 0), elsewhere
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once.
+
+    An IGNORED target is on no rank. Its loss is a number without a meaning, which the caller masks.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        ctx.dtype = logits.dtype
+        own = logits.float().logsumexp(1)
+        largest = own.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        rows, elsewhere = local_rows(targets, shard)
+        of_target = logits.gather(1, rows[:, None])[:, 0].float().masked_fill_(elsewhere, 0.0)
+        sums = torch.stack([(own - largest).exp(), of_target])
+        dist.all_reduce(sums, group=shard.group)
+        total = largest + sums[0].log()
+        if ctx.needs_input_grad[0]:
+            softmax = (logits - total[:, None]).exp_()
+            softmax.scatter_add_(1, rows[:, None], (elsewhere.float() - 1)[:, None])
+            ctx.save_for_backward(softmax)
+        return total - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        (softmax,) = ctx.saved_tensors
+        return softmax.mul_(gradient[:, None]).to(ctx.dtype), None, None
+
 
 
 # %% 06.9 by names
