@@ -252,7 +252,7 @@ def test_in_bfloat16_and_with_options_of_the_router():
         ({"sliding_window": 16}, "sliding_window is 16, not None"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, not 0.0"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu, not silu"),
-        ({"head_dim": 16}, "heads is 64, not 32"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is linear, not"),
         ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1"),  # its gate is 1 there, ours is the score
     ],
 )
