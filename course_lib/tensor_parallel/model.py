@@ -81,15 +81,14 @@ def apply_tensor_parallel(
     rank's logits [b, s, v/N], for vocab_parallel_cross_entropy, or all of them with gather_logits. chunks: see
     RowParallelLinear. The model may be on the meta device (then `shards.materialize` it). Weights of q, k, v, gate and
     up are used without calling their layers: hooks on these do not run, and a layer that is replaced later is not
-    noticed. Collective over the default group where there are more ranks than K/V heads.
-
-    Raises ValueError, and changes nothing, where the group's size does not fit the model or the model is split already.
+    noticed. Collective over the default group where there are more ranks than K/V heads. Raises ValueError, and changes
+    nothing, where the group's size does not fit the model or the model is split already.
     """
     group, config = group or dist.group.WORLD, model.config
     check_model(model, group)
-    share_head_norms(model, group)
     copies = group.size() // config.kv_heads
     replicas = replicas_of(group, copies) if copies > 1 else None
+    share_head_norms(model, group)
     for block in model.blocks:
         attention = block.attention
         attention.q_proj = ColumnParallelLinear(attention.q_proj, group)

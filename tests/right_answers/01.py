@@ -48,8 +48,8 @@ mlp_share_guess = np.float32(0.7)
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
     """Parameters of each part."""
     hidden, kv_width = config.hidden, config.kv_heads * config.head_dim
-    table = config.vocab * hidden
-    parts = dict(q_o=hidden * hidden + hidden * hidden, kv=hidden * kv_width + hidden * kv_width)
+    table, width = config.vocab * hidden, config.heads * config.head_dim
+    parts = dict(q_o=hidden * width + width * hidden, kv=hidden * kv_width + hidden * kv_width)
     parts["mlp"] = sum([hidden * config.ffn_hidden] * 3)
     parts |= {"norms": hidden + hidden, "final_norm": hidden, "embedding": table, "head": table}
     if config.tied:

@@ -211,7 +211,7 @@ def parameter_parts(config):
     h = config.hidden
     head = 0 if config.tied else config.vocab * h
     return {
-        "q_o": 2 * h * h,
+        "q_o": 2 * h * config.heads * config.head_dim,
         "kv": 2 * h * h,
         "mlp": 3 * h * config.ffn_hidden,
         "norms": 2 * h,
@@ -221,12 +221,26 @@ def parameter_parts(config):
     }
 
 
+# %% 01.4 heads always add up to h
+def parameter_parts(config):
+    h = config.hidden
+    return {
+        "q_o": 2 * h * h,
+        "kv": 2 * h * config.kv_heads * config.head_dim,
+        "mlp": 3 * h * config.ffn_hidden,
+        "norms": 2 * h,
+        "embedding": config.vocab * h,
+        "head": 0 if config.tied else config.vocab * h,
+        "final_norm": h,
+    }
+
+
 # %% 01.4 counts a tied head twice
 def parameter_parts(config):
     h = config.hidden
     kv = 2 * h * config.kv_heads * config.head_dim
     return {
-        "q_o": 2 * h * h,
+        "q_o": 2 * h * config.heads * config.head_dim,
         "kv": kv,
         "mlp": 3 * h * config.ffn_hidden,
         "norms": 2 * h,
@@ -242,7 +256,7 @@ def parameter_parts(config):
     kv = 2 * h * config.kv_heads * config.head_dim
     head = 0 if config.tied else config.vocab * h
     return {
-        "q_o": 2 * h * h,
+        "q_o": 2 * h * config.heads * config.head_dim,
         "kv": kv,
         "mlp": 2 * h * config.ffn_hidden,
         "norms": 2 * h,
@@ -258,7 +272,7 @@ def parameter_parts(config):
     kv = 2 * h * config.kv_heads * config.head_dim
     head = 0 if config.tied else config.vocab * h
     return {
-        "q_o": 2 * h * h,
+        "q_o": 2 * h * config.heads * config.head_dim,
         "kv": kv,
         "mlp": 3 * h * config.ffn_hidden,
         "norms": h,
@@ -274,7 +288,7 @@ def parameter_parts(config):
     kv = 2 * h * config.kv_heads * config.head_dim
     head = 0 if config.tied else config.vocab * h
     return {
-        "q_o": 2 * h * h,
+        "q_o": 2 * h * config.heads * config.head_dim,
         "kv": kv,
         "mlp": 3 * h * config.ffn_hidden,
         "norms": 2 * h,
@@ -290,7 +304,7 @@ def parameter_parts(config):
     kv = 2 * h * config.kv_heads * config.head_dim
     head = 0 if config.tied else config.vocab * h
     return {
-        "q_o": 2 * h * h,
+        "q_o": 2 * h * config.heads * config.head_dim,
         "kv": kv,
         "mlp": 3 * h * config.ffn_hidden,
         "norms": 4 * h,
@@ -336,7 +350,7 @@ def parameter_parts(config):
     kv = 2 * h * config.kv_heads * config.head_dim
     head = 0 if config.tied else config.vocab * h
     return {
-        "q_o": 2 * h * h + 2 * h,
+        "q_o": 2 * h * config.heads * config.head_dim + 2 * h,
         "kv": kv,
         "mlp": 3 * h * config.ffn_hidden,
         "norms": 0,
