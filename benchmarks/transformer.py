@@ -9,7 +9,8 @@ spread of that ratio is the noise. Times are medians of 9 pairs.
 import torch
 from measure import paired, peak_mib, write
 
-from course_lib.single_gpu.model import PRESETS, Transformer, loss, to_hf
+from course_lib.single_gpu.hugging_face import to_hf
+from course_lib.single_gpu.model import PRESETS, Transformer, loss
 
 
 def step(module: torch.nn.Module, forward) -> None:

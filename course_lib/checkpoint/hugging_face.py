@@ -27,7 +27,8 @@ from ..five_d.model import ParallelModel
 from .boxes import Box, weight_boxes
 
 # %% ../../notebooks/10b_checkpoint.ipynb #to-hf
-from ..single_gpu.model import ModelConfig, hf_config, hf_name, to_hf_config
+from ..single_gpu.hugging_face import hf_config, hf_name, to_hf_config
+from ..single_gpu.model import ModelConfig
 
 
 def cut_into_files(sizes: dict[str, int], most: float) -> list[list[str]]:
@@ -98,7 +99,7 @@ def to_hf(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes:
 # %% ../../notebooks/10b_checkpoint.ipynb #from-hf
 def from_hf_config(folder: Path) -> ModelConfig:
     """The sizes of a model of transformers. Raises CheckpointError where there is none, ValueError where ours has them
-    not (see model.hf_config).
+    not (see single_gpu.hugging_face.hf_config).
     """
     from transformers import AutoConfig
 

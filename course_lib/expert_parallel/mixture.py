@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..single_gpu.model import MLP, ModelConfig, Transformer, hf_config, hf_name, init_parameter
+from ..single_gpu.hugging_face import hf_config, hf_name
+from ..single_gpu.model import MLP, ModelConfig, Transformer, init_parameter
 
 
 class MoE(nn.Module):
@@ -134,7 +135,7 @@ def from_hf(source, **routing) -> Transformer:
     """A `Transformer` of mixtures with the weights of a `MixtralForCausalLM`, or of one by name or folder. Needs the
     extra `[hf]`. routing: of Router; the balance loss has a weight of 0 where it is not given.
 
-    Raises ValueError where the model has what ours has not: see model.hf_config; noise at the router; k = 1.
+    Raises ValueError where the model has what ours has not: see hugging_face.hf_config; noise at the router; k = 1.
     """
     from transformers import MixtralForCausalLM
 

@@ -11,7 +11,8 @@ __all__ = ['TokenBatches', 'param_count', 'gpt_param_count', 'state_bytes', 'act
 
 from .data import TokenBatches
 from .memory import activation_bytes, gpt_param_count, param_count, state_bytes, training_bytes
-from .model import PRESETS, ModelConfig, Transformer, from_hf, loss, to_hf
+from .hugging_face import from_hf, to_hf
+from .model import PRESETS, ModelConfig, Transformer, loss
 from .profile import MemoryProfile
 from .training import mfu, peak_flops, train, train_step
 

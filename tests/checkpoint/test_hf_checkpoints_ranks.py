@@ -21,8 +21,8 @@ from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize, whole_weights
+from course_lib.single_gpu.hugging_face import to_hf as model_to_hf
 from course_lib.single_gpu.model import ModelConfig, Transformer
-from course_lib.single_gpu.model import to_hf as model_to_hf
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 44, "vocab": 97, "rope_theta": 500.0}

@@ -10,19 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from course_lib.single_gpu.hugging_face import from_hf, hf_config, hf_name, to_hf
 from course_lib.single_gpu.model import (
     PRESETS,
     ModelConfig,
     Transformer,
     apply_rope,
     causal_attention,
-    from_hf,
-    hf_config,
-    hf_name,
     init_parameter,
     loss,
     rope_angles,
-    to_hf,
 )
 
 torch.set_num_threads(1)  # many small operations: a second thread only waits

@@ -10,8 +10,9 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.single_gpu.hugging_face import from_hf, to_hf
 from course_lib.single_gpu.memory import activation_bytes, param_count
-from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, from_hf, init_parameter, to_hf
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, init_parameter
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, as_autocast, replicas_of
 from course_lib.tensor_parallel.model import all_reduce_ratio, apply_tensor_parallel, check_degree, options
 from course_lib.tensor_parallel.shards import TensorShard, materialize, shard_init, shard_parameter
