@@ -141,7 +141,7 @@ def from_hf(source, **routing) -> Transformer:
 
     theirs = MixtralForCausalLM.from_pretrained(source) if isinstance(source, (str, Path)) else source
     c = theirs.config
-    config = hf_config(c)
+    config = hf_config(c, ("mixtral",))
     if c.router_jitter_noise:
         raise ValueError(f"not the model of this course: router_jitter_noise is {c.router_jitter_noise}, not 0.0")
     if c.num_experts_per_tok == 1:

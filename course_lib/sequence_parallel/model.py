@@ -15,7 +15,7 @@ summed. (Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Tr
 
 # %% auto #0
 __all__ = ['GatherSequence', 'ReduceScatterSequence', 'gather_sequence', 'reduce_scatter_sequence', 'GatheredProducts', 'given',
-           'need_positions', 'SplitNorm', 'check_sequence_parallel', 'SequenceParallelNorm', 'apply_sequence_parallel']
+           'need_positions', 'check_sequence_parallel', 'SequenceParallelNorm', 'apply_sequence_parallel']
 
 # %% ../../notebooks/07_sequence_context.ipynb #sequence-parallel-imports
 from .shards import by_rank, in_order, start_gather, start_reduce_scatter
@@ -109,6 +109,7 @@ class GatheredProducts(torch.autograd.Function):
 
 # %% ../../notebooks/07_sequence_context.ipynb #sequence-parallel-more-imports
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ..tensor_parallel.model import SplitNorm
 from ..tensor_parallel.partitioned_checkpoints import PartitionedCheckpoint
 from ..tensor_parallel.regions import copy_to_group
 from ..tensor_parallel.vocabulary import VocabParallelEmbedding
@@ -129,14 +130,6 @@ def need_positions(model: nn.Module, args: tuple, kwargs: dict) -> None:
         raise ValueError("hidden states of a part of the sequence: give the positions of all tokens of the sequence")
 
 # %% ../../notebooks/07_sequence_context.ipynb #split-norm
-class SplitNorm(nn.Module):
-    """The weight and eps of `norm`, an nn.RMSNorm whose tokens are split over the group."""
-
-    def __init__(self, norm: nn.RMSNorm, group: dist.ProcessGroup):
-        super().__init__()
-        self.group, self.eps, self.weight = group, norm.eps, norm.weight
-
-
 def check_sequence_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ValueError for a model that is not split over the group, whose row layers work in chunks or have biases,
     that has partitioned checkpoints, or is sequence parallel already.

@@ -76,18 +76,18 @@ def to_hf(model: Transformer):
     return theirs
 
 # %% ../../notebooks/01_single_gpu.ipynb #model-from-hf
-HF_KINDS = ("llama", "mistral", "mixtral", "qwen2", "qwen3")
+HF_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def hf_config(c) -> ModelConfig:
-    """The sizes of a Hugging Face model of Llama's kind, from its config: Llama, Mistral, Mixtral, Qwen2, Qwen3.
+def hf_config(c, kinds: tuple[str, ...] = HF_KINDS) -> ModelConfig:
+    """The sizes of a Hugging Face model of Llama's kind, from its config; kinds: values of `model_type` that will do.
 
     Raises ValueError where the model has what ours has not: another architecture, biases of o or of the MLP, another
     activation, positions that are rotated in part or scaled in another way than Llama 3.1's, a window of attention.
     """
     rope, kind = c.rope_parameters, c.model_type
     factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope["rope_type"] == "llama3" else {}
-    ours = {"model_type": HF_KINDS, "rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,)}
+    ours = {"model_type": kinds, "rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,)}
     ours |= {"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu",), "sliding_window": (None,)}
     ours |= {name: (value,) for name, value in factors.items()}
     found = {name: rope.get(name, getattr(c, name, None)) or allowed[0] for name, allowed in ours.items()}

@@ -155,13 +155,14 @@ def test_the_sizes_of_a_hugging_face_config():
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 96, "vocab_size": 50, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    for kind in (LlamaConfig, MixtralConfig):
-        expected = ModelConfig(1, 64, 4, 2, 96, 50, tied=True, rope_theta=5e5, norm_eps=1e-6)
-        assert hf_config(kind(**sizes, **rope)) == expected
+    expected = ModelConfig(1, 64, 4, 2, 96, 50, tied=True, rope_theta=5e5, norm_eps=1e-6)
+    assert hf_config(LlamaConfig(**sizes, **rope)) == expected
+    assert hf_config(MixtralConfig(**sizes, **rope), ("mixtral",)) == expected
     with pytest.raises(ValueError, match="sliding_window is 8, not None$"):
-        hf_config(MixtralConfig(**sizes, sliding_window=8, head_dim=32))
-    with pytest.raises(ValueError, match="model_type is gemma, not llama or mistral or mixtral or qwen2 or qwen3"):
-        hf_config(GemmaConfig(**sizes))
+        hf_config(MixtralConfig(**sizes, sliding_window=8, head_dim=32), ("mixtral",))
+    for kind in (GemmaConfig, MixtralConfig):  # a mixture is notebook 08's
+        with pytest.raises(ValueError, match="model_type is (gemma|mixtral), not llama or mistral or qwen2 or qwen3$"):
+            hf_config(kind(**sizes, hidden_act="silu"))
 
 
 # Sizes.
