@@ -1,6 +1,8 @@
 # Everything a learner or an author does, in one word each. Works with make 3.81 (macOS) and in a path with spaces.
 PYTHON ?= python3
 export PYTHON CPU TORCH
+# Where this is set, each of a thousand processes compiles the course's modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Terminals, `!commands` and kernels find the environment's programs.
 RUN := PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/python
 # Every notebook, or those whose name starts with NB: make render NB=01

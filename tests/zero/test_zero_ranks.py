@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -226,6 +225,8 @@ def test_other_optimizers_parameter_groups_a_schedule_and_a_frozen_parameter(ran
 
 def differs_from_pytorch() -> list[str]:
     """On a rank: what differs from ZeroRedundancyOptimizer over DistributedDataParallel."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # takes a second: other workers need not import it
+
     model, rank = make_model(), dist.get_rank()
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     theirs = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
