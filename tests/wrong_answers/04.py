@@ -2014,6 +2014,25 @@ def make_buckets(parameters, bucket_bytes):
     return sorted(buckets, key=lambda bucket: place[bucket[-1]])
 
 
+# %% 04.5 another device closes the open bucket
+import torch
+from torch import nn
+
+
+def make_buckets(parameters, bucket_bytes):
+    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets, filling = [], {}
+    for parameter in place:
+        kind = (parameter.dtype, getattr(parameter, "reduce_group", None))
+        bucket, size = filling.get(kind, (None, 0))
+        if bucket is None or bucket[0].device != parameter.device or size + parameter.nbytes > bucket_bytes:
+            bucket, size = [], 0
+            buckets.append(bucket)
+        bucket.append(parameter)
+        filling[kind] = bucket, size + parameter.nbytes
+    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+
+
 # %% 04.5 a huge one gets a bucket of its own, and the open one stays open
 import torch
 from torch import nn
@@ -2033,25 +2052,6 @@ def make_buckets(parameters, bucket_bytes):
             buckets.append(bucket)
         bucket.append(parameter)
         filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
-
-# %% 04.5 the next one joins a huge one, whose bytes are not counted
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes * (parameter.nbytes <= bucket_bytes)
     return sorted(buckets, key=lambda bucket: place[bucket[-1]])
 
 
@@ -2192,13 +2192,13 @@ def first_drift(norms):
     return None
 
 
-# %% 04.9 the tolerance of norms about 1: relative above, absolute below
+# %% 04.9 relative below 1, absolute above
 def first_drift(norms):
     for step in range(len(norms[0])):
         column = np.nan_to_num([run[step] for run in norms], nan=-1.0)
         usual = np.median(column)
         for rank, norm in enumerate(column):
-            if abs(norm - usual) > 1e-4 * max(1, abs(usual)):
+            if abs(norm - usual) > 1e-4 * min(1, abs(usual)):
                 return step, rank
     return None
 
