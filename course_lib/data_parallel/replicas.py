@@ -184,8 +184,8 @@ def parallel_accumulate(
     dp: DataParallel, micro_batches, dtype: torch.dtype = torch.float32, loss_of=summed_loss
 ) -> torch.Tensor:
     """Forward and backward of this rank's micro-batches, then finish(): the gradient of the mean loss over all target
-    tokens of all ranks; one micro-batch or more; dtype, loss_of: as of `accumulate`. Returns that loss, the same on all
-    ranks.
+    tokens of all ranks; one micro-batch or more; dtype, loss_of: as of `accumulate`. Returns that loss, in float32, the
+    same on all ranks.
     """
     micro_batches = list(micro_batches)
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()

@@ -274,3 +274,24 @@ def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
         if min(agree) < len(column):
             return step, agree.index(min(agree))
     return None
+
+
+# %% 04.4 waits for futures
+def overlap_gradients(module: nn.Module, group=None):
+    """From now on each backward starts an all-reduce as soon as a gradient is complete. Returns finish(), to be called
+    after each backward: it waits until every gradient is the mean over the group.
+    """
+    futures = []
+
+    def start(parameter):
+        parameter.grad /= dist.get_world_size(group)
+        futures.append(dist.all_reduce(parameter.grad, group=group, async_op=True).get_future())
+
+    def finish():
+        torch.futures.wait_all(futures)
+        futures.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish
