@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from nbgrader.apps import NbGraderAPI
 from traitlets.config import Config
 
 import tiny_course
@@ -28,6 +27,8 @@ class Teacher:
     """A teacher's folder with notebooks as an assignment, and nbgrader at its own defaults."""
 
     def __init__(self, folder: Path, *notebooks: Path):
+        from nbgrader.apps import NbGraderAPI  # takes a second: other workers need not import it
+
         self.folder = folder
         self.api = NbGraderAPI(config=Config({"CourseDirectory": {"root": str(folder), "course_id": "course"}}))
         for path in notebooks:
