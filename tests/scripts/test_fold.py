@@ -3,6 +3,7 @@ which says what it is. Needs no GPU.
 """
 
 import copy
+import re
 from pathlib import Path
 
 import nbformat
@@ -152,3 +153,15 @@ def test_a_reader_sees_90_cells_at_most_and_no_code_longer_than_a_screen(path):
     assert len(seen) <= 90, f"{len(seen)} cells: what is beyond 90 goes to a second notebook"
     long = [cell.id for cell in seen if cell.cell_type == "code" and len(cell.source.splitlines()) > fold.LONGEST]
     assert not long, f"more than {fold.LONGEST} lines: {long}"
+
+
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path.stem < "07"], ids=lambda path: path.stem)
+def test_hints_come_in_four_steps(path):
+    """Those of code to write; an exercise about reading or predicting has none, or an answer."""
+    texts = [cell.source for cell in nbformat.read(path, 4).cells if cell.cell_type == "markdown"]
+    hints = [re.findall(r"<summary>Hint (\d: [\w ]+)</summary>", text) for text in texts if "<summary>Hint 1" in text]
+    assert len(hints) > 8
+    for found in hints:
+        *ahead, shapes, skeleton = found
+        assert ahead == ["1: the idea", "2: the calls"] and skeleton == "4: the skeleton", found
+        assert shapes in ("3: the shapes", "3: the numbers"), found
