@@ -85,27 +85,6 @@ def every_collective(group) -> dict:
     )
 
 
-# %% 03.1 forgets the scatter: each rank keeps what its empty tensor held
-def every_collective(group) -> dict:
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
-    to_reduce, to_all_reduce = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
-    mine = torch.full((2,), rank + 1.0)
-    powers = [((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)]
-    dist.broadcast(whole, group_src=0, group=group)
-    dist.reduce(to_reduce, group_dst=0, group=group)
-    dist.all_reduce(to_all_reduce, group=group)
-    gathered = [torch.empty(2) for _ in range(n)] if rank == 0 else None
-    dist.gather(mine, gathered, group_dst=0, group=group)
-    all_gathered, piece, summed = [torch.empty(2) for _ in range(n)], torch.zeros(2), torch.empty(2)
-    dist.all_gather(all_gathered, mine, group=group)
-    dist.reduce_scatter(summed, powers, group=group)
-    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
-    return dict(
-        zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
-    )
-
-
 # %% 03.1 reduce-scatter of this rank's own powers, by an all-reduce and a cut
 def every_collective(group) -> dict:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -160,10 +139,6 @@ def every_collective(group) -> dict:
     )
 
 
-# %% 03.2 what one rank sends to rank 0
-star_mb_4, star_mb_512 = 4, 4
-
-
 # %% 03.2 what rank 0 sends and receives
 star_mb_4, star_mb_512 = 24, 4088
 
@@ -174,10 +149,6 @@ star_mb_4, star_mb_512 = 16, 2048
 
 # %% 03.2 does not grow
 star_mb_4, star_mb_512 = 12, 12
-
-
-# %% 03.2 the ring's bytes
-star_mb_4, star_mb_512 = 6, 8
 
 
 # %% 03.2 messages instead of MB
@@ -201,16 +172,6 @@ def tree_broadcast(tensor, src=0, group=None):
                 dist.send(tensor, group_dst=other, group=group)
     else:
         dist.recv(tensor, group_src=src, group=group)
-
-
-# %% 03.3 a chain: from each rank to the next
-def tree_broadcast(tensor, src=0, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place = (rank - src) % n
-    if place > 0:
-        dist.recv(tensor, group_src=(rank - 1) % n, group=group)
-    if place < n - 1:
-        dist.send(tensor, group_dst=(rank + 1) % n, group=group)
 
 
 # %% 03.3 the source is always rank 0
@@ -237,18 +198,6 @@ def tree_broadcast(tensor, src=0, group=None):
         dist.send(tensor, group_dst=(rank + 1) % n, group=group)
     elif place == 1:
         dist.recv(tensor, group_src=src, group=group)
-
-
-# %% 03.3 counts up by one instead of doubling
-def tree_broadcast(tensor, src=0, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place, have = (rank - src) % n, 1
-    while have < n:
-        if place < have and place + have < n:
-            dist.send(tensor, group_dst=(rank + have) % n, group=group)
-        elif have <= place < 2 * have:
-            dist.recv(tensor, group_src=(rank - have) % n, group=group)
-        have += 1
 
 
 # %% 03.3 the same tree, but the farthest child first: the deepest rank waits for a third step
@@ -412,31 +361,6 @@ def ring_reduce_scatter(tensor, group=None):
     return pieces[rank]
 
 
-# %% 03.4 one step too few
-def ring_reduce_scatter(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 2):
-        added = pieces[(rank - step - 2) % n]
-        received = torch.empty_like(added)
-        exchange(pieces[(rank - step - 1) % n], received, group)
-        added.add_(received)
-    return pieces[rank]
-
-
-# %% 03.4 a barrier in each step
-def ring_reduce_scatter(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 1):
-        added = pieces[(rank - step - 2) % n]
-        received = torch.empty_like(added)
-        exchange(pieces[(rank - step - 1) % n], received, group)
-        added.add_(received)
-        dist.barrier(group)
-    return pieces[rank]
-
-
 # %% 03.4 adds up in a copy, so that the piece is not a view of the tensor
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -541,25 +465,6 @@ def ring_all_gather(tensor, group=None):
         exchange(pieces[rank], pieces[(rank - step - 1) % n], group)
 
 
-# %% 03.5 takes piece r+1 for its own
-def ring_all_gather(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 1):
-        exchange(pieces[(rank + 1 - step) % n], pieces[(rank - step) % n], group)
-
-
-# %% 03.5 adds what arrives
-def ring_all_gather(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 1):
-        added = pieces[(rank - step - 1) % n]
-        received = torch.empty_like(added)
-        exchange(pieces[(rank - step) % n], received, group)
-        added.add_(received)
-
-
 # %% 03.5 even sizes only
 def ring_all_gather(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -622,11 +527,6 @@ def ring_all_reduce(tensor, group=None):
     ring_reduce_scatter(tensor, group)
 
 
-# %% 03.6 no reduce-scatter
-def ring_all_reduce(tensor, group=None):
-    ring_all_gather(tensor, group)
-
-
 # %% 03.6 a star
 def ring_all_reduce(tensor, group=None):
     star_all_reduce(group, tensor)
@@ -685,7 +585,7 @@ def ring_all_reduce(tensor, group=None):
 
 # %% 03.6 chunks of a size of its own
 def ring_all_reduce(tensor, group=None):
-    for chunk in tensor.view(-1).split(2**20):
+    for chunk in tensor.view(-1).split(500):
         ring_reduce_scatter(chunk, group)
         ring_all_gather(chunk, group)
 
@@ -910,31 +810,6 @@ def shift(tensor, group=None):
     return tensor
 
 
-# %% 03.10 swaps in pairs
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    partner = rank ^ 1
-    if partner >= n:
-        return tensor.clone()
-    received = torch.empty_like(tensor)
-    sending = dist.isend(tensor, group_dst=partner, group=group)
-    dist.recv(received, group_src=partner, group=group)
-    sending.wait()
-    return received
-
-
-# %% 03.10 sends to everyone, keeps what it needs
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    got = {rank: tensor.clone()}
-    for step in range(1, n):
-        got[(rank - step) % n] = torch.empty_like(tensor)
-        sending = dist.isend(tensor, group_dst=(rank + step) % n, group=group)
-        dist.recv(got[(rank - step) % n], group_src=(rank - step) % n, group=group)
-        sending.wait()
-    return got[(rank - 1) % n]
-
-
 # %% 03.10 on one rank no copy
 def shift(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -1037,29 +912,6 @@ def train(gradients, group=None):
         finite = gradient.isfinite().all()
         dist.all_reduce(gradient.nan_to_num_(0), group=group)
         if finite:
-            weight -= 0.1 * gradient
-    return weight
-
-
-# %% 03.12 zeroes the bad gradient and goes on
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        if not gradient.isfinite().all():
-            gradient.zero_()
-        dist.all_reduce(gradient, group=group)
-        weight -= 0.1 * gradient
-    return weight
-
-
-# %% 03.12 rank 0 decides for all, by its own gradient
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.broadcast(bad, group_src=0, group=group)
-        if bad.item() == 0:
-            dist.all_reduce(gradient, group=group)
             weight -= 0.1 * gradient
     return weight
 
@@ -1228,10 +1080,3 @@ def two_level_all_reduce(tensor, inside, across):
 def two_level_all_reduce(tensor, inside, across):
     ring_all_reduce(ring_reduce_scatter(tensor, across), inside)
     ring_all_gather(tensor, across)
-
-
-# %% 03.13 gathers before the sum across the nodes
-def two_level_all_reduce(tensor, inside, across):
-    ring_reduce_scatter(tensor, inside)
-    ring_all_gather(tensor, inside)
-    ring_all_reduce(tensor, across)
