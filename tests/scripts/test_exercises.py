@@ -76,7 +76,11 @@ class Kernel:
     def __init__(self, folder: Path, project: Path):
         path = os.pathsep.join(filter(None, [str(project), os.environ.get("PYTHONPATH")]))
         self.check_seconds = {}
-        self.manager, self.client = start_new_kernel(cwd=str(folder), env={**os.environ, "PYTHONPATH": path})
+        self.manager, self.client = start_new_kernel(
+            cwd=str(folder),
+            env={**os.environ, "PYTHONPATH": path},
+            extra_arguments=["--HistoryManager.enabled=False"],  # a database, written to for each cell
+        )
         self.run(LAST_ERROR)
 
     def run(self, source: str) -> Failure | None:
