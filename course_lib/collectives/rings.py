@@ -30,7 +30,8 @@ from ..single_gpu.training import out_file
 def tree_broadcast(tensor: torch.Tensor, src: int = 0, group=None) -> None:
     """Copy `tensor` of rank `src` of the group into that of every other rank, in ⌈log₂ N⌉ steps along a binomial tree.
 
-    Uses dist.send and dist.recv alone, with group_dst= and group_src=. tensor: any shape, contiguous, the same on all.
+    Uses dist.send and dist.recv alone, with group_dst= and group_src=.
+    tensor: contiguous, any shape and dtype, the same on all ranks.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     place, have = (rank - src) % n, 1
@@ -58,7 +59,8 @@ def ring_reduce_scatter(tensor: torch.Tensor, group=None) -> torch.Tensor:
     """This rank's piece of the sum over the group: piece r of N is the view `tensor.view(-1).tensor_split(N)[r]`.
 
     The rest of `tensor` serves as working memory. N-1 steps; sends the tensor less this rank's piece (Patarasuk and
-    Yuan 2009, "Bandwidth optimal all-reduce algorithms"). tensor: any shape, contiguous, the same on all ranks.
+    Yuan 2009, "Bandwidth optimal all-reduce algorithms"). tensor: any shape and dtype, the same on all ranks;
+    contiguous.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     pieces = tensor.view(-1).tensor_split(n)
@@ -74,7 +76,8 @@ def ring_reduce_scatter(tensor: torch.Tensor, group=None) -> torch.Tensor:
 def ring_all_gather(tensor: torch.Tensor, group=None) -> None:
     """Fill in the other ranks' pieces; on entry rank r of N has its own, `tensor.view(-1).tensor_split(N)[r]`.
 
-    N-1 steps; sends the tensor less the next rank's piece. tensor: any shape, contiguous, the same on all ranks.
+    N-1 steps; sends the tensor less the next rank's piece. tensor: any shape and dtype, the same on all ranks;
+    contiguous.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     pieces = tensor.view(-1).tensor_split(n)
@@ -88,8 +91,8 @@ CHUNK = 2**22  # elements
 def ring_all_reduce(tensor: torch.Tensor, group=None) -> None:
     """Replace `tensor` by the sum over the group, in chunks of CHUNK elements, each in 2(N-1) steps.
 
-    Sends 2(N-1)/N of the tensor (Patarasuk and Yuan 2009); needs a buffer of a chunk's piece. tensor: any shape,
-    contiguous, the same on all ranks.
+    Sends 2(N-1)/N of the tensor (Patarasuk and Yuan 2009); needs a buffer of a chunk's piece. tensor: any shape
+    and dtype, the same on all ranks; contiguous.
     """
     for chunk in tensor.view(-1).split(CHUNK):
         ring_reduce_scatter(chunk, group)

@@ -9,6 +9,7 @@ is not seen: the check fails then, in a kernel that never ran that cell.
 import ast
 import dis
 import inspect
+from functools import cache
 from types import CodeType
 
 LOADS, STORES = ("LOAD_NAME", "LOAD_GLOBAL"), ("STORE_NAME", "STORE_GLOBAL")
@@ -27,12 +28,14 @@ def named_in(code: CodeType, operations: tuple[str, ...]) -> set[str]:
     return {one.argval for one in dis.get_instructions(code) if one.opname in operations}
 
 
+@cache
 def bound_names(source: str) -> set[str]:
     """The names that a cell binds."""
     code = compiled(source)
     return named_in(code, STORES) if code else set()
 
 
+@cache
 def used_names(source: str) -> tuple[set[str], set[str]]:
     """The names that a cell looks up when it runs and has not bound by then, and those that its functions look up when
     they are called.
@@ -63,6 +66,7 @@ def used_names(source: str) -> tuple[set[str], set[str]]:
     return now | inner - bound, later
 
 
+@cache
 def changed_names(source: str) -> set[str]:
     """The names whose objects a cell changes without binding them: `x.a = 1`, `x[0] += 1`, `x.append(1)`."""
     found = set()

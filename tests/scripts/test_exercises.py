@@ -33,7 +33,7 @@ WRONG, RIGHT = (ROOT / "tests" / kind for kind in ("wrong_answers", "right_answe
 FEWEST = {"wrong": 3, "right": 1}
 HEADING = re.compile(r"^# %% (\d\d\.\d+) (\S.*)$")
 CELL_LIMIT_S = 100  # against a hang: none takes a tenth of it
-HANGS_S = 3  # the deadline of an answer that is said to hang: a learner's is longer, and nobody learns from this one
+HANGS_S = 1.5  # the deadline of an answer that is said to hang: a learner's is longer, and nobody learns from this one
 
 # Runs in the kernel: what the last cell raised, as the fields of Failure. `check` raises an AssertionError of its own
 # kind for every error; where the one behind it is no assertion, the answer crashed and the check only reported it. A
@@ -76,7 +76,11 @@ class Kernel:
     def __init__(self, folder: Path, project: Path):
         path = os.pathsep.join(filter(None, [str(project), os.environ.get("PYTHONPATH")]))
         self.check_seconds = {}
-        self.manager, self.client = start_new_kernel(cwd=str(folder), env={**os.environ, "PYTHONPATH": path})
+        self.manager, self.client = start_new_kernel(
+            cwd=str(folder),
+            env={**os.environ, "PYTHONPATH": path},
+            extra_arguments=["--HistoryManager.enabled=False"],  # a database, written to for each cell
+        )
         self.run(LAST_ERROR)
 
     def run(self, source: str) -> Failure | None:

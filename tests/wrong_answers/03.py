@@ -85,27 +85,6 @@ def every_collective(group) -> dict:
     )
 
 
-# %% 03.1 forgets the scatter: each rank keeps what its empty tensor held
-def every_collective(group) -> dict:
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
-    to_reduce, to_all_reduce = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
-    mine = torch.full((2,), rank + 1.0)
-    powers = [((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)]
-    dist.broadcast(whole, group_src=0, group=group)
-    dist.reduce(to_reduce, group_dst=0, group=group)
-    dist.all_reduce(to_all_reduce, group=group)
-    gathered = [torch.empty(2) for _ in range(n)] if rank == 0 else None
-    dist.gather(mine, gathered, group_dst=0, group=group)
-    all_gathered, piece, summed = [torch.empty(2) for _ in range(n)], torch.zeros(2), torch.empty(2)
-    dist.all_gather(all_gathered, mine, group=group)
-    dist.reduce_scatter(summed, powers, group=group)
-    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
-    return dict(
-        zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
-    )
-
-
 # %% 03.1 reduce-scatter of this rank's own powers, by an all-reduce and a cut
 def every_collective(group) -> dict:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -137,8 +116,27 @@ def every_collective(group) -> dict:
     return {"broadcast": whole}
 
 
-# %% 03.2 what one rank sends to rank 0
-star_mb_4, star_mb_512 = 4, 4
+# %% 03.1 names the roots by their numbers among all ranks
+def every_collective(group) -> dict:
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
+    to_reduce, to_all_reduce = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
+    mine = torch.full((2,), rank + 1.0)
+    pieces = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None
+    powers = [((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)]
+    dist.broadcast(whole, src=0, group=group)
+    dist.reduce(to_reduce, dst=0, group=group)
+    dist.all_reduce(to_all_reduce, group=group)
+    gathered = [torch.empty(2) for _ in range(n)] if rank == 0 else None
+    dist.gather(mine, gathered, dst=0, group=group)
+    all_gathered, piece, summed = [torch.empty(2) for _ in range(n)], torch.empty(2), torch.empty(2)
+    dist.all_gather(all_gathered, mine, group=group)
+    dist.scatter(piece, pieces, src=0, group=group)
+    dist.reduce_scatter(summed, powers, group=group)
+    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
+    return dict(
+        zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
+    )
 
 
 # %% 03.2 what rank 0 sends and receives
@@ -151,10 +149,6 @@ star_mb_4, star_mb_512 = 16, 2048
 
 # %% 03.2 does not grow
 star_mb_4, star_mb_512 = 12, 12
-
-
-# %% 03.2 the ring's bytes
-star_mb_4, star_mb_512 = 6, 8
 
 
 # %% 03.2 messages instead of MB
@@ -180,16 +174,6 @@ def tree_broadcast(tensor, src=0, group=None):
         dist.recv(tensor, group_src=src, group=group)
 
 
-# %% 03.3 a chain: from each rank to the next
-def tree_broadcast(tensor, src=0, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place = (rank - src) % n
-    if place > 0:
-        dist.recv(tensor, group_src=(rank - 1) % n, group=group)
-    if place < n - 1:
-        dist.send(tensor, group_dst=(rank + 1) % n, group=group)
-
-
 # %% 03.3 the source is always rank 0
 def tree_broadcast(tensor, src=0, group=None):
     rank, n, have = dist.get_rank(group), dist.get_world_size(group), 1
@@ -206,23 +190,6 @@ def tree_broadcast(tensor, src=0, group=None):
     dist.broadcast(tensor, group_src=src, group=group)
 
 
-# %% 03.3 an all-gather, of which the source's part is kept
-def tree_broadcast(tensor, src=0, group=None):
-    everyones = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, tensor, group=group)
-    tensor.copy_(everyones[src])
-
-
-# %% 03.3 whoever has the tensor sends it to everyone after
-def tree_broadcast(tensor, src=0, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place = (rank - src) % n
-    for before in range(place):
-        dist.recv(tensor, group_src=(before + src) % n, group=group)
-    for after in range(place + 1, n):
-        dist.send(tensor, group_dst=(after + src) % n, group=group)
-
-
 # %% 03.3 one step only
 def tree_broadcast(tensor, src=0, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -231,18 +198,6 @@ def tree_broadcast(tensor, src=0, group=None):
         dist.send(tensor, group_dst=(rank + 1) % n, group=group)
     elif place == 1:
         dist.recv(tensor, group_src=src, group=group)
-
-
-# %% 03.3 counts up by one instead of doubling
-def tree_broadcast(tensor, src=0, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place, have = (rank - src) % n, 1
-    while have < n:
-        if place < have and place + have < n:
-            dist.send(tensor, group_dst=(rank + have) % n, group=group)
-        elif have <= place < 2 * have:
-            dist.recv(tensor, group_src=(rank - have) % n, group=group)
-        have += 1
 
 
 # %% 03.3 the same tree, but the farthest child first: the deepest rank waits for a third step
@@ -282,6 +237,45 @@ def tree_broadcast(tensor, src=0, group=None):
         have *= 2
 
 
+# %% 03.3 takes ranks of the group for ranks among all
+def tree_broadcast(tensor, src=0, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    place, have = (rank - src) % n, 1
+    while have < n:
+        if place < have and place + have < n:
+            dist.send(tensor, dst=(rank + have) % n, group=group)
+        elif have <= place < 2 * have:
+            dist.recv(tensor, src=(rank - have) % n, group=group)
+        have *= 2
+
+
+# %% 03.3 everything as float32: long whole numbers lose their last digits
+def tree_broadcast(tensor, src=0, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    place, have, carried = (rank - src) % n, 1, tensor.float()
+    while have < n:
+        if place < have and place + have < n:
+            dist.send(carried, group_dst=(rank + have) % n, group=group)
+        elif have <= place < 2 * have:
+            dist.recv(carried, group_src=(rank - have) % n, group=group)
+        have *= 2
+    if place:
+        tensor.copy_(carried)
+
+
+# %% 03.3 receives into float32, whatever is sent
+def tree_broadcast(tensor, src=0, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    place, have, received = (rank - src) % n, 1, torch.empty(tensor.shape)
+    while have < n:
+        if place < have and place + have < n:
+            dist.send(tensor, group_dst=(rank + have) % n, group=group)
+        elif have <= place < 2 * have:
+            dist.recv(received, group_src=(rank - have) % n, group=group)
+            tensor.copy_(received)
+        have *= 2
+
+
 # %% 03.4 whole tensors go round: right sums, N times the bytes
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -300,26 +294,6 @@ def ring_reduce_scatter(tensor, group=None):
     return tensor.view(-1).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
 
 
-# %% 03.4 dist.reduce for each piece
-def ring_reduce_scatter(tensor, group=None):
-    pieces = tensor.view(-1).tensor_split(dist.get_world_size(group))
-    for owner, piece in enumerate(pieces):
-        if piece.numel():
-            dist.reduce(piece, group_dst=owner, group=group)
-    return pieces[dist.get_rank(group)]
-
-
-# %% 03.4 everything is gathered at rank 0, which adds up
-def ring_reduce_scatter(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    gathered = [torch.empty_like(tensor) for _ in range(n)] if rank == 0 else None
-    dist.gather(tensor, gathered, group_dst=0, group=group)
-    if rank == 0:
-        tensor.copy_(sum(gathered))
-    dist.broadcast(tensor, group_src=0, group=group)
-    return tensor.view(-1).tensor_split(n)[rank]
-
-
 # %% 03.4 no ring: each piece straight to its owner, as many bytes in as many steps
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -331,15 +305,6 @@ def ring_reduce_scatter(tensor, group=None):
         dist.recv(received, group_src=by, group=group)
         sending.wait()
         pieces[rank].add_(received)
-    return pieces[rank]
-
-
-# %% 03.4 overwrites instead of adding
-def ring_reduce_scatter(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 1):
-        exchange(pieces[(rank - step - 1) % n], pieces[(rank - step - 2) % n], group)
     return pieces[rank]
 
 
@@ -396,11 +361,11 @@ def ring_reduce_scatter(tensor, group=None):
     return pieces[rank]
 
 
-# %% 03.4 one step too few
+# %% 03.4 adds up in a copy, so that the piece is not a view of the tensor
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 2):
+    pieces = tensor.view(-1).clone().tensor_split(n)
+    for step in range(n - 1):
         added = pieces[(rank - step - 2) % n]
         received = torch.empty_like(added)
         exchange(pieces[(rank - step - 1) % n], received, group)
@@ -408,7 +373,21 @@ def ring_reduce_scatter(tensor, group=None):
     return pieces[rank]
 
 
-# %% 03.4 a barrier in each step
+# %% 03.4 works in a copy of the whole tensor, and copies it back
+def ring_reduce_scatter(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    copy = tensor.view(-1).clone()
+    pieces = copy.tensor_split(n)
+    for step in range(n - 1):
+        added = pieces[(rank - step - 2) % n]
+        received = torch.empty_like(added)
+        exchange(pieces[(rank - step - 1) % n], received, group)
+        added.add_(received)
+    tensor.view(-1).copy_(copy)
+    return tensor.view(-1).tensor_split(n)[rank]
+
+
+# %% 03.4 returns a copy of its piece
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     pieces = tensor.view(-1).tensor_split(n)
@@ -417,14 +396,26 @@ def ring_reduce_scatter(tensor, group=None):
         received = torch.empty_like(added)
         exchange(pieces[(rank - step - 1) % n], received, group)
         added.add_(received)
-        dist.barrier(group)
+    return pieces[rank].clone()
+
+
+# %% 03.4 a buffer for each step: together as much as the tensor less a piece
+def ring_reduce_scatter(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    pieces = tensor.view(-1).tensor_split(n)
+    buffers = [torch.empty_like(pieces[(rank - step - 2) % n]) for step in range(n - 1)]
+    for step, received in enumerate(buffers):
+        exchange(pieces[(rank - step - 1) % n], received, group)
+        pieces[(rank - step - 2) % n].add_(received)
     return pieces[rank]
 
 
-# %% 03.4 adds up in a copy, so that the piece is not a view of the tensor
+# %% 03.4 an all-reduce where it is alone
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).clone().tensor_split(n)
+    if n == 1:
+        dist.all_reduce(tensor, group=group)
+    pieces = tensor.view(-1).tensor_split(n)
     for step in range(n - 1):
         added = pieces[(rank - step - 2) % n]
         received = torch.empty_like(added)
@@ -444,13 +435,6 @@ def ring_all_gather(tensor, group=None):
     dist.all_gather(padded, mine, group=group)
     for piece, got in zip(pieces, padded):
         piece.copy_(got[: piece.numel()])
-
-
-# %% 03.5 a broadcast by each rank
-def ring_all_gather(tensor, group=None):
-    for owner, piece in enumerate(tensor.view(-1).tensor_split(dist.get_world_size(group))):
-        if piece.numel():
-            dist.broadcast(piece, group_src=owner, group=group)
 
 
 # %% 03.5 whole tensors go round: right values, too many bytes
@@ -481,33 +465,6 @@ def ring_all_gather(tensor, group=None):
         exchange(pieces[rank], pieces[(rank - step - 1) % n], group)
 
 
-# %% 03.5 the schedule of reduce-scatter
-def ring_all_gather(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 1):
-        exchange(pieces[(rank - step - 1) % n], pieces[(rank - step - 2) % n], group)
-
-
-# %% 03.5 takes piece r+1 for its own
-def ring_all_gather(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 1):
-        exchange(pieces[(rank + 1 - step) % n], pieces[(rank - step) % n], group)
-
-
-# %% 03.5 adds what arrives
-def ring_all_gather(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 1):
-        added = pieces[(rank - step - 1) % n]
-        received = torch.empty_like(added)
-        exchange(pieces[(rank - step) % n], received, group)
-        added.add_(received)
-
-
 # %% 03.5 even sizes only
 def ring_all_gather(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -533,6 +490,26 @@ def ring_all_gather(tensor, group=None):
         exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
 
 
+# %% 03.5 works in a copy of the whole tensor, and copies it back
+def ring_all_gather(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    copy = tensor.view(-1).clone()
+    pieces = copy.tensor_split(n)
+    for step in range(n - 1):
+        exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
+    tensor.view(-1).copy_(copy)
+
+
+# %% 03.5 a copy of all pieces one by one
+def ring_all_gather(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    pieces = [piece.clone() for piece in tensor.view(-1).tensor_split(n)]
+    for step in range(n - 1):
+        exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
+    for piece, got in zip(tensor.view(-1).tensor_split(n), pieces):
+        piece.copy_(got)
+
+
 # %% 03.6 dist.all_reduce
 def ring_all_reduce(tensor, group=None):
     dist.all_reduce(tensor, group=group)
@@ -547,17 +524,6 @@ def ring_all_reduce(tensor, group=None):
 
 # %% 03.6 no all-gather
 def ring_all_reduce(tensor, group=None):
-    ring_reduce_scatter(tensor, group)
-
-
-# %% 03.6 no reduce-scatter
-def ring_all_reduce(tensor, group=None):
-    ring_all_gather(tensor, group)
-
-
-# %% 03.6 the wrong order
-def ring_all_reduce(tensor, group=None):
-    ring_all_gather(tensor, group)
     ring_reduce_scatter(tensor, group)
 
 
@@ -606,6 +572,22 @@ def ring_all_reduce(tensor, group=None):
     for start in range(0, max(1, flat.numel() // CHUNK), 1):
         ring_reduce_scatter(flat[start * CHUNK : (start + 1) * CHUNK], group)
         ring_all_gather(flat[start * CHUNK : (start + 1) * CHUNK], group)
+
+
+# %% 03.6 works in a copy of the whole tensor, and copies it back
+def ring_all_reduce(tensor, group=None):
+    copy = tensor.clone()
+    for chunk in copy.view(-1).split(2**22):
+        ring_reduce_scatter(chunk, group)
+        ring_all_gather(chunk, group)
+    tensor.copy_(copy)
+
+
+# %% 03.6 chunks of a size of its own
+def ring_all_reduce(tensor, group=None):
+    for chunk in tensor.view(-1).split(500):
+        ring_reduce_scatter(chunk, group)
+        ring_all_gather(chunk, group)
 
 
 # %% 03.7 the factor of all-reduce for all
@@ -682,6 +664,16 @@ def bandwidths(collective, size, seconds, world_size):
     once = (world_size - 1) / world_size
     factors = {"all_reduce": 2 * once, "reduce_scatter": once, "all_gather": once, "all_to_all": once}
     factors |= {"broadcast": 1, "reduce": 1}
+    return size / seconds, size / seconds * factors[collective]
+
+
+# %% 03.7 a factor for gather and scatter too
+def bandwidths(collective, size, seconds, world_size):
+    once = (world_size - 1) / world_size
+    factors = {"all_reduce": 2 * once, "reduce_scatter": once, "all_gather": once, "all_to_all": once}
+    factors |= {"broadcast": 1, "reduce": 1, "gather": once, "scatter": once}
+    if collective not in factors:
+        raise ValueError(collective)
     return size / seconds, size / seconds * factors[collective]
 
 
@@ -818,37 +810,58 @@ def shift(tensor, group=None):
     return tensor
 
 
-# %% 03.10 swaps in pairs
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    partner = rank ^ 1
-    if partner >= n:
-        return tensor.clone()
-    received = torch.empty_like(tensor)
-    sending = dist.isend(tensor, group_dst=partner, group=group)
-    dist.recv(received, group_src=partner, group=group)
-    sending.wait()
-    return received
-
-
-# %% 03.10 sends to everyone, keeps what it needs
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    got = {rank: tensor.clone()}
-    for step in range(1, n):
-        got[(rank - step) % n] = torch.empty_like(tensor)
-        sending = dist.isend(tensor, group_dst=(rank + step) % n, group=group)
-        dist.recv(got[(rank - step) % n], group_src=(rank - step) % n, group=group)
-        sending.wait()
-    return got[(rank - 1) % n]
-
-
 # %% 03.10 on one rank no copy
 def shift(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     if n == 1:
         return tensor
     received = torch.empty_like(tensor)
+    sending = dist.isend(tensor, group_dst=(rank + 1) % n, group=group)
+    dist.recv(received, group_src=(rank - 1) % n, group=group)
+    sending.wait()
+    return received
+
+
+# %% 03.10 sends to itself where it is alone
+def shift(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    received = torch.empty_like(tensor)
+    sending = dist.isend(tensor, group_dst=(rank + 1) % n, group=group)
+    dist.irecv(received, group_src=(rank - 1) % n, group=group).wait()
+    sending.wait()
+    return received
+
+
+# %% 03.10 takes ranks of the group for ranks among all
+def shift(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    if n == 1:
+        return tensor.clone()
+    received = torch.empty_like(tensor)
+    sending = dist.isend(tensor, dst=(rank + 1) % n, group=group)
+    dist.recv(received, src=(rank - 1) % n, group=group)
+    sending.wait()
+    return received
+
+
+# %% 03.10 sends float32
+def shift(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    if n == 1:
+        return tensor.clone()
+    received = torch.empty(tensor.shape)
+    sending = dist.isend(tensor.float(), group_dst=(rank + 1) % n, group=group)
+    dist.recv(received, group_src=(rank - 1) % n, group=group)
+    sending.wait()
+    return received.to(tensor.dtype)
+
+
+# %% 03.10 returns one row of numbers, whatever the shape
+def shift(tensor, group=None):
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    if n == 1:
+        return tensor.clone()
+    received = torch.empty(tensor.numel(), dtype=tensor.dtype)
     sending = dist.isend(tensor, group_dst=(rank + 1) % n, group=group)
     dist.recv(received, group_src=(rank - 1) % n, group=group)
     sending.wait()
@@ -899,29 +912,6 @@ def train(gradients, group=None):
         finite = gradient.isfinite().all()
         dist.all_reduce(gradient.nan_to_num_(0), group=group)
         if finite:
-            weight -= 0.1 * gradient
-    return weight
-
-
-# %% 03.12 zeroes the bad gradient and goes on
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        if not gradient.isfinite().all():
-            gradient.zero_()
-        dist.all_reduce(gradient, group=group)
-        weight -= 0.1 * gradient
-    return weight
-
-
-# %% 03.12 rank 0 decides for all, by its own gradient
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.broadcast(bad, group_src=0, group=group)
-        if bad.item() == 0:
-            dist.all_reduce(gradient, group=group)
             weight -= 0.1 * gradient
     return weight
 
@@ -1008,75 +998,6 @@ def train(gradients, group=None):
     return weight
 
 
-# %% 03.4 works in a copy of the whole tensor, and copies it back
-def ring_reduce_scatter(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    copy = tensor.view(-1).clone()
-    pieces = copy.tensor_split(n)
-    for step in range(n - 1):
-        added = pieces[(rank - step - 2) % n]
-        received = torch.empty_like(added)
-        exchange(pieces[(rank - step - 1) % n], received, group)
-        added.add_(received)
-    tensor.view(-1).copy_(copy)
-    return tensor.view(-1).tensor_split(n)[rank]
-
-
-# %% 03.4 returns a copy of its piece
-def ring_reduce_scatter(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 1):
-        added = pieces[(rank - step - 2) % n]
-        received = torch.empty_like(added)
-        exchange(pieces[(rank - step - 1) % n], received, group)
-        added.add_(received)
-    return pieces[rank].clone()
-
-
-# %% 03.5 works in a copy of the whole tensor, and copies it back
-def ring_all_gather(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    copy = tensor.view(-1).clone()
-    pieces = copy.tensor_split(n)
-    for step in range(n - 1):
-        exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
-    tensor.view(-1).copy_(copy)
-
-
-# %% 03.6 works in a copy of the whole tensor, and copies it back
-def ring_all_reduce(tensor, group=None):
-    copy = tensor.clone()
-    for chunk in copy.view(-1).split(2**22):
-        ring_reduce_scatter(chunk, group)
-        ring_all_gather(chunk, group)
-    tensor.copy_(copy)
-
-
-# %% 03.10 sends to itself where it is alone
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    received = torch.empty_like(tensor)
-    sending = dist.isend(tensor, group_dst=(rank + 1) % n, group=group)
-    dist.irecv(received, group_src=(rank - 1) % n, group=group).wait()
-    sending.wait()
-    return received
-
-
-# %% 03.12 broadcasts an empty tensor in place of the weight
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        if bad.item() > 0:
-            dist.broadcast(torch.empty(3), group_src=0, group=group)
-        else:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
-
 # %% 03.12 broadcasts a copy of the weight, and goes on with its own
 def train(gradients, group=None):
     weight = torch.zeros(3)
@@ -1096,6 +1017,34 @@ def train(gradients, group=None):
     weight = torch.zeros(3)
     for gradient in gradients:
         bad = gradient.isnan().any().float().reshape(1)
+        dist.all_reduce(bad, group=group)
+        if bad.item() > 0:
+            dist.broadcast(weight, group_src=0, group=group)
+        else:
+            dist.all_reduce(gradient, group=group)
+            weight -= 0.1 * gradient
+    return weight
+
+
+# %% 03.12 fetches the weights from rank 0 of all
+def train(gradients, group=None):
+    weight = torch.zeros(3)
+    for gradient in gradients:
+        bad = (~gradient.isfinite().all()).float().reshape(1)
+        dist.all_reduce(bad, group=group)
+        if bad.item() > 0:
+            dist.broadcast(weight, src=0, group=group)
+        else:
+            dist.all_reduce(gradient, group=group)
+            weight -= 0.1 * gradient
+    return weight
+
+
+# %% 03.12 tests the norm, which overflows earlier than the gradient
+def train(gradients, group=None):
+    weight = torch.zeros(3)
+    for gradient in gradients:
+        bad = (~gradient.square().sum().isfinite()).float().reshape(1)
         dist.all_reduce(bad, group=group)
         if bad.item() > 0:
             dist.broadcast(weight, group_src=0, group=group)
@@ -1131,10 +1080,3 @@ def two_level_all_reduce(tensor, inside, across):
 def two_level_all_reduce(tensor, inside, across):
     ring_all_reduce(ring_reduce_scatter(tensor, across), inside)
     ring_all_gather(tensor, across)
-
-
-# %% 03.13 gathers before the sum across the nodes
-def two_level_all_reduce(tensor, inside, across):
-    ring_reduce_scatter(tensor, inside)
-    ring_all_gather(tensor, inside)
-    ring_all_reduce(tensor, across)
