@@ -190,10 +190,6 @@ mlp_share_guess = 0.4
 mlp_share_guess = 0.9
 
 
-# %% 01.3 nothing
-mlp_share_guess = None
-
-
 # %% 01.3 a word
 mlp_share_guess = "0.7"
 
@@ -1274,18 +1270,6 @@ def evaluate_fixed(model, batches, count):
             inputs, targets = (part.to(device) for part in next(batches))
             pairs.append((model(inputs), targets))
         return sum(loss(logits, targets) for logits, targets in pairs) / count
-
-
-# %% 01.11 a backward after each batch, and the gradients are gone
-def evaluate_fixed(model, batches, count):
-    total = 0.0
-    for _ in range(count):
-        inputs, targets = (part.to(device) for part in next(batches))
-        batch_loss = loss(model(inputs), targets)
-        batch_loss.backward()
-        total = total + batch_loss.detach()
-        model.zero_grad()
-    return total / count
 
 
 # %% 01.11 detaches each loss, and its name holds the graph while the next batch runs

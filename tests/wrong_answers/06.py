@@ -1,11 +1,6 @@
 """Wrong answers that the checks of notebook 06 must catch. None of them hangs."""
 
 
-# %% 06.1 fake: the whole product on every rank
-def split_product(x, weight, how, group):
-    return F.linear(x, weight)
-
-
 # %% 06.1 fake: the whole product on every rank, then cut and gathered
 def split_product(x, weight, how, group):
     if how == "columns":
@@ -279,21 +274,6 @@ class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
-
-
-# %% 06.2 f and f* mixed up
-import torch
-import torch.distributed as dist
-
-import course_lib.tensor_parallel.regions
-
-
-class CopyToGroup(course_lib.tensor_parallel.regions.SumOverGroup):
-    pass
-
-
-class SumOverGroup(course_lib.tensor_parallel.regions.CopyToGroup):
-    pass
 
 
 # %% 06.3 no all-reduce: its own summand of dX
@@ -1068,7 +1048,9 @@ class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallel
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         own = F.embedding(rows.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
-        return F.embedding(tokens, whole) + own - own.detach()
+        outside = (tokens < 0) | (tokens >= self.shard.whole)
+        looked_up = F.embedding(tokens.masked_fill(outside, 0), whole).masked_fill(outside[..., None], 0.0)
+        return looked_up + own - own.detach()
 
 
 # %% 06.7 the rows are a view: the whole table stays on each rank
@@ -1110,7 +1092,8 @@ class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallel
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         own = F.embedding(rows.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
-        whole = F.embedding(tokens, self.whole[0])
+        outside = (tokens < 0) | (tokens >= self.shard.whole)
+        whole = F.embedding(tokens.masked_fill(outside, 0), self.whole[0]).masked_fill(outside[..., None], 0.0)
         dist.all_reduce(torch.empty_like(whole), group=self.group)
         return whole + own - own.detach()
 
@@ -2090,23 +2073,6 @@ def own_randomness(group=None):
     finally:
         for generator, state in states:
             generator.set_state(state)
-
-
-# %% 06.14 fake: not partitioned
-import torch
-import torch.distributed as dist
-
-import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed
-from course_lib.tensor_parallel.shards import TensorShard
-
-
-class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
-    def pack(self, tensor):
-        return tensor
-
-    def unpack(self, kept):
-        return kept
 
 
 # %% 06.14 parts are views, which keep the whole alive
