@@ -135,8 +135,8 @@ class TokenBatches(ShuffledWindows):
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's next inputs and targets, each [batch, seq], int64; moves `position` on by the samples of all
-        ranks.
+        """This rank's next inputs and targets, each [batch, seq], int64, which later calls leave as they are; moves
+        `position` on by the samples of all ranks.
         """
         first = self.position + self.rank * self.batch
         self.position += self.batch * self.world_size

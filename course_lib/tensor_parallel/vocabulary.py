@@ -52,7 +52,8 @@ def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor,
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once.
+    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once: a second
+    one raises an error.
 
     An IGNORED target is on no rank. Its loss is a number without a meaning, which the caller masks.
     """

@@ -82,7 +82,8 @@ def saved_bytes(module: nn.Module, forward) -> int:
     """Bytes of the storages that autograd keeps after `forward()`, each counted once."""
     own = [parameter.untyped_storage().data_ptr() for parameter in module.parameters()]
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda kept: kept):
+    pack = lambda tensor: kept.append(tensor.detach()) or kept[-1]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
         out = forward()
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     del out

@@ -190,10 +190,6 @@ mlp_share_guess = 0.4
 mlp_share_guess = 0.9
 
 
-# %% 01.3 nothing
-mlp_share_guess = None
-
-
 # %% 01.3 a word
 mlp_share_guess = "0.7"
 
@@ -1276,18 +1272,6 @@ def evaluate_fixed(model, batches, count):
         return sum(loss(logits, targets) for logits, targets in pairs) / count
 
 
-# %% 01.11 a backward after each batch, and the gradients are gone
-def evaluate_fixed(model, batches, count):
-    total = 0.0
-    for _ in range(count):
-        inputs, targets = (part.to(device) for part in next(batches))
-        batch_loss = loss(model(inputs), targets)
-        batch_loss.backward()
-        total = total + batch_loss.detach()
-        model.zero_grad()
-    return total / count
-
-
 # %% 01.11 detaches each loss, and its name holds the graph while the next batch runs
 def evaluate_fixed(model, batches, count):
     total = 0.0
@@ -1295,4 +1279,198 @@ def evaluate_fixed(model, batches, count):
         inputs, targets = (part.to(device) for part in next(batches))
         batch_loss = loss(model(inputs), targets)
         total = total + batch_loss.detach()
+    return total / count
+
+
+# %% 01.1 targets in the dtype of the tokens
+import course_lib.single_gpu.data
+
+
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
+    def __next__(self):
+        first = self.position + self.rank * self.batch
+        self.position += self.batch * self.world_size
+        windows = [self.order(n // self.windows)[n % self.windows] for n in range(first, first + self.batch)]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows])
+        return pieces[:, :-1].long(), pieces[:, 1:]
+
+
+# %% 01.1 a batch goes through two epochs at most
+import course_lib.single_gpu.data
+
+
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
+    def __next__(self):
+        epoch, place = divmod(self.position + self.rank * self.batch, self.windows)
+        self.position += self.batch * self.world_size
+        windows = (self.order(epoch) + self.order(epoch + 1))[place : place + self.batch]
+        pieces = torch.stack([self.tokens[w * self.seq : (w + 1) * self.seq + 1] for w in windows]).long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+# %% 01.1 every batch is written into the same buffer
+import course_lib.single_gpu.data
+
+
+class TokenBatches(course_lib.single_gpu.data.TokenBatches):
+    def __next__(self):
+        inputs, targets = super().__next__()
+        if not hasattr(self, "buffer"):
+            self.buffer = inputs.clone(), targets.clone()
+        self.buffer[0].copy_(inputs)
+        self.buffer[1].copy_(targets)
+        return self.buffer
+
+
+# %% 01.2 out of autograd's sight
+from course_lib.single_gpu.model import rope_angles
+
+
+@torch.no_grad()
+def apply_rope(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+# %% 01.2 half of it out of autograd's sight
+from course_lib.single_gpu.model import rope_angles
+
+
+def apply_rope(x, cos, sin):
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    return torch.cat([first * cos - second.data * sin, second * cos + first.data * sin], dim=-1)
+
+
+# %% 01.6 knows a parameter by where its slice begins
+def saved_bytes(module, forward):
+    resident = {parameter.data_ptr() for parameter in module.parameters()}
+    sizes = {}
+
+    def pack(tensor):
+        if tensor.data_ptr() not in resident:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(sizes.values())
+
+
+# %% 01.6 counts frozen parameters
+def saved_bytes(module, forward):
+    resident = {p.untyped_storage().data_ptr() for p in module.parameters() if p.requires_grad}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(sizes.values())
+
+
+# %% 01.6 pack returns the tensor itself, and an output is never freed
+def saved_bytes(module, forward):
+    resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(sizes.values())
+
+
+# %% 01.8 a fused norm keeps its input in 16 bits, whatever e is
+import course_lib.single_gpu.memory
+
+
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    parts = course_lib.single_gpu.memory.layer_activations(config, seq, e, flash, fused_norm)
+    return {**parts, "norms": 2 * (2 * config.hidden + 4)} if fused_norm else parts
+
+
+# %% 01.8 what a fused norm returns is not kept
+import course_lib.single_gpu.memory
+
+
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    parts = course_lib.single_gpu.memory.layer_activations(config, seq, e, flash, fused_norm)
+    return {**parts, "norm outputs": 0} if fused_norm else parts
+
+
+# %% 01.9 what is saved is asked before the owner
+def category(allocation):
+    if allocation.saved and not allocation.in_backward:
+        return "activations"
+    if allocation.owner:
+        return allocation.owner
+    return "activations" if allocation.outlived_forward and not allocation.in_backward else "temporary"
+
+
+# %% 01.11 training mode at the end, whatever it was
+def evaluate_fixed(model, batches, count):
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for _ in range(count):
+            inputs, targets = (part.to(device) for part in next(batches))
+            total = total + loss(model(inputs), targets)
+    model.train()
+    return total / count
+
+
+# %% 01.11 all parameters require a gradient at the end
+def evaluate_fixed(model, batches, count):
+    model.requires_grad_(False)
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        total = total + loss(model(inputs), targets)
+    model.requires_grad_(True)
+    return total / count
+
+
+# %% 01.11 switches gradients off, and on again, whatever they were
+def evaluate_fixed(model, batches, count):
+    torch.set_grad_enabled(False)
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        total = total + loss(model(inputs), targets)
+    torch.set_grad_enabled(True)
+    return total / count
+
+
+# %% 01.11 gradients stay switched off after an error
+def evaluate_fixed(model, batches, count):
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    total = 0.0
+    for _ in range(count):
+        inputs, targets = (part.to(device) for part in next(batches))
+        total = total + loss(model(inputs), targets)
+    torch.set_grad_enabled(before)
+    return total / count
+
+
+# %% 01.11 the mode of the whole model comes back, that of a block does not
+def evaluate_fixed(model, batches, count):
+    was = model.training
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for _ in range(count):
+            inputs, targets = (part.to(device) for part in next(batches))
+            total = total + loss(model(inputs), targets)
+    model.train(was)
     return total / count

@@ -1,11 +1,6 @@
 """Wrong answers that the checks of notebook 06 must catch. None of them hangs."""
 
 
-# %% 06.1 fake: the whole product on every rank
-def split_product(x, weight, how, group):
-    return F.linear(x, weight)
-
-
 # %% 06.1 fake: the whole product on every rank, then cut and gathered
 def split_product(x, weight, how, group):
     if how == "columns":
@@ -279,21 +274,6 @@ class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
-
-
-# %% 06.2 f and f* mixed up
-import torch
-import torch.distributed as dist
-
-import course_lib.tensor_parallel.regions
-
-
-class CopyToGroup(course_lib.tensor_parallel.regions.SumOverGroup):
-    pass
-
-
-class SumOverGroup(course_lib.tensor_parallel.regions.CopyToGroup):
-    pass
 
 
 # %% 06.3 no all-reduce: its own summand of dX
@@ -802,7 +782,7 @@ def project_together(x, layers):
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
     outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+        out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
 
@@ -814,7 +794,7 @@ def project_together(x, layers):
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
     outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+        out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
 
@@ -826,7 +806,7 @@ def project_together(x, layers):
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
     outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+        out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
 
@@ -843,7 +823,7 @@ def project_together(x, layers):
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
     outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+        out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
 
@@ -851,7 +831,7 @@ def project_together(x, layers):
 def project_together(x, layers):
     weights = [copy_to_group(each.weight, each.replicas.copies) if each.replicas else each.weight for each in layers]
     outs = layers[0].products.apply(x, layers[0].group, *weights)
-    return tuple(out if each.bias is None else out + each.bias for each, out in zip(layers, outs, strict=True))
+    return tuple(out if each.bias is None else out + each.bias.to(out.dtype) for each, out in zip(layers, outs, strict=True))
 
 
 # %% 06.6 the biases are forgotten
@@ -871,7 +851,7 @@ def project_together(x, layers):
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
     outs = [layers[0].products.apply(x, layers[0].group, weight)[0] for weight in weights]
     return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+        out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
 
@@ -885,7 +865,7 @@ def project_together(x, layers):
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
     outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+        out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
 
@@ -898,7 +878,7 @@ def project_together(x, layers):
     x = copy_to_group(x, layers[0].group)
     outs = [F.linear(x, weight) for weight in weights]
     return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+        out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
 
@@ -910,7 +890,7 @@ def project_together(x, layers):
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
     outs = layers[0].products.apply(x, layers[0].group, *weights)
     return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+        out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
 
@@ -921,7 +901,7 @@ def project_together(x, layers):
 
     outs = layers[0].products.apply(x, layers[0].group, *(shared(layer, layer.weight) for layer in layers))
     return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+        out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
 
@@ -933,7 +913,7 @@ def project_together(x, layers):
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
     outs = ColumnProducts.apply(x, layers[0].group, *weights)
     return tuple(
-        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+        out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
 
@@ -1068,7 +1048,9 @@ class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallel
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         own = F.embedding(rows.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
-        return F.embedding(tokens, whole) + own - own.detach()
+        outside = (tokens < 0) | (tokens >= self.shard.whole)
+        looked_up = F.embedding(tokens.masked_fill(outside, 0), whole).masked_fill(outside[..., None], 0.0)
+        return looked_up + own - own.detach()
 
 
 # %% 06.7 the rows are a view: the whole table stays on each rank
@@ -1110,7 +1092,8 @@ class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallel
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         own = F.embedding(rows.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
-        whole = F.embedding(tokens, self.whole[0])
+        outside = (tokens < 0) | (tokens >= self.shard.whole)
+        whole = F.embedding(tokens.masked_fill(outside, 0), self.whole[0]).masked_fill(outside[..., None], 0.0)
         dist.all_reduce(torch.empty_like(whole), group=self.group)
         return whole + own - own.detach()
 
@@ -2092,23 +2075,6 @@ def own_randomness(group=None):
             generator.set_state(state)
 
 
-# %% 06.14 fake: not partitioned
-import torch
-import torch.distributed as dist
-
-import course_lib.tensor_parallel.partitioned_checkpoints
-from course_lib.recompute.modes import Recomputed
-from course_lib.tensor_parallel.shards import TensorShard
-
-
-class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
-    def pack(self, tensor):
-        return tensor
-
-    def unpack(self, kept):
-        return kept
-
-
 # %% 06.14 parts are views, which keep the whole alive
 import torch
 import torch.distributed as dist
@@ -2317,3 +2283,404 @@ def all_reduce_ratio(hidden, tp, bandwidth, peak, layer_params=None, element_byt
 # %% 06.15 as in the playbook's appendix
 def all_reduce_ratio(hidden, tp, bandwidth, peak, layer_params=None, element_bytes=2):
     return (tp - 1) / (2 * hidden) * peak / bandwidth
+
+
+# %% 06.1 float32, whatever it is given
+def split_product(x, weight, how, group):
+    if how == "columns":
+        part = F.linear(x, cut(weight, group, 0))
+        pieces = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(pieces, part, group=group)
+        whole = torch.empty(len(x), len(weight))
+        for piece, own in zip(pieces, whole.chunk(group.size(), -1), strict=True):
+            own.copy_(piece)
+        return whole
+    part = F.linear(cut(x, group, -1), cut(weight, group, 1))
+    dist.all_reduce(part, group=group)
+    return part
+
+
+# %% 06.1 BF16 is summed in float32
+def split_product(x, weight, how, group):
+    if how == "columns":
+        part = F.linear(x, cut(weight, group, 0))
+        pieces = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(pieces, part, group=group)
+        return torch.cat(pieces, dim=-1)
+    part = F.linear(cut(x, group, -1), cut(weight, group, 1)).float()
+    dist.all_reduce(part, group=group)
+    return part.to(x.dtype)
+
+
+# %% 06.2 f* sums a copy with the strides of x
+import torch
+import torch.distributed as dist
+
+import course_lib.tensor_parallel.regions
+
+
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
+    pass
+
+
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
+    @staticmethod
+    def forward(ctx, x, group):
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+
+# %% 06.2 f* returns float32
+import torch
+import torch.distributed as dist
+
+import course_lib.tensor_parallel.regions
+
+
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
+    pass
+
+
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
+    @staticmethod
+    def forward(ctx, x, group):
+        total = torch.zeros(x.shape)
+        total += x
+        dist.all_reduce(total, group=group)
+        return total
+
+
+# %% 06.2 f sums gradients of BF16 in float32
+import torch
+import torch.distributed as dist
+
+import course_lib.tensor_parallel.regions
+
+
+class CopyToGroup(course_lib.tensor_parallel.regions.CopyToGroup):
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.double().float().contiguous()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class SumOverGroup(course_lib.tensor_parallel.regions.SumOverGroup):
+    pass
+
+
+# %% 06.4 the gradient of x is summed in float32
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import course_lib.tensor_parallel.linear
+
+
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.zeros(len(rows[0]), x.shape[-1])
+            for row, weight in zip(rows, weights, strict=True):
+                grad_x += row @ weight
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+            grad_x = grad_x.view_as(x)
+        grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
+        if work is not None:
+            work.wait()
+        return grad_x, None, *grad_weights
+
+
+# %% 06.4 takes x to have three dimensions
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import course_lib.tensor_parallel.linear
+
+
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, 1) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+            grad_x = grad_x.view_as(x)
+        grad_weights = [row.t() @ x.flatten(0, 1) if need else None for row, need in zip(rows, needed, strict=True)]
+        if work is not None:
+            work.wait()
+        return grad_x, None, *grad_weights
+
+
+# %% 06.4 views where tensors need not be contiguous
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import course_lib.tensor_parallel.linear
+
+
+class ColumnProducts(course_lib.tensor_parallel.linear.ColumnProducts):
+    @staticmethod
+    def backward(ctx, *gradients):
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.view(-1, gradient.shape[-1]) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+            grad_x = grad_x.view_as(x)
+        own = x.view(-1, x.shape[-1])
+        grad_weights = [row.t() @ own if need else None for row, need in zip(rows, needed, strict=True)]
+        if work is not None:
+            work.wait()
+        return grad_x, None, *grad_weights
+
+
+# %% 06.6 in autocast, a bias of float32 makes the output float32
+def project_together(x, layers):
+    def shared(layer, parameter):
+        return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
+
+    x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
+    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    return tuple(
+        out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
+    )
+
+
+# %% 06.6 where the first layer has no bias, none has one
+def project_together(x, layers):
+    def shared(layer, parameter):
+        return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
+
+    x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
+    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    if layers[0].bias is None:
+        return outs
+    return tuple(out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True))
+
+
+# %% 06.7 tokens outside of the vocabulary begin again at its other end
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import course_lib.tensor_parallel.vocabulary
+
+
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
+    def forward(self, tokens):
+        return super().forward(tokens % self.shard.whole)
+
+
+# %% 06.7 float32, whatever the rows are
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import course_lib.tensor_parallel.vocabulary
+
+
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
+    def forward(self, tokens):
+        rows = tokens - self.shard.start
+        elsewhere = (rows < 0) | (rows >= self.shard.size)
+        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.leave(found * (~elsewhere[..., None]).float(), self.group)
+
+
+# %% 06.7 takes tokens to have two dimensions
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import course_lib.tensor_parallel.vocabulary
+
+
+class VocabParallelEmbedding(course_lib.tensor_parallel.vocabulary.VocabParallelEmbedding):
+    def forward(self, tokens):
+        rows = tokens - self.shard.start
+        elsewhere = (rows < 0) | (rows >= self.shard.size)
+        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.leave(found.masked_fill(elsewhere[:, :, None], 0.0), self.group)
+
+
+# %% 06.8 a second backward multiplies what the first has left
+import course_lib.tensor_parallel.vocabulary
+from course_lib.tensor_parallel.vocabulary import local_rows
+
+
+class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParallelCrossEntropy):
+    @staticmethod
+    def forward(ctx, logits, targets, shard):
+        ctx.dtype = logits.dtype
+        largest = logits.amax(1).float()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        grad = logits - largest[:, None]
+        rows, elsewhere = local_rows(targets, shard)
+        of_target = grad.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
+        grad.exp_()
+        sums = torch.stack([grad.sum(1), of_target])
+        dist.all_reduce(sums, group=shard.group)
+        total, of_target = sums
+        ctx.grad = grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.to(grad.dtype) - 1)[:, None])
+        return total.log() - of_target
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.grad.mul_(gradient[:, None]).to(ctx.dtype), None, None
+
+
+# %% 06.12 an output of float32, whatever x is
+class RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, weight, chunks):
+        ctx.save_for_backward(x, weight)
+        rows, works = x.flatten(0, -2), []
+        out = torch.empty(len(rows), len(weight))
+        for part, own in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
+            torch.mm(part, weight.t(), out=own)
+            works.append(dist.all_reduce(own, group=group, async_op=True))
+        for work in works:
+            work.wait()
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        row = gradient.flatten(0, -2)
+        return (row @ weight).view_as(x), None, row.t() @ x.flatten(0, -2), None
+
+
+# %% 06.12 takes x to have three dimensions
+class RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, weight, chunks):
+        ctx.save_for_backward(x, weight)
+        rows, works = x.flatten(0, 1), []
+        out = rows.new_empty(len(rows), len(weight))
+        for part, own in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
+            torch.mm(part, weight.t(), out=own)
+            works.append(dist.all_reduce(own, group=group, async_op=True))
+        for work in works:
+            work.wait()
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        row = gradient.flatten(0, -2)
+        return (row @ weight).view_as(x), None, row.t() @ x.flatten(0, -2), None
+
+
+# %% 06.12 a view where x need not be contiguous
+class RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, weight, chunks):
+        ctx.save_for_backward(x, weight)
+        rows, works = x.view(-1, x.shape[-1]), []
+        out = rows.new_empty(len(rows), len(weight))
+        for part, own in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
+            torch.mm(part, weight.t(), out=own)
+            works.append(dist.all_reduce(own, group=group, async_op=True))
+        for work in works:
+            work.wait()
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        row = gradient.flatten(0, -2)
+        return (row @ weight).view_as(x), None, row.t() @ x.flatten(0, -2), None
+
+
+# %% 06.13 the first generator alone
+import contextlib
+import zlib
+
+from course_lib.tensor_parallel.regions import generators
+
+
+@contextlib.contextmanager
+def own_randomness(group=None):
+    group, generator = group or dist.group.WORLD, generators()[0]
+    seed = zlib.crc32(generator.get_state().numpy().tobytes(), group.rank())
+    torch.empty((), device=generator.device).uniform_(generator=generator)
+    state = generator.get_state()
+    generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+# %% 06.13 takes a number of the first generator alone
+import contextlib
+import zlib
+
+from course_lib.tensor_parallel.regions import generators
+
+
+@contextlib.contextmanager
+def own_randomness(group=None):
+    group, states = group or dist.group.WORLD, []
+    for generator in generators():
+        seed = zlib.crc32(generator.get_state().numpy().tobytes(), group.rank())
+        if generator is torch.default_generator:
+            torch.empty((), device=generator.device).uniform_(generator=generator)
+        states.append((generator, generator.get_state()))
+        generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+# %% 06.14 parts come back in float32
+import torch
+import torch.distributed as dist
+
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.tensor_parallel.shards import TensorShard
+
+
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
+    def pack(self, tensor):
+        if not tensor.requires_grad or not tensor.numel():
+            return tensor
+        shard = TensorShard.of(tensor.numel(), self.group)
+        part = torch.empty(shard.size)
+        part.copy_(shard.cut(tensor.detach().flatten()))
+        return shard, part, tensor.shape
+
+
+# %% 06.14 a view where the tensor need not be contiguous
+import torch
+import torch.distributed as dist
+
+import course_lib.tensor_parallel.partitioned_checkpoints
+from course_lib.tensor_parallel.shards import TensorShard
+
+
+class PartitionedCheckpoint(course_lib.tensor_parallel.partitioned_checkpoints.PartitionedCheckpoint):
+    def pack(self, tensor):
+        if not tensor.requires_grad or not tensor.numel():
+            return tensor
+        shard = TensorShard.of(tensor.numel(), self.group)
+        return shard, shard.cut(tensor.detach().view(-1)).clone(), tensor.shape
