@@ -112,9 +112,9 @@ def test_every_configuration_fits_a_hopper_without_spills(overlapped, head_dim):
     with record_launches() as launches:
         hopper_attention(*inputs(256, 256, heads=1, head_dim=head_dim, dtype=torch.bfloat16), overlapped=overlapped)
     (launch,) = launches
-    all_of_them = HOPPER_CONFIGURATIONS[overlapped]
-    each_launch = [dataclasses.replace(launch, meta=launch.meta | each.all_kwargs()) for each in all_of_them]
-    for each, made in zip(all_of_them, compile_launches(each_launch), strict=True):
+    choices = HOPPER_CONFIGURATIONS[overlapped]
+    every = compile_launches([dataclasses.replace(launch, meta=launch.meta | each.all_kwargs()) for each in choices])
+    for each, made in zip(choices, every, strict=True):
         assert made.spilled_bytes == 0 and made.shared_bytes <= GPUS["H100"].shared_bytes_per_block, each
 
 
