@@ -1,4 +1,4 @@
-"""course_lib.single_gpu.profile: categories against formulas, peaks against torch.profiler. CPU; two tests want CUDA.
+"""course_lib.single_gpu.profile: categories against formulas, peaks against the allocator. CPU; two tests want CUDA.
 """
 
 import functools
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from calls import peak_bytes
 from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.memory import activation_bytes, param_count, state_bytes
 from course_lib.single_gpu.model import PRESETS, Transformer, loss
@@ -204,16 +205,9 @@ def test_category(fields, expected):
 
 
 def allocator_peak(function) -> int:
-    """Bytes at the peak of torch.profiler's memory events, above what was there before."""
+    """Bytes at the peak by the allocator's own count, above what was there before."""
     gc.collect()  # what earlier tests left behind would be given back inside
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
-        function()
-    events = [e for e in log.profiler.kineto_results.events() if e.name() == "[memory]"]
-    level = highest_level = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()
-        highest_level = max(highest_level, level)
-    return highest_level
+    return peak_bytes(function)
 
 
 @pytest.mark.parametrize("steps_before", [0, 1])
