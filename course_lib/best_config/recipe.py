@@ -13,7 +13,7 @@ A recipe looks at a few dozen layouts where `search` looks at all. (The Ultra-Sc
 __all__ = ['Step', 'candidates', 'changes', 'judged', 'fit_in_memory', 'recipe']
 
 # %% ../../notebooks/11_best_config.ipynb #recipe-own-imports
-from .planner import estimate
+from .planner import RISK, estimate
 from .clusters import Cluster
 from .layouts import degree_rules, first_reason, setting_rules
 from .tables import LayoutTable
@@ -85,11 +85,11 @@ def changes(layout: Layout) -> dict[str, Layout]:
 
 # %% ../../notebooks/11_best_config.ipynb #recipe-judged
 def judged(config: ModelConfig, cluster: Cluster, named: list[tuple[str, Layout]], batch: int, seq: int) -> list[Step]:
-    """Those of some layouts that can be and fit."""
+    """Those of some layouts that can be and fit, with a search's risk."""
     table = LayoutTable.of(layout for _, layout in named)
     rules = degree_rules(config, table, batch, seq) | setting_rules(config, table, batch, seq)
     found = estimate(config, cluster, table, batch, seq)
-    able = found.fits & (first_reason(rules, ["none"]) == 0)
+    able = (found.risk <= RISK) & (first_reason(rules, ["none"]) == 0)
     return [Step(*named[i], found.tokens_per_s[i].item(), found.mfu[i].item()) for i in np.flatnonzero(able)]
 
 

@@ -86,9 +86,11 @@ def step_memory(
     copies = np.where(is_schedule(layout, "dualpipe"), 2, 1)
     both_ends = (pp == 1) | is_schedule(layout, "zb-v", "dualpipe")  # the first rank has the last stage too
     layer_kept = 2 * tokens * kept_elements(config, cluster, layout, moe)
-    full, zero = np.asarray(layout.recompute) == "full", np.asarray(layout.zero_stage)
+    recompute, zero = np.asarray(layout.recompute), np.asarray(layout.zero_stage)
+    full, part = recompute == "full", np.where(recompute == "selective", software.selective_keeps, 1.0)
     inputs = 2 * tokens * h / np.where(layout.sequence_parallel, tp, 1)  # of a layer, from which it is computed again
-    kept, again = np.where(full, inputs, layer_kept), np.where(full, layer_kept, 0)
+    kept = np.where(full, inputs, part * layer_kept)
+    again = np.where(full, layer_kept, (1 - part) * layer_kept)
     sharded = (zero == 3) & ~np.asarray(layout.keep_gathered)  # between the layers; else as a stage's weights
     one_layer = sum(stage_parameters(config, layout, moe, 1, 0, 0))
     each, once = software.held
@@ -109,7 +111,7 @@ def step_memory(
             "activations": flight * n * kept + again,
             "logits": np.where(both_ends | (stage == "last"), logits, 0),
             "buffers": n * gathered * (each * flight + once),
-            "gathered weights": np.where(sharded, 2 * one_layer * software.weight_bytes, 0),  # a layer's and the next
+            "gathered weights": np.where(sharded, 2 * one_layer * 2, 0),  # a layer's and the next, in BF16
             "reserved": software.reserved_bytes + 0 * tp,
         }
         found[stage] = {name: np.where(there, part, 0) for name, part in found[stage].items()}

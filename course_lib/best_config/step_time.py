@@ -12,10 +12,10 @@ Playbook (2025), chapters 8, 9 and appendix A3.
 
 # %% auto #0
 __all__ = ['tensor_parallel_time', 'context_parallel_time', 'ranks_of_a_token', 'layer_times', 'gradient_time', 'one_group',
-           'replica_time', 'host_time', 'transfer_time', 'step_time']
+           'replica_time', 'host_time', 'transfer_time', 'stall_time', 'step_time']
 
 # %% ../../notebooks/11_best_config.ipynb #step-time-own-imports
-from .clusters import Cluster, link, replica_ring, ring, stride_of
+from .clusters import Cluster, latency_steps, link, replica_ring, ring, stride_of
 from .stage_loads import bubble_share, is_schedule, stage_layers
 from .step_memory import expert_sizes, head_in_layers, own_share, stage_parameters
 
@@ -65,9 +65,10 @@ def layer_times(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: di
     tp, cp, ep = (np.asarray(getattr(layout, name)) for name in ("tp", "cp", "ep"))
     tokens = layout.micro_batch * seq / cp
     full = np.asarray(layout.recompute) == "full"
-    again = np.where(full, 4 / 3, 1.0)  # a forward more
+    selective = np.asarray(layout.recompute) == "selective"
+    again = np.where(full, 4 / 3, np.where(selective, 1 + software.selective_again / 3, 1.0))  # a forward more, or part
     dense = (parts["q_o"] + expert_sizes(config, moe)[0]) / tp + parts["kv"] / np.minimum(tp, config.kv_heads)
-    scores = 7 * seq * h * tokens / tp * np.where(full | (np.asarray(layout.recompute) == "selective"), 9 / 7, 1)
+    scores = 7 * seq * h * tokens / tp * np.where(full | (selective & (software.selective_again == 0)), 9 / 7, 1)
     rate = cluster.peak_flops * software.matmul_efficiency
     products = 6 * tokens * dense / rate * (1 + software.half_rows / tokens)
     if moe is not None:  # an expert has fewer rows: its share of the tokens of ep ranks
@@ -98,7 +99,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
     bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
     rounds = np.where((zero == 2) | each_time, m, 1)
@@ -130,7 +131,7 @@ def replica_time(cluster: Cluster, layout, m, dense, experts, slot) -> np.ndarra
     """
     software, copies, group = cluster.software, np.asarray(layout.replicate), one_group(layout)
     bandwidth, beyond = ring(cluster, copies, stride_of(layout, "dp", software.order) * group.dp)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (copies - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, copies)
     moved = 2 * 4 * dense / (group.dp * layout.cp) * (copies - 1) / copies
     left = software.sharded_overlap * slot * 2 / 3 - gradient_time(cluster, group, 1, dense, 0.0)
     summed = np.where(copies > 1, np.maximum(0, moved / bandwidth + latency - np.maximum(0, left)), 0)
@@ -147,10 +148,9 @@ def host_time(cluster: Cluster, layout) -> np.ndarray:
     return software.layer_host_s + np.where(pipeline, 8 * software.busy_step_s * (np.asarray(layout.tp) - 1), 0)
 
 
-def transfer_time(config: ModelConfig, cluster: Cluster, layout, seq: int) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds a micro-batch that a stage waits for its neighbours: to move hidden states and gradients, and stalled."""
+def transfer_time(config: ModelConfig, cluster: Cluster, layout, seq: int) -> np.ndarray:
+    """Seconds a micro-batch that a stage waits for its neighbours, to move hidden states and gradients."""
     software, pp, tp = cluster.software, np.asarray(layout.pp), np.asarray(layout.tp)
-    nodes = np.asarray(layout.ranks) / cluster.gpus_per_node
     stride = stride_of(layout, "pp", software.order)
     beyond = stride * pp > cluster.gpus_per_node
     rate, _ = link(cluster, np.where(beyond, 1, pp), pp)
@@ -159,9 +159,21 @@ def transfer_time(config: ModelConfig, cluster: Cluster, layout, seq: int) -> tu
     size = size / np.where(layout.sequence_parallel, tp, 1)
     chunks = np.where(is_schedule(layout, "interleaved"), layout.virtual, 1)
     chunks = np.where(is_schedule(layout, "zb-v"), 2, chunks)
-    stalls = beyond & ((nodes >= software.stall_nodes) | (tp > 2 * cluster.gpus_per_node))
-    neighbours = np.minimum(pp - 1, 2)
-    return np.where(pp > 1, 2 * chunks * (size / rate + latency), 0), np.where(stalls, software.stall_s * neighbours, 0)
+    return np.where(pp > 1, 2 * chunks * (size / rate + latency), 0)
+
+
+def stall_time(cluster: Cluster, layout, m) -> np.ndarray:
+    """Seconds a step that exchanges with neighbours stand still, where the network stalls: in large jobs, and in
+    pipelines of tensor-parallel groups of more than two nodes. A rank of a ring has two neighbours, a pipeline's ends
+    have one; to fill and to drain it takes pp - 3 exchanges more.
+    """
+    software, pp, tp = cluster.software, np.asarray(layout.pp), np.asarray(layout.tp)
+    large, wide = layout.ranks >= software.stall_nodes * cluster.gpus_per_node, tp > 2 * cluster.gpus_per_node
+    beyond = stride_of(layout, "pp", software.order) * pp > cluster.gpus_per_node
+    pipeline = (pp > 1) & beyond & (large | wide)
+    rings = (pp == 1) & (np.asarray(layout.dp) > 1) & large & ~wide
+    exchanges = np.where(pp > 1, m * np.minimum(pp - 1, 2) + np.maximum(0, pp - 3), 2 * m)
+    return np.where(pipeline | rings, software.stall_s * exchanges, 0)
 
 # %% ../../notebooks/11_best_config.ipynb #step-time-step-time
 def step_time(
@@ -181,12 +193,12 @@ def step_time(
     parts["output layer"] = head
     host = host_time(cluster, layout)
     parts["launch"] = np.maximum(0, n * host - sum(parts.values()))
-    moving, stalled = transfer_time(config, cluster, layout, seq)
-    parts["transfers"], parts["stalls"] = moving, stalled
+    parts["transfers"] = moving = transfer_time(config, cluster, layout, seq)
     slot = sum(parts.values())
     whole = np.maximum(config.layers * sum(layer.values()) + head_s, config.layers * host)
-    whole = whole + pp * (moving + stalled)
+    whole = whole + pp * moving
     parts = {name: m * part for name, part in parts.items()}
+    parts["stalls"] = stall_time(cluster, layout, m)
     parts["bubble"] = np.where(pp > 1, bubble_share(layout, m) * np.maximum(0, whole - slot), 0)
     dense, experts = stage_parameters(config, layout, moe, config.layers / pp, 1 / pp, (not config.tied) / pp)
     copies = np.where(is_schedule(layout, "dualpipe"), 2, 1)

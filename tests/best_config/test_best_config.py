@@ -10,8 +10,9 @@ import pytest
 
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.layouts import degree_rules, degrees, first_reason, setting_rules, with_settings
-from course_lib.best_config.planner import SETTINGS, divisors, estimate, main, options, search, why_not
+from course_lib.best_config.planner import RISK, RISKY, SETTINGS, divisors, estimate, main, options, search, why_not
 from course_lib.best_config.stage_loads import bubble_share
+from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout, check_layout
 from course_lib.single_gpu.model import PRESETS
 from course_lib.single_gpu.training import flops_per_token
@@ -30,15 +31,18 @@ def test_every_layout_is_counted_once(name, gpus, batch):
     everything = with_settings(table.where(able), batch, SETTINGS | {"micro_batch": divisors(batch), "ep": (1,)})
     assert sum(ranking.rejected.values()) + len(ranking.order) == np.count_nonzero(~able) + len(everything)
     assert all(count > 0 for count in ranking.rejected.values())
-    assert len(ranking.order) == np.count_nonzero(ranking.estimate.fits) == len(set(ranking.order.tolist()))
-    assert ranking.rejected["out of memory"] == np.count_nonzero(ranking.estimate.runs & ~ranking.estimate.fits)
-    assert len(ranking.table) == len(ranking.order) + np.count_nonzero(~ranking.estimate.fits)
+    e, both = ranking.estimate, np.concatenate([ranking.order, ranking.risky])
+    assert len(both) == np.count_nonzero(e.fits) == len(set(both.tolist()))
+    assert ranking.rejected["out of memory"] == np.count_nonzero(e.runs & ~e.fits)
+    assert ranking.rejected[RISKY] == len(ranking.risky) == np.count_nonzero(e.fits & (e.risk > RISK)) > 0
+    assert len(ranking.table) == len(both) + np.count_nonzero(~e.fits)
 
 
 def test_the_ranking_is_sorted_and_what_is_in_it_can_be_run():
     ranking = search(PRESETS["llama3-70B"], H100, 64, 256)
     e, order = ranking.estimate, ranking.order
-    assert (np.diff(e.step_s[order]) >= 0).all() and e.fits[order].all()
+    assert (np.diff(e.step_s[order]) >= 0).all() and (np.diff(e.step_s[ranking.risky]) >= 0).all()
+    assert (e.risk[order] <= RISK).all()
     best = ranking.best(50)
     assert len(best) == 50 and len({layout for layout, *_ in best}) == 50
     speeds = [tokens_per_s for _, tokens_per_s, *_ in best]
@@ -62,7 +66,7 @@ def test_the_best_is_that_of_a_loop_over_single_layouts(name, cluster, gpus):
             except ValueError:
                 continue
             found = estimate(config, of, layout, batch)
-            if found.fits and (fastest is None or found.step_s < fastest[0]):
+            if found.risk <= RISK and (fastest is None or found.step_s < fastest[0]):
                 fastest = float(found.step_s), layout
     layout, tokens_per_s, *_ = search(config, of, gpus, batch, settings=settings).best(1)[0]
     assert tokens_per_s == pytest.approx(batch * 4096 / gpus / fastest[0])
@@ -109,7 +113,7 @@ def test_numbers_of_an_estimate_go_together():
 def test_buffers_are_given_back_where_memory_is_short():
     """Peak bytes are those that are needed, or what is left without buffers: never fewer."""
     for micro_batch in (1, 2, 4, 8, 16):
-        found = estimate(LLAMA, H100, Layout.parse(f"tp8,sp,mb{micro_batch}"), 64)
+        found = estimate(LLAMA, CLUSTERS["H100, EFA"], Layout.parse(f"tp8,sp,mb{micro_batch}"), 64)
         without = found.needed_bytes - found.memory["buffers"]
         assert found.memory["buffers"] > 0 and without <= found.peak_bytes <= found.needed_bytes
         if found.needed_bytes <= 0.95 * found.usable_bytes:
@@ -191,6 +195,32 @@ def test_each_rejected_layout_has_a_reason():
         if numbers[row]:
             assert said == reasons[numbers[row]]
         else:
-            assert (said == "") == bool(found.fits[row])
-            assert not said or said.startswith(("out of memory", "the pipeline has"))
-    assert {"", "out of memory"} < seen and len(seen) > 3
+            assert (said == "") == bool(found.risk[row] <= RISK)
+            assert not said or said.startswith(("out of memory", RISKY, "the pipeline has"))
+    assert {"", "out of memory", RISKY} < seen and len(seen) > 3
+
+
+# Risk.
+
+
+def test_the_risk_is_a_half_at_the_usable_bytes_and_as_steep_as_the_errors_are():
+    table = LayoutTable.of(Layout(dp=8, zero_stage=1, micro_batch=n) for n in range(1, 9))
+    found = estimate(PRESETS["llama3.2-1B"], H100, table, 8 * 840)
+    assert (np.diff(found.needed_bytes) > 0).all() and (np.diff(found.risk) > 0).all()
+    odds = np.log(found.risk / (1 - found.risk))
+    spread = H100.software.memory_spread
+    assert odds == pytest.approx(np.log(found.needed_bytes / found.usable_bytes) / spread)
+    assert ((found.risk < 0.5) == found.fits).all() and found.fits[0] and not found.fits[-1]
+    starved = estimate(PRESETS["llama3.2-1B"], H100, Layout(dp=3), 8)
+    assert not starved.runs and starved.risk == 1
+
+
+def test_a_larger_risk_lets_more_in_and_none_less():
+    orders = [search(LLAMA, H100, 8, 64, risk=risk) for risk in (1e-3, 0.1, 0.5)]
+    assert [len(r.order) for r in orders] == sorted({len(r.order) for r in orders}), "each lets in more"
+    assert len(orders[2].risky) == 0, "half is what fits"
+    speeds = [ranking.best(1)[0][1] for ranking in orders]
+    assert speeds == sorted(speeds)
+    for risk in (0, -0.1, 1.5, float("nan")):
+        with pytest.raises(ValueError, match="risk"):
+            search(LLAMA, H100, 8, 64, risk=risk)

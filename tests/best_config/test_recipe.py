@@ -7,7 +7,7 @@ import functools
 import pytest
 
 from course_lib.best_config.clusters import CLUSTERS
-from course_lib.best_config.planner import estimate, search
+from course_lib.best_config.planner import RISK, estimate, search
 from course_lib.best_config.recipe import candidates, changes, recipe
 from course_lib.five_d.layouts import Layout, check_layout
 from course_lib.single_gpu.memory import param_count
@@ -43,7 +43,7 @@ def test_every_step_can_be_and_is_faster_than_the_one_before(name, cluster, gpus
     for before, step in zip([None, *steps], steps):
         check_layout(config, step.layout, gpus, batch, 4096)
         found = estimate(config, of, step.layout, batch)
-        assert found.fits and (step.tokens_per_s, step.mfu) == pytest.approx((found.tokens_per_s, found.mfu))
+        assert found.risk <= RISK and (step.tokens_per_s, step.mfu) == pytest.approx((found.tokens_per_s, found.mfu))
         if before:
             assert step.tokens_per_s > before.tokens_per_s
             assert step.layout in changes(before.layout).values() and step.why, "one change at a time"
@@ -51,10 +51,10 @@ def test_every_step_can_be_and_is_faster_than_the_one_before(name, cluster, gpus
 
 @pytest.mark.parametrize("name, cluster, gpus, batch", JOBS)
 def test_its_answer_is_near_the_best_of_all(name, cluster, gpus, batch):
-    """A quarter is what greed may cost; it cannot be better than all layouts together."""
+    """A third is what greed may cost; it cannot be better than all layouts together."""
     best = search(PRESETS[name], CLUSTERS[cluster], gpus, batch).best(1)[0][1]
     answer = steps_of(name, cluster, gpus, batch)[-1].tokens_per_s
-    assert 0.75 * best <= answer <= best * (1 + 1e-9)
+    assert 0.67 * best <= answer <= best * (1 + 1e-9)
 
 
 def test_the_last_step_cannot_be_improved_by_one_change():
@@ -66,7 +66,7 @@ def test_the_last_step_cannot_be_improved_by_one_change():
         except ValueError:
             continue
         found = estimate(config, cluster, layout, 256)
-        assert not found.fits or found.tokens_per_s <= 1.001 * last.tokens_per_s, why
+        assert found.risk > RISK or found.tokens_per_s <= 1.001 * last.tokens_per_s, why
 
 
 def test_a_change_is_one_change_of_the_same_ranks():

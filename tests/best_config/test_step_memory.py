@@ -224,9 +224,28 @@ def test_schedules_by_what_they_hold():
 
 
 def test_buffers_wait_only_where_the_host_runs_ahead_and_tp_gathers():
-    assert memory(LLAMA, H100, "tp4,sp")["buffers"] > 0
-    assert memory(LLAMA, H100, "tp4,sp", ahead=False)["buffers"] == 0
-    assert memory(LLAMA, H100, "dp4")["buffers"] == 0
+    efa = CLUSTERS["H100, EFA"]
+    assert memory(LLAMA, efa, "tp4,sp")["buffers"] > 0
+    assert memory(LLAMA, efa, "tp4,sp", ahead=False)["buffers"] == 0
+    assert memory(LLAMA, efa, "dp4")["buffers"] == 0
+    assert memory(LLAMA, H100, "tp4,sp")["buffers"] == 0, "nanotron's alone"
+
+
+def test_what_is_recomputed_by_operation_is_the_softwares():
+    titan = H100.with_software(selective_keeps=0.3, selective_again=0.5)
+    none, ours, theirs = (
+        memory(LLAMA, cluster, words, seq=4096)["activations"]
+        for cluster, words in ((titan, "dp1"), (H100, "selective"), (titan, "selective"))
+    )
+    assert ours == none, "a flash core keeps no scores"
+    assert theirs == pytest.approx(none * (0.3 + 0.7 / LLAMA.layers)), "and one layer's rest, anew"
+
+
+def test_gathered_weights_are_in_16_bits_whatever_is_kept():
+    two, four = (
+        memory(LLAMA, H100.with_software(weight_bytes=size), "dp8,zero3") for size in (2, 4)
+    )
+    assert four["parameters"] == 2 * two["parameters"] and four["gathered weights"] == two["gathered weights"] > 0
 
 
 def test_full_recomputation_keeps_the_inputs_alone():

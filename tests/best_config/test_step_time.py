@@ -7,10 +7,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.clusters import CLUSTERS, latency_steps
 from course_lib.best_config.planner import estimate
 from course_lib.best_config.stage_loads import bubble_share
-from course_lib.best_config.step_time import gradient_time, replica_time, step_time, tensor_parallel_time, transfer_time
+from course_lib.best_config.step_time import (
+    gradient_time,
+    replica_time,
+    stall_time,
+    step_time,
+    tensor_parallel_time,
+    transfer_time,
+)
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout, groups_along
 from course_lib.pipeline.schedules import schedule_by_name
@@ -82,11 +89,16 @@ def test_full_recomputation_is_a_forward_more():
         none, full = times(words), times(f"{words},full")
         assert full["matrices"] == pytest.approx(none["matrices"] * 4 / 3)
         assert full["attention"] == pytest.approx(none["attention"] * 9 / 7), "of 7 matrix products, 2 are forward"
-        assert full["tensor parallel"] == pytest.approx(none["tensor parallel"] * 3 / 2)
+        again = 1.75 / 1.25 if "sp" in words else 3 / 2  # sp gathers a quarter more, once
+        assert full["tensor parallel"] == pytest.approx(none["tensor parallel"] * again)
         assert full["output layer"] == none["output layer"]
         assert 1.2 < sum(full.values()) / sum(none.values()) < 1.4
     none, selective = times("mb2"), times("mb2,selective")
     assert selective["matrices"] == none["matrices"] and selective["attention"] > none["attention"]
+    titan = H100.with_software(selective_keeps=0.3, selective_again=0.5)
+    none, selective = times("mb2", cluster=titan), times("mb2,selective", cluster=titan)
+    assert selective["matrices"] == pytest.approx(none["matrices"] * (1 + 0.5 / 3)), "half of a forward"
+    assert selective["attention"] == none["attention"], "its result is kept"
 
 
 def test_few_rows_are_slow():
@@ -215,7 +227,7 @@ def test_tensor_parallelism_beyond_the_node_costs():
 
 
 def test_sequence_parallelism_saves_kernels_and_sends_as_much():
-    without, sp = times("tp8"), times("tp8,sp")
+    without, sp = (times(words, cluster=H100.with_software(gathers_again=False)) for words in ("tp8", "tp8,sp"))
     assert sp["other kernels"] < without["other kernels"]
     assert sp["tensor parallel"] == without["tensor parallel"] and sp["matrices"] == without["matrices"]
 
@@ -262,7 +274,7 @@ def sent_by_a_rank(layout: Layout, m: int) -> float:
 @pytest.mark.parametrize("words", ["zb-h1", "zb-h2", "afab", "zb-v", "interleaved", "interleaved,v3", "dualpipe"])
 def test_as_many_tensors_are_sent_as_in_notebook_09(words):
     layout, one = Layout.parse(f"pp4,{words}"), Layout(pp=4)
-    found, expected = (float(transfer_time(LLAMA, H100, each, SEQ)[0]) for each in (layout, one))
+    found, expected = (float(transfer_time(LLAMA, H100, each, SEQ)) for each in (layout, one))
     assert found / expected == pytest.approx(sent_by_a_rank(layout, 24) / sent_by_a_rank(one, 24))
 
 
@@ -270,22 +282,31 @@ def test_what_a_pipeline_sends():
     """A hidden state of 2 bytes an element, and its gradient."""
     links = {"nvlink_efficiency": 1.0, "network_efficiency": 1.0, "collective_s": 0.0, "ring_step_s": 0.0}
     cluster = H100.with_software(**links)
-    inside, beyond = (float(transfer_time(LLAMA, cluster, Layout(pp=pp, micro_batch=2), SEQ)[0]) for pp in (8, 16))
+    inside, beyond = (float(transfer_time(LLAMA, cluster, Layout(pp=pp, micro_batch=2), SEQ)) for pp in (8, 16))
     assert inside == pytest.approx(2 * 2 * SEQ * LLAMA.hidden * 2 / cluster.nvlink)
     whole, split = (
-        float(transfer_time(LLAMA, cluster, Layout(pp=2, tp=2, sequence_parallel=sp), SEQ)[0]) for sp in (False, True)
+        float(transfer_time(LLAMA, cluster, Layout(pp=2, tp=2, sequence_parallel=sp), SEQ)) for sp in (False, True)
     )
     assert whole == pytest.approx(2 * split)  # without SP, each rank of tp sends all of it
     assert beyond == pytest.approx(inside * cluster.nvlink / cluster.network)
     for words in ("pp1", "dp64", "dp64,tp8"):
-        assert [float(part) for part in transfer_time(LLAMA, H100, Layout.parse(words), SEQ)] == [0, 0], words
+        assert transfer_time(LLAMA, H100, Layout.parse(words), SEQ) == 0, words
 
 
 def test_the_network_stalls_in_large_jobs_of_nanotron_alone():
     table = LayoutTable.of(Layout(dp=nodes, pp=2, tp=4) for nodes in (1, 16, 63, 64, 128))
     efa = CLUSTERS["H100, EFA"]
     stall_s = efa.software.stall_s
-    assert stall_s > 0 and transfer_time(LLAMA, efa, table, SEQ)[1].tolist() == [0, 0, 0, stall_s, stall_s]
-    assert transfer_time(LLAMA, efa, Layout(pp=4, dp=64, tp=8), SEQ)[1] == 2 * stall_s, "of two neighbours"
-    assert transfer_time(LLAMA, efa, Layout(dp=512), SEQ)[1] == 0
-    assert not transfer_time(LLAMA, H100, table, SEQ)[1].any()
+    assert stall_s > 0 and stall_time(efa, table, 3).tolist() == [0, 0, 0, 3 * stall_s, 3 * stall_s]
+    assert stall_time(efa, Layout(pp=4, dp=16, tp=8), 5) == (2 * 5 + 1) * stall_s, "two neighbours, and to fill it"
+    assert stall_time(efa, Layout(dp=512), 2) == 2 * 2 * stall_s, "a ring's neighbours"
+    assert stall_time(efa, Layout(dp=16, tp=32), 2) == stall_time(efa, Layout(tp=512), 2) == 0
+    assert stall_time(efa, Layout(pp=2, tp=32), 2) == 2 * stall_s, "a small job, with tp beyond two nodes"
+    assert not stall_time(H100, table, 3).any()
+
+
+def test_latency_grows_as_a_ring_and_beyond_the_largest_measured_one_as_a_tree():
+    ranks = np.array([1, 2, 128, 256, 512, 65536])
+    assert latency_steps(H100, ranks) == pytest.approx([0, 1, 127, 255, 255 * 9 / 8, 255 * 2])
+    step_s = [times(f"dp{n},zero1", m=1)["gradients"] for n in (4096, 8192)]
+    assert 0 < step_s[1] - step_s[0] < 256 * H100.software.gradient_step_s, "a ring would wait for 4,096 steps more"
