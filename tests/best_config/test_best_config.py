@@ -11,6 +11,7 @@ import pytest
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.layouts import degree_rules, degrees, first_reason, setting_rules, with_settings
 from course_lib.best_config.planner import RISK, RISKY, SETTINGS, divisors, estimate, main, options, search, why_not
+from course_lib.best_config.recipe import recipe
 from course_lib.best_config.stage_loads import bubble_share
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout, check_layout
@@ -160,6 +161,57 @@ def test_bad_numbers_are_one_line(arguments, message):
     with pytest.raises(ValueError, match=message) as error:
         search(LLAMA, H100, **arguments)
     assert "\n" not in str(error.value)
+
+
+MIXED = {"experts": 8, "top_k": 2}
+NOTHING_TO_PLAN = [
+    *[
+        ({name: size}, {}, f"model: {name} {size}: a whole number, 1 or more")
+        for name in ("layers", "ffn_hidden", "vocab")
+        for size in (0, -8, 2.5)
+    ],
+    ({"hidden": 0}, {}, "model: hidden 0"),  # what ModelConfig lets be; it refuses the others
+    ({"hidden": -4096}, {}, "model: hidden -4096"),
+    ({"heads": -32}, {}, "model: heads -32"),
+    ({"kv_heads": -8}, {}, "model: kv_heads -8"),
+    ({"head_size": 0}, {}, "model: head_dim 0"),
+    ({}, {"batch": 0}, "batch 0, seq 64: each is 1 or more"),
+    ({}, {"batch": 2.5}, "batch 2.5, seq 64: each is 1 or more, and whole"),
+    ({}, {"seq": "64"}, "seq 64: each"),
+    ({}, {"moe": {}}, "moe: experts None: a whole number, 1 or more"),
+    ({}, {"moe": {"experts": 8}}, "moe: top_k None: a whole number, 1 or more"),
+    ({}, {"moe": {"top_k": 2}}, "moe: experts None"),
+    ({}, {"moe": MIXED | {"width": 64}}, "moe: width is none of ffn_hidden, shared, seed, experts, top_k"),
+    ({}, {"moe": MIXED | {"experts": -8}}, "moe: experts -8"),
+    ({}, {"moe": MIXED | {"top_k": "2"}}, "moe: top_k '2'"),
+    ({}, {"moe": MIXED | {"top_k": 9}}, "top_k 9: a token goes to 1 expert at least, and to 8 at most"),
+    ({}, {"moe": MIXED | {"ffn_hidden": -1}}, "moe: ffn_hidden -1: a whole number, 1 or more"),
+    ({}, {"moe": MIXED | {"shared": -1}}, "moe: shared -1: a whole number, 0 or more"),
+    ({}, {"moe": MIXED | {"capacity": "all"}}, "moe: .*not supported between"),
+]
+
+
+@pytest.mark.parametrize("ask", ["estimate", "search", "why_not"])
+@pytest.mark.parametrize("sizes, arguments, message", NOTHING_TO_PLAN)
+def test_a_job_that_makes_no_sense_is_one_line(sizes, arguments, message, ask):
+    """layers 0 had 81,770 tokens/s."""
+    config = dataclasses.replace(LLAMA, **sizes)
+    ask, what = {"estimate": (estimate, Layout(dp=2)), "search": (search, 2), "why_not": (why_not, Layout(dp=2))}[ask]
+    with pytest.raises(ValueError, match=message) as error:
+        ask(config, H100, what, **{"batch": 8, "seq": 64} | arguments)
+    assert "\n" not in str(error.value)
+
+
+def test_a_job_needs_a_network_or_one_node():
+    box = dataclasses.replace(H100, network=0)
+    assert search(LLAMA, box, 8, 64).best(1) == search(LLAMA, H100, 8, 64).best(1), "a node never leaves it"
+    message = "^H100, 400 Gb/s a GPU: 16 GPUs are more than a node's 8, and it has no network$"
+    for ask, what in ((search, 16), (estimate, Layout(dp=16)), (why_not, Layout(dp=16)), (recipe, 16)):
+        with pytest.raises(ValueError, match=message):
+            ask(LLAMA, box, what, 64)
+    table = LayoutTable.of([Layout(dp=8), Layout(dp=2, tp=8)])
+    with pytest.raises(ValueError, match=message):
+        estimate(LLAMA, box, table, 64)
 
 
 def test_the_program_prints_and_writes_the_best(tmp_path, capsys):

@@ -4,6 +4,7 @@ numpy.
 
 import csv
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from course_lib.best_config.clusters import CLUSTERS, NANOTRON, Cluster, Softwar
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout, groups_along
 
-HARDWARE = list(csv.DictReader((Path(__file__).parents[2] / "data" / "hardware.csv").open()))
+DATA = Path(__file__).parents[2] / "data"
+HARDWARE = list(csv.DictReader((DATA / "hardware.csv").open()))
+REPORTED = {row["cluster"]: int(row["total_mib"]) for row in csv.DictReader((DATA / "gpu_memory.csv").open())}
 PERFECT = Software(nvlink_efficiency=1.0, network_efficiency=1.0)
-EIGHT = Cluster("eight a node", 1e15, 80e9, 3e12, nvlink=400e9, network=50e9, software=PERFECT)
+EIGHT = Cluster("eight a node", 1e15, 80e9, 3e12, node_link=400e9, network=50e9, software=PERFECT)
 
 
 @pytest.mark.parametrize(
@@ -78,29 +81,105 @@ def test_nanotron_has_its_pipelines_outermost():
     assert stride_of(table, "pp", NANOTRON.order).tolist() == [70, 16]
 
 
-@pytest.mark.parametrize(
-    "name, gpu, bandwidth, system",
-    [
-        ("H100", "H100-SXM-80GB", "3.35", "DGX H100 (system)"),
-        ("H100, EFA", "H100-SXM-80GB", "3.35", "AWS P5/P5e EFA v2 (H100/H200 system)"),
-        ("H200", "H200-SXM-141GB", "4.8", "AWS P5/P5e EFA v2 (H100/H200 system)"),
-        ("A100", "A100-SXM-80GB", "2.039", "Selene (A100-80GB system)"),
-        ("B200", "B200-SXM", "8.0", "AWS P6-B200 EFA v4"),
-    ],
-)
-def test_the_presets_are_those_of_the_data_sheets(name, gpu, bandwidth, system):
-    """Data sheets print GB for what is GiB of memory; links' GB are 1e9 bytes."""
-    cluster = CLUSTERS[name]
-    sheet = next(row for row in HARDWARE if row["gpu"] == gpu and row["hbm_tb_s"] == bandwidth)
-    assert cluster.peak_flops == float(sheet["bf16_dense_tflops"]) * 1e12
-    assert cluster.memory_bytes == float(sheet["hbm_gb"]) * 2**30
-    assert cluster.memory_bandwidth == pytest.approx(float(sheet["hbm_tb_s"]) * 1e12)
-    assert cluster.nvlink == float(sheet["nvlink_gb_s_per_direction"]) * 1e9
-    node = next(row["inter_node"] for row in HARDWARE if row["gpu"] == system)
-    assert cluster.network * cluster.gpus_per_node == float(re.search(r"= (\d+) GB/s per node", node)[1]) * 1e9
+PRESETS = {  # name: the GPU's row and its TB/s, which tells two rows of one GPU apart; the system's row; the link's
+    "H100": ("H100-SXM-80GB", "3.35", "DGX H100 (system)", None),
+    "H100, EFA": ("H100-SXM-80GB", "3.35", "AWS P5/P5e EFA v2 (H100/H200 system)", None),
+    "H200": ("H200-SXM-141GB", "4.8", "AWS P5/P5e EFA v2 (H100/H200 system)", None),
+    "A100": ("A100-SXM-80GB", "2.039", "Selene (A100-80GB system)", None),
+    "A100-40GB": ("A100-SXM-40GB", "1.555", "Azure ND A100 v4 (A100-40GB system)", None),
+    "B200": ("B200-SXM", "8.0", "AWS P6-B200 EFA v4", None),
+    "GB200 NVL72": ("GB200", "8.0", "Azure ND GB200 v6 (GB200 NVL72 system)", None),
+    "MI300X": ("MI300X", "5.3", "Azure ND MI300X v5 (MI300X system)", None),
+    "H100 PCIe": ("H100-PCIe-80GB", "2.0", "PCIe 2-8-5 reference node (H100 PCIe system)", "PCIe 5.0 x16 (link)"),
+    "L40S": ("L40S", "0.864", "AWS G6e (L40S system)", "PCIe 4.0 x16 (link)"),
+    "RTX 4090": ("RTX 4090", "1.008", None, "PCIe 4.0 x16 (link)"),
+}
+
+
+def row_of(gpu: str, bandwidth: str = "") -> dict[str, str]:
+    return next(row for row in HARDWARE if row["gpu"] == gpu and row["hbm_tb_s"] == bandwidth)
 
 
 def test_every_preset_is_held_against_its_data_sheet():
-    assert set(CLUSTERS) == {"H100", "H100, EFA", "H200", "A100", "B200"}
+    assert set(CLUSTERS) == set(PRESETS)
     assert CLUSTERS["H100, EFA"].software == NANOTRON
     assert all(CLUSTERS[name].software == Software() for name in CLUSTERS if name != "H100, EFA")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_presets_are_those_of_the_data_sheets(name):
+    """Memory: GiB where the sheet prints GB, or what the notes say that the driver reports. Links: GB are 1e9 bytes."""
+    gpu, bandwidth, system, link = PRESETS[name]
+    cluster, sheet = CLUSTERS[name], row_of(gpu, bandwidth)
+    assert cluster.peak_flops == float(sheet["bf16_dense_tflops"]) * 1e12
+    fp8 = sheet["fp8_dense_tflops"]
+    assert cluster.fp8_flops == (float(fp8) * 1e12 if fp8 else None)
+    reported = re.search(r"nvidia-smi.*: (\d+) MiB", sheet["notes"])
+    assert cluster.memory_bytes == (int(reported[1]) * 2**20 if reported else float(sheet["hbm_gb"]) * 2**30)
+    assert cluster.memory_bandwidth == pytest.approx(float(sheet["hbm_tb_s"]) * 1e12)
+    in_node = re.match(r"(\d+) GB/s per direction", row_of(link)["notes"])[1] if link else None
+    assert cluster.node_link == float(in_node or sheet["nvlink_gb_s_per_direction"]) * 1e9
+    node = re.search(r"= (\d+) GB/s per node", row_of(system)["inter_node"] if system else "= 0 GB/s per node")
+    assert cluster.network * cluster.gpus_per_node == float(node[1]) * 1e9
+    assert cluster.gpus_per_node == (72 if "NVL72" in name else 8)
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_memory_is_what_drivers_report(name):
+    assert CLUSTERS[name].memory_bytes == pytest.approx(REPORTED[name] * 2**20, rel=0.01)
+
+
+# What a cluster cannot be.
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, None, "989e12"])
+@pytest.mark.parametrize(
+    "name", ["peak_flops", "memory_bytes", "memory_bandwidth", "node_link", "network", "fp8_flops"]
+)
+def test_a_rate_that_is_none_is_one_line(name, value):
+    if (name, value) in (("network", 0), ("fp8_flops", None)):
+        assert getattr(dataclasses.replace(EIGHT, **{name: value}), name) is value, "no network; no FP8"
+        return
+    with pytest.raises(ValueError, match=f"^eight a node: {name} .*: a number above 0$"):
+        dataclasses.replace(EIGHT, **{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -8, 2.5, None])
+def test_a_node_has_a_gpu(value):
+    with pytest.raises(ValueError, match="^eight a node: gpus_per_node .*: a whole number, 1 or more$"):
+        dataclasses.replace(EIGHT, gpus_per_node=value)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"split": "x"}, "split 'x': it is one of ends, layers, flops"),
+        ({"order": ("dp", "pp", "tp", "tp")}, "order .*: it has dp, pp, cp, tp, each once"),
+        ({"order": ("dp", "tp")}, "order "),
+        ({"step_host_s": -1e-3}, "step_host_s -0.001: a number of 0 or more"),
+        ({"collective_s": math.nan}, "collective_s nan"),
+        ({"unusable_bytes": math.inf}, "unusable_bytes inf"),
+        ({"nvlink_efficiency": 0.0}, "nvlink_efficiency 0: a number above 0"),
+        ({"memory_spread": 0}, "memory_spread 0: a number above 0"),
+        ({"longest_ring": 1}, "longest_ring 1: a ring has 2 ranks or more"),
+        ({"overlap": "all"}, "overlap 'all': a number of 0 or more"),
+        ({"logit_bytes": (10.5,)}, "logit_bytes .*: it has 2 numbers"),
+        ({"held": (0.5, -1.0)}, "held .*: a number of 0 or more"),
+    ],
+)
+def test_software_that_cannot_be_is_one_line(changes, message):
+    with pytest.raises(ValueError, match=f"^eight a node: software.{message}") as error:
+        EIGHT.with_software(**changes)
+    assert "\n" not in str(error.value)
+
+
+def test_numpys_numbers_are_numbers():
+    fitted = EIGHT.with_software(matmul_efficiency=np.float64(0.5), stall_nodes=np.int64(8))
+    assert dataclasses.replace(fitted, peak_flops=np.float32(1e12)).peak_flops > 0
+
+
+def test_a_rack_is_a_node():
+    rack = CLUSTERS["GB200 NVL72"].with_software(nvlink_efficiency=1.0, network_efficiency=1.0)
+    assert ring(rack, 72, 1) == (900e9, False)
+    assert ring(rack, 2, 72) == (50e9, True)
+    assert ring(rack, 144, 1) == (900e9, True), "72 cards"

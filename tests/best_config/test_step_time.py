@@ -138,7 +138,7 @@ def test_what_data_parallelism_sends():
     sends 4 and gets 2; ZeRO-2 sends 4 for every micro-batch; ZeRO-3 gets 2 twice and sends 4, for every one."""
     cluster = H100.with_software(collective_s=0.0, gradient_step_s=0.0, nvlink_efficiency=1.0)
     for words, sent in (("dp8", 8), ("dp8,zero1", 6), ("dp8,zero2", 4 * 8 + 2), ("dp8,zero3", 8 * 8)):
-        assert exposed(words, 0.0, cluster=cluster) == pytest.approx(1e9 * sent * 7 / 8 / cluster.nvlink), words
+        assert exposed(words, 0.0, cluster=cluster) == pytest.approx(1e9 * sent * 7 / 8 / cluster.node_link), words
     assert exposed("dp8,pp2,zero3,keep", 0.0, cluster=cluster) < exposed("dp8,pp2,zero2", 0.0, cluster=cluster)
 
 
@@ -157,7 +157,7 @@ def test_gradients_take_the_links_between_the_ranks_of_dp_and_cp(words):
     cluster = H100.with_software(collective_s=0.0, gradient_step_s=0.0, nvlink_efficiency=1.0, network_efficiency=1.0)
     group = groups_along(Layout.parse(words), "dp", "cp")[0]
     inside = sum(rank < cluster.gpus_per_node for rank in group)
-    bandwidth = cluster.nvlink if inside == len(group) else min(cluster.nvlink, inside * cluster.network)
+    bandwidth = cluster.node_link if inside == len(group) else min(cluster.node_link, inside * cluster.network)
     expected = 1e9 * 6 * (len(group) - 1) / len(group) / bandwidth
     assert exposed(f"{words},zero1", 0.0, cluster=cluster) == pytest.approx(expected)
 
@@ -179,7 +179,7 @@ def test_replicas_sum_pieces_over_the_links_between_them(words):
 
     def seconds(ranks: list[int], sent: float) -> float:
         inside = sum(rank < cluster.gpus_per_node for rank in ranks)
-        bandwidth = cluster.nvlink if inside == len(ranks) else min(cluster.nvlink, inside * cluster.network)
+        bandwidth = cluster.node_link if inside == len(ranks) else min(cluster.node_link, inside * cluster.network)
         return sent * (len(ranks) - 1) / len(ranks) / bandwidth
 
     expected = seconds(group, 1e9 * 8 * 8) + seconds(others, 1e9 / size * 8)
@@ -283,12 +283,12 @@ def test_what_a_pipeline_sends():
     links = {"nvlink_efficiency": 1.0, "network_efficiency": 1.0, "collective_s": 0.0, "ring_step_s": 0.0}
     cluster = H100.with_software(**links)
     inside, beyond = (float(transfer_time(LLAMA, cluster, Layout(pp=pp, micro_batch=2), SEQ)) for pp in (8, 16))
-    assert inside == pytest.approx(2 * 2 * SEQ * LLAMA.hidden * 2 / cluster.nvlink)
+    assert inside == pytest.approx(2 * 2 * SEQ * LLAMA.hidden * 2 / cluster.node_link)
     whole, split = (
         float(transfer_time(LLAMA, cluster, Layout(pp=2, tp=2, sequence_parallel=sp), SEQ)) for sp in (False, True)
     )
     assert whole == pytest.approx(2 * split)  # without SP, each rank of tp sends all of it
-    assert beyond == pytest.approx(inside * cluster.nvlink / cluster.network)
+    assert beyond == pytest.approx(inside * cluster.node_link / cluster.network)
     for words in ("pp1", "dp64", "dp64,tp8"):
         assert transfer_time(LLAMA, H100, Layout.parse(words), SEQ) == 0, words
 

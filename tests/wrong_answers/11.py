@@ -533,7 +533,7 @@ from course_lib.single_gpu.model import ModelConfig
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
     """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
     software, tp = cluster.software, np.asarray(layout.tp)
-    bandwidth = cluster.nvlink * cluster.software.nvlink_efficiency
+    bandwidth = cluster.node_link * cluster.software.nvlink_efficiency
     far_steps = np.maximum(0, tp - cluster.gpus_per_node)
     return 8 * (size * (tp - 1) / tp / bandwidth + software.collective_s + software.ring_step_s * far_steps)
 
