@@ -4,8 +4,9 @@
     predicted_step(runs[0]).step_s              beside runs[0].step_s, which was measured
     errors_by_source(runs)                      {source: (runs, median of predicted / measured, median absolute error)}
 
-Other programs, other models, an older GPU, up to 16,384 of them. Nothing is fitted here: peaks and links are those of
-the data sheets, the efficiencies those of nanotron on H100s (`clusters`). What a source does not say has to be assumed,
+Other programs, other models, an older GPU, up to 16,384 of them, in BF16 and FP8. Nothing is fitted here: peaks and
+links are those of the data sheets, the efficiencies those of nanotron on H100s, and what a program keeps and computes
+again its own (`clusters.SOFTWARE`). What a source does not say has to be assumed,
 and each run lists what was. A step's time is what was published, or follows from the tokens/s or the FLOP/s that were:
 
     F = 96 B s l h^2 (1 + s / (6 h) + V / (16 l h))    recomputation included: Narayanan et al. 2021, equation 3
@@ -15,11 +16,12 @@ GPT's MLP has two matrices of h x f, the course's three. One of 2/3 the width ha
 """
 
 import csv
+import dataclasses
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.clusters import CLUSTERS, SOFTWARE
 from course_lib.best_config.planner import Estimate, estimate
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.memory import param_count
@@ -42,6 +44,8 @@ class PublishedRun:
     model: str
     config: ModelConfig
     layout: Layout
+    program: str  # a name in SOFTWARE
+    dtype: str  # of a layer's products: bf16, fp16 or fp8
     batch: int  # sequences of a step
     seq: int
     step_s: float
@@ -49,7 +53,7 @@ class PublishedRun:
 
 
 def load_published(file: Path | str) -> list[PublishedRun]:
-    """The runs in 16 bit whose layout is known, or nearly (Llama 3). Raises ValueError for a file of other columns."""
+    """The runs whose layout is known, or nearly (Llama 3). Raises ValueError for a file of other columns."""
     return [published_run(row) for row in _rows(file) if reason_left_out(row) is None]
 
 
@@ -71,8 +75,6 @@ def reason_left_out(row: dict[str, str]) -> str | None:
     """Why a row is not used; None where it is. Tier A: every field of the layout was published; B: nearly all."""
     if row["status"] != "ok":
         return "the run did not end"
-    if row["dtype"] == "fp8":
-        return "FP8, and the planner's products are in BF16"
     if row["tier"] not in ("A", "B"):
         return "micro-batch, recomputation or ZeRO stage not published"
     return None
@@ -96,6 +98,8 @@ def published_run(row: dict[str, str]) -> PublishedRun:
         model=row["model"],
         config=config,
         layout=layout,
+        program="torchtitan" if row["source"].startswith("torchtitan") else "Megatron-LM",
+        dtype=row["dtype"],
         batch=_number(row, "global_batch_seqs"),
         seq=_number(row, "seq_len"),
         step_s=_measured_step_s(row, config),
@@ -104,12 +108,12 @@ def published_run(row: dict[str, str]) -> PublishedRun:
 
 
 def _source(row: dict[str, str]) -> str:
-    """Its short name; Narayanan et al. ran DeepSpeed too, which is another program."""
+    """Its short name, with FP8 where it is; Narayanan et al. ran DeepSpeed too, which is another program."""
     name = row["source"].split(" (")[0].split(" docs/")[0]
     if name == "Megatron-LM SC21":
         program = "DeepSpeed" if "DeepSpeed" in row["zero_stage_or_fsdp"] else "Megatron-LM"
         name = f"Narayanan et al. 2021, {program}"
-    return name
+    return name + ", FP8" * (row["dtype"] == "fp8")
 
 
 def _number(row: dict[str, str], name: str, otherwise: int = 0) -> int:
@@ -180,8 +184,8 @@ def _recompute(row: dict[str, str]) -> tuple[str, list[str]]:
     if not words:
         return "none", ["no recomputation"]
     if row["source"].startswith("torchtitan") and words.startswith("selective"):
-        what = "every other layer" if "layer" in words else "every other matrix product"
-        return "selective", [f"recomputation of the scores, for that of {what}"]
+        nearest = ["every other matrix product again, for every other layer"] if "layer" in words else []
+        return "selective", nearest
     return words, []
 
 
@@ -201,8 +205,9 @@ def _measured_step_s(row: dict[str, str], config: ModelConfig) -> float:
 
 
 def predicted_step(run: PublishedRun) -> Estimate:
-    """What the planner says of it, on a cluster of its GPU's data sheet. Stages have the same number of layers."""
-    cluster = CLUSTERS[run.gpu].with_software(split="layers")
+    """What the planner says of it, on a cluster of its GPU's data sheet, with its program's software."""
+    cluster = dataclasses.replace(CLUSTERS[run.gpu], software=SOFTWARE[run.program])
+    cluster = cluster.with_software(products="fp8" if run.dtype == "fp8" else "bf16")
     return estimate(run.config, cluster, run.layout, run.batch, run.seq)
 
 

@@ -69,7 +69,7 @@ def layer_times(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: di
     again = np.where(full, 4 / 3, np.where(selective, 1 + software.selective_again / 3, 1.0))  # a forward more, or part
     dense = (parts["q_o"] + expert_sizes(config, moe)[0]) / tp + parts["kv"] / np.minimum(tp, config.kv_heads)
     scores = 7 * seq * h * tokens / tp * np.where(full | (selective & (software.selective_again == 0)), 9 / 7, 1)
-    rate = cluster.peak_flops * software.matmul_efficiency
+    rate = cluster.product_flops * software.matmul_efficiency
     products = 6 * tokens * dense / rate * (1 + software.half_rows / tokens)
     if moe is not None:  # an expert has fewer rows: its share of the tokens of ep ranks
         rows = tokens * moe["top_k"] * ep / moe["experts"]
