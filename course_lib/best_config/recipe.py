@@ -46,11 +46,12 @@ def candidates(config: ModelConfig, gpus: int, node: int) -> list[tuple[str, Lay
     pipelines = [2**n for n in range(1, 8) if tp * 2**n <= gpus]
     sharded = ("ZeRO-3 alone", Layout(zero_stage=3))
     split = ("TP in the node, ZeRO-3", Layout(tp=tp, sequence_parallel=tp > 1, zero_stage=3))
+    zero = 2 if gpus >= 1024 else 1
     piped = [
-        (f"TP in the node, PP {pp}, ZeRO-1", Layout(tp=tp, sequence_parallel=tp > 1, pp=pp, zero_stage=1))
+        (f"TP in the node, PP {pp}, ZeRO-{zero}", Layout(tp=tp, sequence_parallel=tp > 1, pp=pp, zero_stage=zero))
         for pp in pipelines
     ]
-    if gpus >= 1024:  # TP 8, DP with ZeRO, PP
+    if gpus >= 1024:  # TP 8, DP with ZeRO-2, PP
         return [*piped, split, sharded]
     if gpus >= 512:  # DP alone waits for its traffic
         return [split, *piped, sharded]
