@@ -114,7 +114,7 @@ def test_zero_3_has_two_layers_gathered_and_keeps_a_stage_where_it_says_so():
     assert memory(LLAMA, H100, "dp8,tp2,zero3")["gathered weights"] == 2 * one_layer * H100.software.weight_bytes
     kept, whole = memory(LLAMA, H100, "dp8,pp2,zero3,keep"), memory(LLAMA, H100, "dp8,pp2,zero1")
     assert kept["gathered weights"] == 0 and kept["parameters"] == whole["parameters"]
-    assert kept["optimizer states"] == whole["optimizer states"]
+    assert kept["gradients"] == whole["gradients"] and kept["optimizer states"] == whole["optimizer states"]
 
 
 def test_replicas_of_zero_3_divide_by_the_ranks_of_one_group():

@@ -116,6 +116,11 @@ def strided(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, x], 3).transpose(1, 2).contiguous().transpose(1, 2)[:, :, :, 0]
 
 
+def turned(x: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a view whose heads lie across: one head's numbers are not neighbours."""
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
 @pytest.mark.parametrize("dtype", WITHIN)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_is_float64s_attention(name, dtype):
@@ -124,7 +129,7 @@ def test_a_block_is_float64s_attention(name, dtype):
     for (heads, kv_heads, d), (causal, keys) in itertools.product(SHAPES, [(True, 12), (False, 12), (False, 7)]):
         given = inputs(heads, kv_heads, d, dtype, keys=keys)
         expected = exact(*given, causal)
-        for view in (lambda x: x, strided):
+        for view in (lambda x: x, strided, turned):
             gradient, q, k, v = (view(x) for x in given)
             out, lse = block.forward(q, k, v, causal)
             assert out.shape == q.shape and lse.shape == q.shape[:3]

@@ -736,6 +736,7 @@ CHANGES = {
     "buffer": lambda odd: odd.count.add_(1),
     "boolean": lambda odd: odd.mask.logical_not_(),
     "sign of zero": lambda odd: odd.frozen.fill_(-0.0),
+    "exchanged far away": lambda odd: odd.large.copy_(odd.large.flip(1)),
 }
 
 
@@ -747,6 +748,7 @@ def changed_on_rank_2() -> dict[str, list[str]]:
         with torch.no_grad():
             odd.first.bias.fill_(torch.nan)
             odd.frozen.fill_(0.0)
+            odd.register_buffer("large", torch.eye(1, 2**20 + 1, dtype=torch.int8))  # one more than is read at a time
             if dist.get_rank() == 2:
                 change(odd)
         found[name] = out_of_step(odd)
@@ -762,6 +764,7 @@ def test_out_of_step_names_what_differs_in_a_single_bit(ranks):
             "buffer": ["count"],
             "boolean": ["mask"],
             "sign of zero": ["frozen"],
+            "exchanged far away": ["large"],
         }
 
 

@@ -363,6 +363,7 @@ def test_forward_does_not_wait_for_the_counts_of_other_ranks():
     weight = made.weight.detach().clone().requires_grad_()
     scores = (x @ weight.t()).softmax(-1)
     kept = top_k_gates(scores, scores.detach(), 2)
-    counts = (kept.detach() != 0).flatten(0, -2).sum(0) + others
-    (kept.sum() + 0.3 * balance_loss(scores, counts)).backward()
+    own = (kept.detach() != 0).flatten(0, -2).sum(0)
+    (kept.sum() + 0.3 * balance_loss(scores, own + others)).backward()
     torch.testing.assert_close(made.weight.grad, weight.grad)
+    assert torch.equal(made.counts, own), "take_counts adds up those of all ranks"

@@ -123,14 +123,20 @@ def test_micro_batches_are_summed_in_the_recipes_dtype():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_resuming_is_bit_for_bit(name):
+    """Where a recipe keeps sums, after a backward whose step comes later."""
     model, optimizer = made(name)
     train(model, optimizer, range(2))
+    sums = RECIPES[name].accumulated is not None
+    if sums:
+        loss(model(batch(5)[0]), batch(5)[1]).backward()
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.step() if sums else None
     expected = train(model, optimizer, range(2, 5))
     model, optimizer = made(name)
     train(model, optimizer, [7])
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
+    optimizer.step() if sums else None
     assert train(model, optimizer, range(2, 5)) == expected
 
 

@@ -294,15 +294,17 @@ def test_a_step_runs_on_fake_tensors():
 
 
 def steps_of_two_ranks(together: bool) -> tuple[list[float], list[float], list[bool]]:
-    """On each of two ranks: scales, step counters and found_inf, where rank 1's shard has an inf in step 1."""
+    """On each of two ranks: scales, step counters and found_inf, where rank 1's shard has an inf in step 1,
+    and both have one in step 2.
+    """
     pair = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         return [], [], []
     shard = nn.Parameter(torch.full((4,), 1.0 + dist.get_rank()))
     optimizer = torch.optim.AdamW([shard], **FUSED)
     scaler, scales, counters, skipped = LossScaler(8.0, group=pair if together else None), [], [], []
-    for step in range(3):
-        shard.grad = torch.full((4,), float("inf") if step == dist.get_rank() == 1 else 1.0)
+    for step in range(4):
+        shard.grad = torch.full((4,), float("inf") if step == 2 or step == dist.get_rank() == 1 else 1.0)
         scaler.unscale([shard])
         skipped.append(bool(scaler.found_inf))
         scaler.step(optimizer)
@@ -314,6 +316,6 @@ def steps_of_two_ranks(together: bool) -> tuple[list[float], list[float], list[b
 
 def test_ranks_skip_together(ranks):
     first, second = ranks(steps_of_two_ranks, True)[:2]
-    assert first == second == ([8, 4, 4], [1, 1, 2], [False, True, False])
+    assert first == second == ([8, 4, 2, 2], [1, 1, 1, 2], [False, True, True, False])
     first, second = ranks(steps_of_two_ranks, False)[:2]
     assert first != second, "without the group, each rank goes its own way"

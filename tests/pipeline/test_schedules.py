@@ -228,6 +228,9 @@ def test_the_hand_made_order_of_micro_batches():
     words = [" ".join(f"{kind}{stage}.{i}" for kind, stage, i in actions) for actions in interleaved(2, 4, 2)]
     begin = "F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1"
     assert words[0] == f"{begin} B2.2 B2.3 B0.2 B0.3"
+    for actions in (*zero_bubble_h2(4, 8), *zero_bubble_v(4, 8), *dualpipe(4, 8)):
+        halves = {kind: [action[1:] for action in actions if action.kind == kind] for kind in "IW"}
+        assert halves["W"] == halves["I"], "a W belongs to the oldest I without one"
 
 
 # What is refused.

@@ -22,7 +22,7 @@ from course_lib.pipeline.schedules import (
     zero_bubble_h2,
     zero_bubble_v,
 )
-from course_lib.pipeline.transfers import Mail, Transfer, find_transfers, plan_transfers
+from course_lib.pipeline.transfers import IN_FLIGHT, Mail, Transfer, find_transfers, plan_transfers
 
 
 def by_hand(p: int, m: int) -> dict:
@@ -256,6 +256,7 @@ def delivered(schedule) -> tuple[list[str], int]:
 
     for place, (kind, stage, i) in enumerate(schedule[group.rank()]):
         mail.start(place)
+        wrong += [f"{len(mail.sent)} sends under way"] * (len(mail.sent) > IN_FLIGHT)
         if kind == "W":
             continue
         way = "F" if kind == "F" else "B"
