@@ -2,6 +2,7 @@
 
     python -m course_kit.sweep --preset debug --ranks 2 4 --batch 8 --seq 64 --steps 6 --time-limit 60 --csv sweep.csv
     python -m course_kit.sweep --preset llama3-8B --ranks 8 16 --gpus-per-node 8 --slurm runs/sweep … -- --dtype bf16
+    python -m course_kit.sweep --preset llama3-8B --ranks 8 --batch 64 --seq 4096 --cluster H100 --calibrate ours.toml
 
 Many layouts of a large sweep fail: of the playbook's published runs 43% did, by memory, time or a crash. So a failure
 is a result, in a row like any other, with its reason; a run that hangs costs its time limit and no more; no process of
@@ -17,13 +18,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from course_kit.pictures.heatmaps import heatmap
+from course_kit.sweep.calibrate import calibrate_rows, named_cluster, of_program, said_by
 from course_kit.sweep.enclosed import now
 from course_kit.sweep.rows import Rows
 from course_kit.sweep.runs import PROGRAM, WARM_UP_STEPS, Run, layouts_of, measure, refusal, refused, row_of
 from course_kit.sweep.slurm import collect, write_arrays
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.hardware import save_cluster
+from course_lib.best_config.informative import informative
 from course_lib.checkpoint import program as five_d
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
+from course_lib.single_gpu.training import out_file
 
 
 def describe(row: dict) -> str:
@@ -118,6 +124,10 @@ def parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=int, default=8, help="for --slurm: how many nodes the ranks need")
     add("--at-once", type=int, default=4, help="for --slurm: how many runs of an array go on at once")
     add("--collect", type=Path, metavar="FOLDER", help="run nothing; bring what such jobs have done so far to the CSV")
+    add("--calibrate", type=out_file, metavar="TOML",
+        help="run the layouts that tell most of --cluster's constants, fit these, and save the cluster")
+    add("--cluster", default="H100", help=f"for --calibrate: a TOML file of a cluster, or one of {'; '.join(CLUSTERS)}")
+    add("--runs", type=int, default=20, help="for --calibrate: how many layouts")
     return parser
 
 
@@ -125,6 +135,10 @@ def runs_of(chosen: argparse.Namespace, options: Sequence[str]) -> list[Run]:
     """The runs that the options name. Raises ValueError where there is none."""
     if chosen.layouts:
         layouts = [Layout.parse(text) for text in chosen.layouts]
+    elif chosen.calibrate:
+        dtype, moe = said_by(chosen.preset, options)
+        cluster, config = of_program(chosen.cluster, dtype), PRESETS[chosen.preset]
+        layouts = informative(config, cluster, chosen.ranks, chosen.batch, chosen.seq, chosen.runs, moe)
     else:
         sizes = (chosen.preset, chosen.batch, chosen.seq, chosen.zero, chosen.micro_batches)
         layouts = [layout for ranks in chosen.ranks for layout in layouts_of(ranks, *sizes)]
@@ -144,15 +158,29 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[Run
     own = parser()
     chosen = own.parse_args(ours)
     try:
-        numbers = [chosen.batch, chosen.seq, chosen.gpus_per_node, chosen.at_once, *chosen.ranks, *chosen.micro_batches]
-        if min(numbers) < 1 or not chosen.time_limit > 0:
-            raise ValueError("numbers of ranks, sequences, tokens, GPUs, runs at once, and the time limit are above 0")
+        numbers = [chosen.batch, chosen.seq, chosen.gpus_per_node, chosen.at_once, chosen.runs]
+        if min(*numbers, *chosen.ranks, *chosen.micro_batches) < 1 or not chosen.time_limit > 0:
+            raise ValueError("numbers of ranks, sequences, tokens, GPUs, runs, and the time limit are above 0")
+        if chosen.calibrate:
+            chosen.cluster = named_cluster(chosen.cluster)
+            chosen.gpus_per_node = chosen.cluster.gpus_per_node
         runs = [] if chosen.collect else runs_of(chosen, more)
     except ValueError as error:
         own.error(str(error))
     for run in runs[:1]:  # an option that five_d does not know would fail every run
         five_d.program_parser().parse_args(run.arguments())
     return chosen, runs
+
+
+def save_calibration(rows: Sequence[dict], chosen: argparse.Namespace) -> None:
+    """Fit the cluster's constants to the rows, print what came of it, and save the cluster."""
+    try:
+        found = calibrate_rows(rows, chosen.cluster)
+    except ValueError as error:
+        sys.exit(f"sweep: {error}")
+    print(found)
+    save_cluster(found.cluster, chosen.calibrate)
+    print(f"saved to {chosen.calibrate}")
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -175,6 +203,8 @@ def main(argv: list[str] | None = None) -> list[dict]:
         sys.exit(f"sweep: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
+    if chosen.calibrate:
+        save_calibration(rows, chosen)
     if chosen.plot:
         heatmap(rows, chosen.csv.name, across="ranks").savefig(chosen.plot, dpi=150)
     return rows

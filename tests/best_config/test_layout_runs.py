@@ -112,11 +112,23 @@ def test_every_layout_that_ran_can_be():
             check_layout(dataclasses.replace(run.config, layers=10**4), run.layout, 8 * run.nodes, 256, 4096)
 
 
-@pytest.mark.parametrize("lines", [["a,b", "1,2"], ["model,nodes"], []])
-def test_a_file_of_other_columns_is_one_line(tmp_path, lines):
+@pytest.mark.parametrize(
+    "lines, words",
+    [
+        (["a,b", "1,2"], "has not the columns of the playbook's runs"),
+        (["model,nodes"], "has no rows"),
+        ([], "has no rows"),
+        ([HEADER], "has no rows"),
+        ([HEADER, "8B,1,8,1,1,1,2,8,128,1,40.0,6000.0,60.0"], "no row is of 256 sequences a step"),
+        ([HEADER, "7B,1,8,1,1,1,2,16,256,1,40.0,6000.0,60.0"], "line 2: 'bench-7B'"),
+        ([HEADER, "8B,1,8,1,1,1,2,16,256,1,40.0,fast,60.0"], "line 2: could not convert string to float: 'fast'"),
+        ([HEADER + ",layout", "debug,1,2,1,1,0,1,4,8,1,40.0,6000.0,60.0,dp2"], "is a sweep's: .*load_sweep reads it"),
+    ],
+)
+def test_a_file_that_is_none_is_one_line(tmp_path, lines, words):
     file = tmp_path / "other.csv"
     file.write_text("\n".join(lines))
-    with pytest.raises(ValueError, match="has not the columns of the measured runs") as error:
+    with pytest.raises(ValueError, match=words) as error:
         load_runs(file)
     assert str(file) in str(error.value) and "\n" not in str(error.value)
 
@@ -139,7 +151,7 @@ def run_of(model: str, nodes: int, step_s: float | None, peak_bytes: float = 40e
     """A run that took so long, or failed."""
     ok = step_s is not None
     times = (step_s, peak_bytes) if ok else (np.nan, np.nan)
-    return MeasuredRun(model, PRESETS["bench-1B"], nodes, Layout(dp=8 * nodes), ok, *times)
+    return MeasuredRun(model, PRESETS["bench-1B"], nodes, Layout(dp=8 * nodes), 256, 4096, ok, *times)
 
 
 def test_accuracy_by_hand():
