@@ -16,8 +16,8 @@ predicts it: the error on a model at a size that it was not measured at.
 
 # %% auto #0
 __all__ = ['TIME', 'MEMORY', 'MEMORY_PAIRS', 'FITTED', 'SCALE', 'REACH', 'SPREAD', 'constants_of', 'with_constants', 'log_errors',
-           'solve', 'slopes', 'spread_of', 'intervals', 'loss', 'untold', 'determine', 'accepted', 'edge', 'check_runs',
-           'calibrate', 'fit', 'cross_validate']
+           'solve', 'slopes', 'spread_of', 'intervals', 'loss', 'untold', 'determine', 'accepted', 'edge', 'fit_limit',
+           'check_runs', 'calibrate', 'fit', 'cross_validate']
 
 # %% ../../notebooks/11_best_config.ipynb #calibration-own-imports
 from .clusters import Cluster
@@ -178,6 +178,33 @@ def edge(runs: list[MeasuredRun], cluster: Cluster, name: str, before: float, li
     tried = [with_constants(cluster, {name: value}) for value in np.geomspace(before, now, 40)[:-1].tolist()]
     return next((each for each in tried if loss(runs, each, what) <= limit), cluster)
 
+# %% ../../notebooks/11_best_config.ipynb #calibration-limit
+def fit_limit(runs: list[MeasuredRun], cluster: Cluster) -> Cluster:
+    """The cluster with the limit of its memory, and the spread of needs about it, that make it likeliest which runs
+    ended: a logistic curve (`Estimate.risk`), beside a share of runs that failed for other reasons, such as a node.
+
+    Both stay where fewer than ten that ended, or that failed, need between half and twice the usable bytes.
+    """
+    from scipy.optimize import minimize
+
+    software, ok, risk = cluster.software, np.array([run.ok for run in runs]), predict(runs, cluster).risk
+    inside = (risk > 0) & (risk < 1)
+    ok, odds = ok[inside], np.log(risk[inside] / (1 - risk[inside]))
+    log_needed = odds * software.memory_spread  # over the usable bytes
+    near = np.abs(log_needed) < math.log(2)
+    if min(np.sum(ok & near), np.sum(~ok & near)) < 10:
+        return cluster
+
+    def surprise(x: np.ndarray) -> float:
+        limit, spread, others = x[0], math.exp(x[1]), 1 / (1 + math.exp(-x[2]))
+        fails = others + (1 - others) / (1 + np.exp(np.clip((limit - log_needed) / spread, -30, 30)))
+        return -np.log(np.where(ok, 1 - fails, fails) + 1e-12).sum()
+
+    limit, log_spread, _ = minimize(surprise, [0.0, math.log(software.memory_spread), -3.0], method="Nelder-Mead").x
+    usable = (cluster.memory_bytes - software.unusable_bytes) * math.exp(limit)
+    unusable = max(0.0, cluster.memory_bytes - usable)
+    return cluster.with_software(unusable_bytes=unusable, memory_spread=math.exp(log_spread))
+
 # %% ../../notebooks/11_best_config.ipynb #calibration-fit
 def check_runs(runs: list[MeasuredRun], cluster: Cluster, what: str) -> None:
     """Raise ValueError where there are fewer different runs than constants that show in them."""
@@ -210,6 +237,7 @@ def calibrate(runs: list[MeasuredRun], cluster: Cluster) -> Calibration:
     except ValueError:
         why = f"{len(peaked)} runs have a peak: too few"
         of_memory = [Constant(name, was, was, why=why) for name, was in constants_of(cluster, "peak_bytes").items()]
+    fitted = fit_limit(runs, fitted)
     before, after = (accuracy(ran, predict(ran, each)) for each in (cluster, fitted))
     errors = {name: (before[name], after[name]) for name in ("tokens/s", "peak memory")}
     return Calibration(fitted, (*constants, *of_memory), len(ran), errors, facts_of(ran))
@@ -222,11 +250,11 @@ def fit(runs: list[MeasuredRun], cluster: Cluster) -> Cluster:
 # %% ../../notebooks/11_best_config.ipynb #ex-11-6
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, bool)))
+    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
     for rows in cells(runs).values():
         left = set(rows)
         fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
         held_out = predict([runs[i] for i in rows], fitted)
-        for name in ("step_s", "peak_bytes", "fits"):
+        for name in ("step_s", "peak_bytes", "risk"):
             getattr(found, name)[rows] = getattr(held_out, name)
     return found

@@ -14,7 +14,7 @@ __all__ = ['COLUMNS', 'GQA_GFLOP', 'MeasuredRun', 'numbered_rows', 'load_runs', 
            'accuracy', 'cells', 'loss_of_picks']
 
 # %% ../../notebooks/11_best_config.ipynb #layout-runs-own-imports
-from .planner import estimate
+from .planner import RISK, estimate
 from .clusters import Cluster
 from .tables import LayoutTable
 
@@ -111,7 +111,12 @@ class Predicted:
 
     step_s: np.ndarray
     peak_bytes: np.ndarray
-    fits: np.ndarray
+    risk: np.ndarray  # of running out of memory, 0 to 1
+
+    @property
+    def fits(self) -> np.ndarray:
+        """Whether it is likelier than not to run."""
+        return self.risk < 0.5
 
 
 def alike(runs: list[MeasuredRun]) -> list[list[int]]:
@@ -124,11 +129,11 @@ def alike(runs: list[MeasuredRun]) -> list[list[int]]:
 
 def predict(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     """The planner's estimates of measured runs, in their order."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, bool)))
+    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
     for rows in alike(runs):
         run, table = runs[rows[0]], LayoutTable.of(runs[i].layout for i in rows)
         parts = estimate(run.config, cluster, table, run.batch, run.seq, run.moe)
-        found.step_s[rows], found.peak_bytes[rows], found.fits[rows] = parts.step_s, parts.peak_bytes, parts.fits
+        found.step_s[rows], found.peak_bytes[rows], found.risk[rows] = parts.step_s, parts.peak_bytes, parts.risk
     return found
 
 
@@ -155,14 +160,15 @@ def cells(runs: list[MeasuredRun]) -> dict[tuple[str, int], list[int]]:
     return found
 
 
-def loss_of_picks(runs: list[MeasuredRun], predicted: Predicted) -> dict[tuple[str, int], float]:
-    """For each cell, how much slower the layout that the planner likes best there ran than the cell's fastest, 0 to 1;
-    of the layouts that were ok and that the planner lets fit. A cell without one is left out.
+def loss_of_picks(runs: list[MeasuredRun], predicted: Predicted, risk: float = RISK) -> dict[tuple[str, int], float]:
+    """For each cell, how much slower the planner's favourite of all layouts tried there ran than the cell's fastest, 0 to
+    1: 1 where it failed, or where none has so little risk. A cell in which no run was ok is left out.
     """
     found = {}
     for cell, rows in cells(runs).items():
-        ran = [i for i in rows if runs[i].ok]
-        if fitting := [i for i in ran if predicted.fits[i]]:
-            pick = min(fitting, key=lambda i: predicted.step_s[i])
-            found[cell] = 1 - min(runs[i].step_s for i in ran) / runs[pick].step_s
+        allowed = [i for i in rows if predicted.risk[i] <= risk]
+        pick = min(allowed, key=lambda i: predicted.step_s[i], default=None)
+        if ran := [runs[i].step_s for i in rows if runs[i].ok]:
+            failed = pick is None or not runs[pick].ok
+            found[cell] = 1.0 if failed else 1 - min(ran) / runs[pick].step_s
     return found

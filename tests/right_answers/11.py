@@ -112,13 +112,13 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
 # %% 11.6 collects by run
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    step_s, peak_bytes, fits = [0.0] * len(runs), [0.0] * len(runs), [False] * len(runs)
+    step_s, peak_bytes, risk = [0.0] * len(runs), [0.0] * len(runs), [0.0] * len(runs)
     for rows in cells(runs).values():
         constants = fit([runs[i] for i in range(len(runs)) if i not in rows], cluster)
         found = predict([runs[i] for i in rows], constants)
         for place, i in enumerate(rows):
-            step_s[i], peak_bytes[i], fits[i] = found.step_s[place], found.peak_bytes[place], found.fits[place]
-    return Predicted(np.array(step_s), np.array(peak_bytes), np.array(fits))
+            step_s[i], peak_bytes[i], risk[i] = found.step_s[place], found.peak_bytes[place], found.risk[place]
+    return Predicted(np.array(step_s), np.array(peak_bytes), np.array(risk))
 
 
 # %% 11.7 divisors of what is left, and the first rule first

@@ -750,11 +750,11 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
 # %% 11.6 leaks: fits to all runs
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, bool)))
+    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
     for rows in cells(runs).values():
         fitted = fit(runs, cluster)
         held_out = predict([runs[i] for i in rows], fitted)
-        for name in ("step_s", "peak_bytes", "fits"):
+        for name in ("step_s", "peak_bytes", "risk"):
             getattr(found, name)[rows] = getattr(held_out, name)
     return found
 
@@ -762,12 +762,12 @@ def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
 # %% 11.6 leaks: leaves one run of the cell out
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, bool)))
+    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
     for rows in cells(runs).values():
         left = {rows[0]}
         fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
         held_out = predict([runs[i] for i in rows], fitted)
-        for name in ("step_s", "peak_bytes", "fits"):
+        for name in ("step_s", "peak_bytes", "risk"):
             getattr(found, name)[rows] = getattr(held_out, name)
     return found
 
@@ -775,12 +775,12 @@ def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
 # %% 11.6 starts from the constants of the cell before
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, bool)))
+    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
     for rows in cells(runs).values():
         left = set(rows)
         cluster = fit([run for i, run in enumerate(runs) if i not in left], cluster)
         held_out = predict([runs[i] for i in rows], cluster)
-        for name in ("step_s", "peak_bytes", "fits"):
+        for name in ("step_s", "peak_bytes", "risk"):
             getattr(found, name)[rows] = getattr(held_out, name)
     return found
 
@@ -788,12 +788,12 @@ def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
 # %% 11.6 leaves out the whole model
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, bool)))
+    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
     for rows in cells(runs).values():
         left = {i for i, run in enumerate(runs) if run.model == runs[rows[0]].model}
         fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
         held_out = predict([runs[i] for i in rows], fitted)
-        for name in ("step_s", "peak_bytes", "fits"):
+        for name in ("step_s", "peak_bytes", "risk"):
             getattr(found, name)[rows] = getattr(held_out, name)
     return found
 
@@ -808,19 +808,19 @@ def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     return Predicted(
         step_s=np.concatenate([part.step_s for part in parts]),
         peak_bytes=np.concatenate([part.peak_bytes for part in parts]),
-        fits=np.concatenate([part.fits for part in parts]),
+        risk=np.concatenate([part.risk for part in parts]),
     )
 
 
 # %% 11.6 predicts with the constants from before the fit
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, bool)))
+    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
     for rows in cells(runs).values():
         left = set(rows)
         fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
         held_out = predict([runs[i] for i in rows], cluster)
-        for name in ("step_s", "peak_bytes", "fits"):
+        for name in ("step_s", "peak_bytes", "risk"):
             getattr(found, name)[rows] = getattr(held_out, name)
     return found
 
@@ -828,7 +828,7 @@ def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
 # %% 11.6 predicts the step alone
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, bool)))
+    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
     for rows in cells(runs).values():
         left = set(rows)
         fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
@@ -841,13 +841,13 @@ def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
 # %% 11.6 nothing is predicted of runs that failed
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
     """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, bool)))
+    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
     for rows in cells(runs).values():
         left = set(rows)
         fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
         rows = [i for i in rows if runs[i].ok]
         held_out = predict([runs[i] for i in rows], fitted)
-        for name in ("step_s", "peak_bytes", "fits"):
+        for name in ("step_s", "peak_bytes", "risk"):
             getattr(found, name)[rows] = getattr(held_out, name)
     return found
 
