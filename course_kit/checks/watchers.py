@@ -35,8 +35,8 @@ class SizesFit(TorchDispatchMode):
             wanted = [n * shape[0], *shape[1:]]
             found = " and an ".join(f"{word} of {list(each.shape)}, {each.dtype}" for word, each in pair.items())
             assert list(pair[long].shape) == wanted and given.dtype == output.dtype, (
-                f"the {name} has an {found}: on {n} ranks an {short} of {list(shape)} takes an {long} of {wanted}, "
-                "of the same dtype"
+                f"the {name} has an {found}: "
+                f"in a group of {n} an {short} of {list(shape)} takes an {long} of {wanted}, of the same dtype"
             )
         return function(*args, **(kwargs or {}))
 

@@ -164,5 +164,5 @@ def test_sizes_and_dtypes_are_compared_before_they_are_sent(numel, dtype, ranks)
     first = str(caught.value).splitlines()[0]
     assert first.endswith(
         f"the all-gather has an input of [2], torch.float32 and an output of [{numel}], {dtype}: "
-        "on 4 ranks an input of [2] takes an output of [8], of the same dtype"
+        "in a group of 4 an input of [2] takes an output of [8], of the same dtype"
     )

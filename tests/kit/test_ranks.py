@@ -29,6 +29,7 @@ from course_kit.ranks import Ranks, choose_backend
 from course_kit.ranks.calls import Call
 from course_kit.ranks.connections import prepare_backend
 from course_kit.ranks.processes import wait_until_connected
+from course_kit.ranks.report import place
 from course_lib.collectives.traffic import count_traffic
 
 psutil = pytest.importorskip("psutil")  # a GPU node may have neither
@@ -301,7 +302,6 @@ def without_rights() -> None:
         os.seteuid(0)
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs the rights of root")
 def rewords() -> None:
     try:
         inner_divides()
@@ -319,19 +319,14 @@ def test_an_error_in_other_words_names_the_line_of_the_first_one(ranks):
     ]
 
 
-def waits_alone() -> None:
-    if dist.get_rank() == 0:
-        with count_traffic():
-            dist.barrier()
+def test_a_line_of_the_library_has_its_whole_path_and_its_cell():
+    code, first = inspect.getsourcelines(count_traffic)
+    told = place(inspect.getsourcefile(count_traffic), first)
+    expected = f"course_lib/collectives/traffic.py (03_collectives.ipynb, cell traffic-mode), line {first}: "
+    assert told == expected + code[0].strip()
 
 
-def test_a_line_of_the_library_has_its_whole_path_and_its_cell(ranks, monkeypatch):
-    monkeypatch.setattr(ranks, "timeout_s", 1)
-    with pytest.raises(TimeoutError) as caught:
-        ranks(waits_alone)
-    assert "course_lib/collectives/traffic.py (03_collectives.ipynb, cell traffic-mode), line " in str(caught.value)
-
-
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs the rights of root")
 def test_a_rank_answers_again_after_it_could_not_look_into_the_folder(ranks):
     ranks(without_rights)
     with pytest.raises(ZeroDivisionError, match="ranks 0, 2, 3: in all_reduce"):
