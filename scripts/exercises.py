@@ -17,6 +17,7 @@ PROGRESS = ROOT / "workbook" / ".progress"
 CELL_ID = re.compile(r"(ex|check)-(\d\d)-(\d+)")
 STARRED = re.compile(r"^### Exercise (\d\d\.\d+) .*\n\*★", re.MULTILINE)  # those of the short path
 STATES = "passes", "fails", "not tried"
+BLANK = "raise NotImplementedError()"  # nbgrader's, in an exercise that has no answer yet
 
 
 def exercise_name(cell: dict, kind: str) -> str | None:
@@ -54,6 +55,14 @@ def solution(name: str, notebooks: Path) -> str:
     raise ExportError(f"there is no exercise {name} in {names}, but there are {' '.join(others) or 'none'}")
 
 
+def blank_again(path: Path) -> set[str]:
+    """The exercises of a workbook's notebook whose cells are blank: what a check noted of an earlier answer is over."""
+    try:
+        return {name for name, cell in exercises(read_notebook(path)).items() if BLANK in cell["source"]}
+    except (OSError, ValueError, ExportError):  # there is none, or it is not readable
+        return set()
+
+
 def state(name: str, folder: Path) -> str:
     """What the last run of an exercise's check noted in `folder`: one of STATES."""
     try:
@@ -68,9 +77,10 @@ def progress(notebooks: Path, folder: Path) -> str:
     for path in sorted(notebooks.glob("*.ipynb")):
         names = {kind: [] for kind in STATES}
         notebook = read_notebook(path)
-        short = starred(notebook)
+        short, blank = starred(notebook), blank_again(folder.parent / path.name)
         for name in exercises(notebook):
-            names[state(name, folder)].append(f"{name}★" if name in short else name)
+            found = "not tried" if name in blank else state(name, folder)
+            names[found].append(f"{name}★" if name in short else name)
         lines.append(f"{path.stem}: {len(names['passes'])} of {sum(map(len, names.values()))} exercises pass")
         lines += [f"  {kind:9}  {' '.join(names[kind])}" for kind in STATES if names[kind]]
     return "\n".join(lines) + "\n"

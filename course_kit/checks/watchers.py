@@ -20,6 +20,27 @@ class NoHostReads(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class SizesFit(TorchDispatchMode):
+    """Raises AssertionError where the tensors of an all-gather or a reduce-scatter do not fit together, before they are
+    sent: gloo would say so in words of its own, on each rank in others.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        collective = {"c10d::_allgather_base_": "all-gather", "c10d::_reduce_scatter_base_": "reduce-scatter"}
+        if name := collective.get(function._schema.name):
+            output, given, n = *args[:2], dist.ProcessGroup.unbox(args[2]).size()
+            pair = {"input": given, "output": output}
+            short, long = pair if name == "all-gather" else reversed(pair)
+            shape = pair[short].shape if pair[short].dim() else (1,)
+            wanted = [n * shape[0], *shape[1:]]
+            found = " and an ".join(f"{word} of {list(each.shape)}, {each.dtype}" for word, each in pair.items())
+            assert list(pair[long].shape) == wanted and given.dtype == output.dtype, (
+                f"the {name} has an {found}: "
+                f"in a group of {n} an {short} of {list(shape)} takes an {long} of {wanted}, of the same dtype"
+            )
+        return function(*args, **(kwargs or {}))
+
+
 @contextlib.contextmanager
 def two_more_ranks(theirs: float) -> Iterator[list[tuple]]:
     """dist.all_reduce as if two more ranks had `theirs` in all places; yields (op, group) of each call."""

@@ -40,6 +40,16 @@ def stack(frames: list[traceback.FrameSummary]) -> list:
     return [[frames[i].filename, frames[i].lineno, frames[i].name] for i in called if not own[i]]
 
 
+def frames_to(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of an error, the outermost first; of one that was raised `from` another, to where that one came up."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    while (error := error.__cause__) and (before := traceback.extract_tb(error.__traceback__)):
+        caught_in = before[0].filename, before[0].name
+        same = [i for i, frame in enumerate(frames) if (frame.filename, frame.name) == caught_in]
+        frames[same[-1] if same else len(frames) :] = before
+    return frames
+
+
 def describe(error: BaseException) -> dict:
     """What a rank reports of its error."""
     import cloudpickle
@@ -55,7 +65,7 @@ def describe(error: BaseException) -> dict:
     return {
         "error": f"{type(error).__name__}: {text}" if text else type(error).__name__,
         "kind": kind,
-        "stack": stack(traceback.extract_tb(error.__traceback__)),
+        "stack": stack(frames_to(error)),
         "time_ns": time.time_ns(),
         "lost_peer": isinstance(error, RuntimeError) and bool(LOST_PEER.search(text)),
     }

@@ -54,9 +54,9 @@ def failed(kind: type, message: str) -> RankError:
 
 
 def is_course_code(file: str) -> bool:
-    """Whether a frame is of a notebook, of the course or of a learner's file, and not of a library."""
+    """Whether a frame is of a notebook, the course or a learner's file, and not of a library or a check's tool."""
     library = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<frozen", "<string>", "<__array")
-    return bool(file) and not any(part in file for part in library)
+    return bool(file) and not any(part in file for part in (*library, "course_kit/checks/"))
 
 
 def place(file: str, line: int) -> str:
@@ -66,8 +66,9 @@ def place(file: str, line: int) -> str:
         shell = sys.modules["IPython"].get_ipython()
         label = shell.compile.format_code_name(file) if shell else None
         name = " ".join(label) if label else name
-    if "course_lib" in Path(file).parent.parts[-2:]:  # the library, or a package of it
-        name = f"course_lib/{Path(file).name}{exported_from(file, line)}"
+    parts = Path(file).parts
+    if "course_lib" in parts[-3:-1]:  # the library, or a package of it
+        name = "/".join(parts[parts.index("course_lib", len(parts) - 3) :]) + exported_from(file, line)
     code = linecache.getline(file, line).strip()
     return f"{name}, line {line}" + (f": {code}" if code else "")
 

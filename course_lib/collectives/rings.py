@@ -76,7 +76,7 @@ def ring_reduce_scatter(tensor: torch.Tensor, group=None) -> torch.Tensor:
 def ring_all_gather(tensor: torch.Tensor, group=None) -> None:
     """Fill in the other ranks' pieces; on entry rank r of N has its own, `tensor.view(-1).tensor_split(N)[r]`.
 
-    N-1 steps; sends the tensor less the next rank's piece. tensor: any shape and dtype, the same on all ranks;
+    N-1 steps; sends every piece but the next rank's own. tensor: any shape and dtype, the same on all ranks;
     contiguous.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)

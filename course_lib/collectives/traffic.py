@@ -2,7 +2,7 @@
 
 Every way to communicate ends in an operator that PyTorch's dispatcher runs: `torch.distributed`'s functions, autograd
 functions, functional collectives, DistributedDataParallel, FSDP, DTensor. A dispatch mode sees them. It counts what is
-asked for, when it is asked for, and changes nothing. (Symmetric memory on GPUs works without collectives: not counted.)
+asked for, when it is asked for, and changes nothing; a rank that the group has not is a ValueError. (Symmetric memory on GPUs works without collectives: not counted.)
 
 Bytes are counted as if each piece went straight from the rank that has it to the rank that needs it (for a sum: to the
 rank that adds that piece up). With N ranks and K bytes on each, a rank sends
@@ -133,6 +133,8 @@ def records_of(operator: str, given: dict) -> list[Record]:
         return []
     members = tuple(dist.get_process_group_ranks(group))
     peer = next((given[name] for name in ("root_rank", "src", "dst") if name in given), None)
+    if peer is not None and not 0 <= peer < len(members):  # gloo would end the process
+        raise ValueError(f"rank {peer} is not part of the group, which has {len(members)}")
     sent = bytes_sent(collective, given, group.rank(), len(members), peer)
     return [Record(collective, members, members[group.rank()], sent, None if peer is None else members[peer])]
 

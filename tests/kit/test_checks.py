@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from course_kit.checks import CheckFailed, check
+from course_kit.checks.watchers import SizesFit
+from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
 
 
 @pytest.fixture(autouse=True)
@@ -146,3 +148,21 @@ def test_what_failing_code_left_open_is_closed_though_its_error_is_kept(kind, tm
     with pytest.raises(CheckFailed) as kept, check("01.1"):
         checkpoint()
     assert not opened and kept.value.__traceback__
+
+
+def sent_with(numel: int, dtype: torch.dtype) -> None:
+    with SizesFit():
+        all_gather_into_tensor(torch.empty(8), torch.ones(2))
+        reduce_scatter_tensor(torch.empty(2), torch.ones(8))
+        all_gather_into_tensor(torch.empty(numel, dtype=dtype), torch.ones(2))
+
+
+@pytest.mark.parametrize("numel, dtype", [(6, torch.float32), (8, torch.bfloat16)])
+def test_sizes_and_dtypes_are_compared_before_they_are_sent(numel, dtype, ranks):
+    with pytest.raises(AssertionError) as caught:
+        ranks(sent_with, numel, dtype)
+    first = str(caught.value).splitlines()[0]
+    assert first.endswith(
+        f"the all-gather has an input of [2], torch.float32 and an output of [{numel}], {dtype}: "
+        "in a group of 4 an input of [2] takes an output of [8], of the same dtype"
+    )

@@ -29,6 +29,8 @@ from course_kit.ranks import Ranks, choose_backend
 from course_kit.ranks.calls import Call
 from course_kit.ranks.connections import prepare_backend
 from course_kit.ranks.processes import wait_until_connected
+from course_kit.ranks.report import place
+from course_lib.collectives.traffic import count_traffic
 
 psutil = pytest.importorskip("psutil")  # a GPU node may have neither
 pytest.importorskip("ipyparallel")
@@ -298,6 +300,30 @@ def without_rights() -> None:
         os.seteuid(65534)  # nobody, who may not look into the folder over which the kernel asks
         time.sleep(0.5)
         os.seteuid(0)
+
+
+def rewords() -> None:
+    try:
+        inner_divides()
+    except ZeroDivisionError as error:
+        raise ValueError("in other words") from error
+
+
+def test_an_error_in_other_words_names_the_line_of_the_first_one(ranks):
+    with pytest.raises(ValueError) as caught:
+        ranks(rewords)
+    assert "ValueError: in other words" in str(caught.value).splitlines()[0]
+    assert str(caught.value).splitlines()[1:3] == [
+        f"  {line(inner_divides, 1)}1 / 0",
+        f"      called from {line(rewords, 2)}inner_divides()",
+    ]
+
+
+def test_a_line_of_the_library_has_its_whole_path_and_its_cell():
+    code, first = inspect.getsourcelines(count_traffic)
+    told = place(inspect.getsourcefile(count_traffic), first)
+    expected = f"course_lib/collectives/traffic.py (03_collectives.ipynb, cell traffic-mode), line {first}: "
+    assert told == expected + code[0].strip()
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs the rights of root")

@@ -203,3 +203,14 @@ def two_level_all_reduce(tensor: torch.Tensor, inside, across) -> None:
     own = ring_reduce_scatter(tensor, group=inside)
     dist.all_reduce(own, group=across)
     ring_all_gather(tensor, group=inside)
+
+
+# %% 03.13 in chunks, by the ranks' own slices
+def two_level_all_reduce(tensor: torch.Tensor, inside, across) -> None:
+    """Replace `tensor` by the sum over all ranks of all nodes; across nodes goes one piece of it only, in chunks."""
+    flat = tensor.view(-1)
+    for start in range(0, flat.numel(), CHUNK):
+        chunk = flat[start : start + CHUNK]
+        ring_reduce_scatter(chunk, inside)
+        ring_all_reduce(chunk.tensor_split(dist.get_world_size(inside))[dist.get_rank(inside)], across)
+        ring_all_gather(chunk, inside)

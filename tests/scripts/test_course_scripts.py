@@ -71,6 +71,18 @@ def test_progress_names_what_passes_fails_and_was_not_tried(notebooks, capsys):
     )
 
 
+def test_progress_passes_over_what_was_noted_of_a_cell_that_is_blank_again(notebooks, capsys):
+    workbook = notebooks.parent / "workbook"
+    (workbook / ".progress").mkdir(parents=True)
+    for name in ("01.1", "01.2"):
+        (workbook / ".progress" / f"{name}.json").write_text('{"passed": true}')
+    cells = [tiny_course.code("ex-01-1", "done = True")]
+    cells += [tiny_course.code("ex-01-2", "# YOUR CODE HERE\nraise NotImplementedError()")]
+    tiny_course.write(workbook / "01_tiny.ipynb", cells)
+    assert exercises.main(["progress"]) == 0
+    assert capsys.readouterr().out == "01_tiny: 1 of 3 exercises pass\n  passes     01.1\n  not tried  01.2 01.3\n"
+
+
 def test_progress_marks_the_short_path(notebooks, capsys):
     """A heading without a star, and one that names another exercise in its text, mark nothing."""
     heading = "### Exercise 02.{} · a name\n*{}Difficulty 1 of 5 · 3 minutes*\n\nSee ### Exercise 02.2 · b\n*★"

@@ -193,6 +193,14 @@ def zero_1_step(layout, values, gradient, update):
     update(layout.own(values), shard / layout.world_size)
 
 
+# %% 05.3 room for the whole buffer where a piece arrives
+def zero_1_step(layout, values, gradient, update):
+    shard = torch.empty_like(gradient)
+    reduce_scatter_tensor(shard, gradient, group=layout.group)
+    update(layout.own(values), layout.own(shard) / layout.world_size)
+    all_gather_into_tensor(values, layout.own(values), group=layout.group)
+
+
 # %% 05.4 fake: the norm of its own part
 def global_norm(gradients):
     return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g, _ in gradients]).norm()
@@ -288,6 +296,17 @@ def global_norm(gradients):
         if group is not None:
             dist.all_reduce(square, group=group)
     return sum(squares.values()).sqrt().item()
+
+
+# %% 05.4 the norm in the dtype of the first gradient
+def global_norm(gradients):
+    squares = {}
+    for gradient, group in gradients:
+        squares[group] = squares.get(group, 0) + torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+    for group, square in squares.items():
+        if group is not None:
+            dist.all_reduce(square, group=group)
+    return sum(squares.values()).sqrt().to(gradients[0][0].dtype)
 
 
 # %% 05.4 reads each norm on the host
@@ -477,6 +496,18 @@ class GradientBuffer(course_lib.zero.shards.GradientBuffer):
         return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
 
 
+# %% 05.6 sends the whole buffer, which is longer than the layout
+import course_lib.zero.shards
+
+
+class GradientBuffer(course_lib.zero.shards.GradientBuffer):
+    def send(self, shard):
+        for parameter, view in self.views.items():
+            if parameter not in self.stored:
+                view.zero_()
+        return reduce_scatter_tensor(shard, self.buffer, group=self.layout.group, async_op=True)
+
+
 # %% 05.6 zeroes the buffer to its end, beyond its layout
 import course_lib.zero.shards
 
@@ -617,6 +648,21 @@ class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
         if not self.free and self.sending:
             self.sending.popleft().collect()
         return self.free.pop() if self.free else self.like.new_empty(self.numel)
+
+
+# %% 05.7 collects one, and takes for granted that its buffer comes back
+import torch
+
+import course_lib.zero.optimizer_shards
+
+
+class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
+    def take(self):
+        if not self.free and not self.sending:
+            return self.like.new_empty(self.numel)
+        if not self.free:
+            self.sending.popleft().collect()
+        return self.free.pop()
 
 
 # %% 05.7 a free buffer stays free
@@ -989,6 +1035,34 @@ class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
             self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
 
 
+# %% 05.9 a row of the payloads for each rank, which gloo does not take
+import course_lib.zero.sharded_parameters
+
+
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
+    def gather(self):
+        if self.gathered or self.encoding is None:
+            return super().gather()
+        self.gathered = True
+        self.values.untyped_storage().resize_(self.nbytes)
+        payload = self.encoding.encode(self.shard)
+        self.payloads = payload.new_empty(self.layout.world_size, payload.numel())
+        self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
+
+
+# %% 05.9 sends the shard in its own dtype
+import course_lib.zero.sharded_parameters
+
+
+class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
+    def gather(self):
+        if self.gathered or self.encoding is not None:
+            return super().gather()
+        self.gathered = True
+        self.values.untyped_storage().resize_(self.nbytes)
+        self.work = all_gather_into_tensor(self.values, self.shard, group=self.layout.group, async_op=True)
+
+
 # %% 05.10 the last unit is gathered twice as well
 gathers = 16
 times_data_parallel = 1.5
@@ -1244,6 +1318,44 @@ class Arena(course_lib.zero.defragmentation.Arena):
         self.holes[where : where + 1] = []
         self.taken[start] = end - start
         return start
+
+
+# %% 05.12 a hole that a block fills stays, with no bytes
+import course_lib.zero.defragmentation
+
+
+class Arena(course_lib.zero.defragmentation.Arena):
+    def take(self, nbytes: int) -> int:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        fitting = [(start, end) for start, end in self.holes if end - start >= size]
+        if not fitting:
+            raise self.no_hole(size)
+        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
+        self.holes[self.holes.index((start, end))] = start + size, end
+        self.taken[start] = size
+        return start
+
+
+# %% 05.12 returns nothing where no hole is large enough
+import course_lib.zero.defragmentation
+
+
+class Arena(course_lib.zero.defragmentation.Arena):
+    def take(self, nbytes: int) -> int:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if any(end - start >= size for start, end in self.holes):
+            return super().take(nbytes)
+
+
+# %% 05.12 does not ask whether a hole is large enough
+import course_lib.zero.defragmentation
+
+
+class Arena(course_lib.zero.defragmentation.Arena):
+    def take(self, nbytes: int) -> int:
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        min(end - start for start, end in self.holes if end - start >= size)
+        return super().take(nbytes)
 
 
 # %% 05.12 no coalescing
