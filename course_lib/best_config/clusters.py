@@ -31,19 +31,19 @@ class Software:
     on H100s (`calibration`), but for those that say otherwise; what is kept, and when, is this course's (notebook 10).
     """
 
-    matmul_efficiency: float = 0.683  # of the peak, with many rows
-    half_rows: float = 460.0  # rows, that is tokens, with which it is half as much
+    matmul_efficiency: float = 0.678  # of the peak, with many rows
+    half_rows: float = 441.0  # rows, that is tokens, with which it is half as much
     attention_efficiency: float = 0.35  # of the peak, FlashAttention-2 forward and backward; not fitted
-    layer_traffic: float = 639.0  # bytes that a layer's other kernels move for each element of a hidden state
-    head_efficiency: float = 0.347  # of the peak, output layer and loss
-    nvlink_efficiency: float = 0.788
-    network_efficiency: float = 0.514
-    collective_s: float = 78.3e-6  # a collective inside a node, before its first byte
-    ring_step_s: float = 90.3e-6  # a step of a ring beyond the node
-    gradient_step_s: float = 1.276e-3  # a step of data parallelism's rings, all buckets together
+    layer_traffic: float = 632.0  # bytes that a layer's other kernels move for each element of a hidden state
+    head_efficiency: float = 0.344  # of the peak, output layer and loss
+    nvlink_efficiency: float = 0.785
+    network_efficiency: float = 0.517
+    collective_s: float = 78.1e-6  # a collective inside a node, before its first byte
+    ring_step_s: float = 90.6e-6  # a step of a ring beyond the node
+    gradient_step_s: float = 1.354e-3  # a step of data parallelism's rings, all buckets together
     longest_ring: int = 256  # ranks of the largest one that was measured; beyond it, trees (`latency_steps`)
     layer_host_s: float = 4.54e-3  # to launch a layer's kernels, forward and backward
-    step_host_s: float = 50.3e-3
+    step_host_s: float = 47.9e-3
     overlap: float = 1.0  # of a backward, behind which gradients of ZeRO stage 0 are sent; fits give 0.9 to 1
     sharded_overlap: float = 1.0  # the same of stages 1 to 3, and stage 3's gathers behind a whole slot; assumed
     busy_step_s: float = 0.0  # a step of a tensor-parallel ring while a pipeline waits for another node
@@ -54,13 +54,13 @@ class Software:
     optimizer_bytes: int = 12  # FP32: Adam's two, and the weights
     kept_hidden: float = 12.4  # elements of hidden size that a layer keeps for backward, a token
     kept_whole: float = 4.0  # of these, what TP splits only with sequence parallelism; counted
-    kept_ffn: float = 3.88  # elements of the MLP's width
+    kept_ffn: float = 3.9  # elements of the MLP's width
     logit_bytes: tuple[float, float] = (10.5, 5.7)  # a logit, without a pipeline and with one
     held: tuple[float, float] = (0.0, 0.0)  # gathered hidden states a layer: of a micro-batch in flight, and of one
     held_nodes: int = 32  # in smaller jobs the host runs ahead of the GPU, and buffers wait for it
     reserved_bytes: float = 0.35 * 2**30
-    unusable_bytes: float = 5.7 * 2**30  # of a GPU's memory: context, communicators, fragments; fitted
-    memory_spread: float = 0.081  # of the logarithm of the bytes needed, about that limit (`Estimate.risk`); fitted
+    unusable_bytes: float = 5.65 * 2**30  # of a GPU's memory: context, communicators, fragments; fitted
+    memory_spread: float = 0.0814  # of the logarithm of the bytes needed, about that limit (`Estimate.risk`); fitted
     selective_keeps: float = 1.0  # of what a layer keeps, with "selective" recomputation
     selective_again: float = 0.0  # of a layer's forward that it computes again, besides attention
     gathers_again: bool = True  # with sequence parallelism: in backward, a column layer's input
@@ -74,7 +74,7 @@ class Software:
 # their sums, gathered hidden states wait for the GPU, and its network (EFA) suffers when pipelines and rings meet. The
 # two last are fitted; their thresholds are what was seen.
 NANOTRON = Software(
-    order=("pp", "dp", "cp", "tp"), split="flops", gradient_bytes=6, held=(0.95, 0.72), gathers_again=False,
+    order=("pp", "dp", "cp", "tp"), split="flops", gradient_bytes=6, held=(0.954, 0.717), gathers_again=False,
     needs_full_pipeline=True, sharded_overlap=0.0, busy_step_s=348e-6, stall_s=0.566,
 )  # fmt: skip
 # Megatron-LM: 18 bytes a parameter, 6 + 12 / dp with the distributed optimizer (its docs, dist_optimizer.md).

@@ -127,7 +127,8 @@ def test_what_lies_outside(found):
 
 def test_the_table(found):
     lines = str(found).splitlines()
-    assert lines[0].startswith("fitted to 20 runs (median errors: tokens/s off by 0.") and len(lines) == 2 + len(found.constants)
+    assert lines[0].startswith("fitted to 20 runs (median errors: tokens/s off by 0.")
+    assert len(lines) == 2 + len(found.constants)
     told = next(line for line in lines if line.startswith("matmul_efficiency"))
     assert told.split()[:2] == ["matmul_efficiency", "0.7"] and told.split()[4] == "to"
     assert any(line.startswith("kept_hidden") and "as before   these runs do not tell it" in line for line in lines)

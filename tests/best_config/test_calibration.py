@@ -90,11 +90,11 @@ def test_a_cell_is_never_predicted_by_what_was_fitted_to_it(monkeypatch):
         assert not any((run.model, run.nodes) == (model, nodes) for run in fitted_to)
         assert len(fitted_to) + len(rows) == len(runs) and {id(run) for run in fitted_to} <= {id(run) for run in runs}
         expected = predict([runs[i] for i in rows], EFA.with_software(step_host_s=float(number)))
-        for name in ("step_s", "peak_bytes", "fits"):
+        for name in ("step_s", "peak_bytes", "risk"):
             np.testing.assert_array_equal(getattr(found, name)[rows], getattr(expected, name))
 
 
-OF_NANOTRON = ("busy_step_s", "stall_s")  # 0 in the defaults
+OF_NANOTRON = ("busy_step_s", "stall_s", "held")  # 0 in the defaults
 
 
 @pytest.fixture(scope="module")
