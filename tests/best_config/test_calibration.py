@@ -12,8 +12,10 @@ from course_lib.best_config import calibration
 from course_lib.best_config.calibration import MEMORY, MEMORY_PAIRS, TIME, cross_validate, fit
 from course_lib.best_config.clusters import CLUSTERS, NANOTRON, Cluster, Software
 from course_lib.best_config.runs import MeasuredRun, accuracy, cells, load_runs, predict
+from course_lib.single_gpu.model import PRESETS
 
 RUNS = load_runs(Path(__file__).parents[2] / "data" / "layout_runs_h100.csv")
+SOME = [run for run in RUNS if run.config in (PRESETS["bench-1B"], PRESETS["bench-8B"])]  # a third of a fit's time
 EFA = CLUSTERS["H100, EFA"]
 OTHER = {
     "matmul_efficiency": 0.55, "half_rows": 600.0, "layer_traffic": 500.0, "head_efficiency": 0.4,
@@ -23,8 +25,8 @@ OTHER = {
 
 
 def made_with(cluster: Cluster, every: int, seed: int = 0, slow: float = 0.0, noise: float = 0.0) -> list[MeasuredRun]:
-    """Every n-th run with the times and peaks that a cluster predicts; slow: the part that takes 5 times as long."""
-    some, chance = RUNS[::every], np.random.default_rng(seed)
+    """Every n-th of SOME with the times and peaks that a cluster predicts; slow: the part that is 5 times as slow."""
+    some, chance = SOME[::every], np.random.default_rng(seed)
     found = predict(some, cluster)
     times = found.step_s * np.where(chance.random(len(some)) < slow, 5.0, 1.0)
     times *= np.exp(noise * chance.standard_normal(len(some)))
@@ -43,7 +45,7 @@ def differences(found: Software, expected: Software, names) -> dict[str, float]:
 def test_the_constants_of_synthetic_runs_are_recovered():
     """Fitted from the committed values, on runs made with others."""
     truth = EFA.with_software(**OTHER)
-    found = fit(made_with(truth, 8), EFA).software
+    found = fit(made_with(truth, 5), EFA).software
     off = differences(found, truth.software, TIME + MEMORY + MEMORY_PAIRS)
     assert max(off.values()) < 0.02, off
     assert min(differences(EFA.software, truth.software, OTHER).values()) > 0.1, "which they were not before"
@@ -52,24 +54,24 @@ def test_the_constants_of_synthetic_runs_are_recovered():
 def test_outliers_do_not_move_them_much():
     """A fifth of the runs is 5 times as slow, as where a network stalls; least squares alone would follow them."""
     truth = EFA.with_software(**OTHER)
-    found = fit(made_with(truth, 6, slow=0.2, noise=0.02), EFA)
+    found = fit(made_with(truth, 2, slow=0.2, noise=0.02), EFA)
     off = differences(found.software, truth.software, OTHER)
     assert max(off.values()) < 0.15, off
-    clean = made_with(truth, 8)
+    clean = made_with(truth, 5)
     error = np.abs(predict(clean, found).step_s / [run.step_s for run in clean] - 1)
     assert np.median(error) < 0.02
 
 
 def test_fitting_changes_the_fitted_constants_alone():
     before = dataclasses.asdict(EFA.software)
-    found = fit(made_with(EFA.with_software(**OTHER), 40), EFA)
+    found = fit(made_with(EFA.with_software(**OTHER), 24), EFA)
     after = dataclasses.asdict(found.software)
     assert {name for name in after if after[name] != before[name]} <= {*TIME, *MEMORY, *MEMORY_PAIRS}
     assert dataclasses.replace(found, software=NANOTRON) == EFA and dataclasses.asdict(EFA.software) == before
 
 
 def test_failed_runs_are_not_fitted():
-    runs = made_with(EFA, 12)
+    runs = made_with(EFA, 10)
     failed = [dataclasses.replace(run, ok=False, step_s=np.nan, peak_bytes=np.nan) for run in runs[:5]]
     assert fit([*failed, *runs], EFA) == fit(runs, EFA)
 
@@ -107,7 +109,7 @@ def fresh() -> Cluster:
 def from_afar() -> Cluster:
     """Fitted to some of them, from constants that are a fifth off."""
     start = {name: getattr(NANOTRON, name) * 1.2 for name in TIME}
-    return fit(RUNS[::8], EFA.with_software(**start, **{name: getattr(NANOTRON, name) * 0.8 for name in MEMORY}))
+    return fit(SOME[::4], EFA.with_software(**start, **{name: getattr(NANOTRON, name) * 0.8 for name in MEMORY}))
 
 
 def test_the_committed_constants_are_those_of_the_data(fresh):
@@ -121,7 +123,7 @@ def test_where_the_fit_begins_matters_little(from_afar):
     """The constants of a layer's own work are known together rather than one by one (fewer rows, or a lower peak):
     what they predict is nearly the same.
     """
-    near_by = fit(RUNS[::8], EFA)
+    near_by = fit(SOME[::4], EFA)
     far, near = predict(RUNS, from_afar), predict(RUNS, near_by)
     for name in ("step_s", "peak_bytes"):
         assert np.median(np.abs(getattr(far, name) / getattr(near, name) - 1)) < 0.05, name
@@ -139,5 +141,5 @@ def test_the_fit_is_physical_and_no_worse_than_what_is_committed(fresh, from_afa
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
 def test_software_that_never_stalls_can_be_fitted():
-    found = fit(made_with(CLUSTERS["H100"], 30), CLUSTERS["H100"])
+    found = fit(made_with(CLUSTERS["H100"], 20), CLUSTERS["H100"])
     assert found.software.stall_s == 0
