@@ -3,18 +3,20 @@
     planner()
 
 Every change is a search over all layouts (hundreds of thousands, within a second): the figure of the best (`ranking`),
-a table of why the others fell out, and below it the best MFU of the model's whole family, from 1 to 2,048 nodes. That
-heatmap is twenty searches more, so it tries fewer settings, and is kept until the batch, the length, the cluster or the
-family changes.
+the answer that `python -m course_lib.best_config` gives, with each layout's risk of running out of memory, and below it
+the best MFU of the model's whole family, from 1 to 2,048 nodes. That heatmap is twenty searches more, so it tries fewer
+settings, and is kept until the batch, the length, the cluster or the family changes.
 """
 
 import functools
+import html
 import io
 import re
 
-from course_kit.pictures.ranking import mfu_heatmap, ranking_figure, reasons
+from course_kit.pictures.ranking import mfu_heatmap, ranking_figure
+from course_lib.best_config.answer import Question, answer
 from course_lib.best_config.clusters import CLUSTERS
-from course_lib.best_config.planner import Ranking, search
+from course_lib.best_config.program import as_text
 from course_lib.single_gpu.model import PRESETS
 
 NODES = tuple(2**n for n in range(12))
@@ -47,14 +49,9 @@ def family_heatmap(models: tuple[str, ...], cluster: str, batch: int, seq: int) 
     return png(mfu_heatmap(configs, HEATMAP_NODES, CLUSTERS[cluster], batch, seq, HEATMAP_SETTINGS))
 
 
-def rejections_in_html(ranking: Ranking) -> str:
-    """A small table: how many layouts fit, and how many each rule took out."""
-    found = {"fit": len(ranking.order)} | reasons(ranking)
-    lines = "".join(
-        f"<tr><td style='text-align:right'>{count:,}</td><td style='padding-left:1em'>{reason}</td></tr>"
-        for reason, count in found.items()
-    )
-    return f"<table style='line-height:1.3'>{lines}</table>"
+def answer_in_html(question: Question) -> str:
+    """The lines of the planner's program, as they are."""
+    return f"<pre style='line-height:1.3'>{html.escape(as_text(answer(question)))}</pre>"
 
 
 def _planner_controls() -> dict:
@@ -77,13 +74,13 @@ def _planner_controls() -> dict:
 
 
 def planner():
-    """A widget: the best layouts for a model, cluster, number of nodes, batch and length of your choice; why others
-    fell out; and the best MFU of the model's family from 1 to 2,048 nodes.
+    """A widget: the best layouts for a model, cluster, number of nodes, batch and length of your choice, with the
+    answer of `python -m course_lib.best_config`; and the best MFU of the model's family from 1 to 2,048 nodes.
     """
     import ipywidgets as w
 
     controls = _planner_controls()
-    words, best, why = w.HTML(), w.Image(format="png"), w.HTML()
+    words, best, said = w.HTML(), w.Image(format="png"), w.HTML()
     across, below = w.Image(format="png"), w.HTML()
     tried = f"The heatmap tries schedules {', '.join(HEATMAP_SETTINGS['schedule'])} and micro-batches up to 16."
 
@@ -100,13 +97,12 @@ def planner():
         model, cluster, nodes, batch, seq = (control.value for control in controls.values())
         gpus = nodes * CLUSTERS[cluster].gpus_per_node
         title = f"{model} on {gpus:,} GPUs: {batch:,} sequences of {seq:,} tokens"
-        why.value = ""
+        said.value = ""
 
         def draw_best() -> bytes:
-            ranking = search(PRESETS[model], CLUSTERS[cluster], gpus, batch, seq)
-            picture = png(ranking_figure(ranking, title=title))
-            why.value = rejections_in_html(ranking)
-            return picture
+            question = Question(model, PRESETS[model], CLUSTERS[cluster], gpus, batch, seq)
+            said.value = answer_in_html(question)
+            return png(ranking_figure(question.search(), title=title))
 
         words.value = f"<b>{show(best, draw_best)}</b>"
         wrong = show(across, lambda: family_heatmap(family(model), cluster, batch, seq))
@@ -116,4 +112,4 @@ def planner():
         control.observe(update, "value")
     update()
     columns = list(controls.values())
-    return w.VBox([w.HBox([w.VBox(columns[:3]), w.VBox(columns[3:])]), words, best, why, across, below])
+    return w.VBox([w.HBox([w.VBox(columns[:3]), w.VBox(columns[3:])]), words, best, said, across, below])

@@ -2,7 +2,6 @@
 
     estimate(config, CLUSTERS["H100"], Layout.parse("dp4,tp8,sp,zero1"), batch=256).tokens_per_s    of a GPU
     search(config, CLUSTERS["H100"], gpus=1024, batch=1024).best(5)
-    launch_nb_torchrun.py notebooks/11_best_config.ipynb --nproc-per-node 1 -- --preset llama3-70B --gpus 512
 
 The step's parts are in `step_time` and `step_memory`, the constants in `clusters`, where they came from in `calibration`.
 """
@@ -12,10 +11,10 @@ The step's parts are in `step_time` and `step_memory`, the constants in `cluster
 # %% auto #0
 __all__ = ['RISK', 'MOE_SIZES', 'PIPELINE_STARVES', 'OUT_OF_MEMORY', 'RISKY', 'SETTINGS', 'Estimate', 'is_size',
            'check_moe_sizes', 'check_job', 'active', 'runs_ahead', 'estimate', 'divisors', 'check_settings', 'Ranking',
-           'search', 'why_not', 'options', 'main']
+           'search', 'why_not']
 
 # %% ../../notebooks/11_best_config.ipynb #best-config-own-imports
-from .clusters import CLUSTERS, Cluster
+from .clusters import Cluster
 from .layouts import SCHEDULES, degree_rules, degrees, first_reason, setting_rules, with_settings
 from .tables import LayoutTable
 from .stage_loads import fills_stages
@@ -23,19 +22,15 @@ from .step_memory import expert_sizes, head_in_layers, step_memory
 from .step_time import host_time, layer_times, step_time
 
 # %% ../../notebooks/11_best_config.ipynb #best-config-imports
-import argparse
 import dataclasses
-import json
 from dataclasses import dataclass
 from numbers import Integral
 
 import numpy as np
-import torch.distributed as dist
 
 from ..expert_parallel.router import Routing
 from ..five_d.layouts import Layout, check_words
-from ..single_gpu import training as single_gpu
-from ..single_gpu.model import PRESETS, ModelConfig
+from ..single_gpu.model import ModelConfig
 from ..single_gpu.training import flops_per_token
 
 # %% ../../notebooks/11_best_config.ipynb #best-config-estimate
@@ -291,47 +286,3 @@ def why_not(
     if not found.fits:
         return f"{OUT_OF_MEMORY}: {needs:.0f} GiB of {usable:.0f}"
     return f"{RISKY}: {found.risk:.0%}, {needs:.0f} GiB of {usable:.0f}" if found.risk > RISK else ""
-
-# %% ../../notebooks/11_best_config.ipynb #best-config-options
-def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
-    parser = argparse.ArgumentParser(
-        prog="best_config",
-        description="Rank all layouts of a model on a cluster, by a model of the step's time and memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--preset", default="llama3-8B", choices=list(PRESETS))
-    add("--cluster", default="H100", choices=list(CLUSTERS))
-    add("--gpus", type=int, default=64)
-    add("--batch", type=int, default=256, help="sequences a step, of all GPUs together")
-    add("--seq", type=int, default=4096, help="tokens of a sequence")
-    add("--top", type=int, default=10, help="layouts to print")
-    add("--out", type=single_gpu.out_file, help="a file of JSON lines, one a layout")
-    chosen = parser.parse_args(argv)
-    if min(chosen.gpus, chosen.batch, chosen.seq, chosen.top) < 1:
-        parser.error("--gpus, --batch, --seq and --top are 1 or more")
-    return chosen
-
-
-def main(argv: list[str] | None = None) -> list[dict]:
-    """Search as the options say; rank 0 prints the best layouts and why others were rejected. Returns the records."""
-    chosen = options(argv)
-    found = search(PRESETS[chosen.preset], CLUSTERS[chosen.cluster], chosen.gpus, chosen.batch, chosen.seq)
-    records = [
-        {"layout": str(layout), "tokens_per_s": speed, "mfu": mfu, "peak_gib": gib}
-        for layout, speed, mfu, gib in found.best(chosen.top)
-    ]
-    if dist.is_initialized() and dist.get_rank() > 0:
-        return records
-    cluster = CLUSTERS[chosen.cluster].name
-    print(f"{chosen.preset} on {chosen.gpus:,} x {cluster}, {chosen.batch:,} x {chosen.seq:,} tokens a step")
-    for record in records:
-        print("{tokens_per_s:>10,.1f} tokens/s  MFU {mfu:6.1%}  {peak_gib:5.1f} GiB  {layout}".format(**record))
-    for reason, count in sorted(found.rejected.items(), key=lambda each: -each[1]):
-        print(f"{count:>10,} rejected: {reason}")
-    if not records:
-        print("no layout fits: more GPUs, a smaller batch, or a shorter sequence")
-    if chosen.out:
-        chosen.out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return records

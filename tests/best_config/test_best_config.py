@@ -3,14 +3,13 @@ numpy.
 """
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.layouts import degree_rules, degrees, first_reason, setting_rules, with_settings
-from course_lib.best_config.planner import RISK, RISKY, SETTINGS, divisors, estimate, main, options, search, why_not
+from course_lib.best_config.planner import RISK, RISKY, SETTINGS, divisors, estimate, search, why_not
 from course_lib.best_config.recipe import recipe
 from course_lib.best_config.stage_loads import bubble_share
 from course_lib.best_config.tables import LayoutTable
@@ -212,26 +211,6 @@ def test_a_job_needs_a_network_or_one_node():
     table = LayoutTable.of([Layout(dp=8), Layout(dp=2, tp=8)])
     with pytest.raises(ValueError, match=message):
         estimate(LLAMA, box, table, 64)
-
-
-def test_the_program_prints_and_writes_the_best(tmp_path, capsys):
-    out = tmp_path / "best.jsonl"
-    records = main(["--gpus", "8", "--batch", "64", "--top", "3", "--out", str(out)])
-    printed = capsys.readouterr().out
-    best = search(LLAMA, H100, 8, 64).best(3)
-    assert [record["layout"] for record in records] == [str(layout) for layout, *_ in best]
-    assert [json.loads(line) for line in out.read_text().splitlines()] == records
-    assert all(f"  {layout}\n" in printed for layout, *_ in best) and "rejected: out of memory" in printed
-    assert main(["--preset", "llama3-405B", "--gpus", "8"]) == [] and "no layout fits" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "argv", [["--gpus", "0"], ["--top", "0"], ["--preset", "none"], ["--cluster", "V100"], ["--x"]]
-)
-def test_options_that_cannot_be_end_the_program(argv, capsys):
-    with pytest.raises(SystemExit) as ended:
-        options(argv)
-    assert ended.value.code == 2 and "usage" in capsys.readouterr().err
 
 
 def test_each_rejected_layout_has_a_reason():

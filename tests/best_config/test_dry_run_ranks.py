@@ -26,11 +26,11 @@ WAYS = [  # words, tied, dtype of the products
 ]
 
 
-def real_step(words: str, tied: bool, dtype: torch.dtype, batch: int) -> tuple:
+def real_step(words: str, tied: bool, dtype: torch.dtype, batch: int, moe: dict | None = None) -> tuple:
     """On a rank: what the second step takes there."""
     layout = Layout.parse(words)
     config = dataclasses.replace(SIZES, tied=tied)
-    parallel = parallelize(config, layout, build_mesh(layout), dtype=dtype, lr=1e-3)
+    parallel = parallelize(config, layout, build_mesh(layout), moe=moe, dtype=dtype, lr=1e-3)
     inputs, targets = torch.randint(SIZES.vocab, (2, batch // layout.dp, SEQ)).unbind()
     parallel.step(inputs, targets)
     return measured_step(parallel, inputs, targets)
@@ -50,3 +50,26 @@ def test_a_dry_run_takes_what_a_real_rank_takes(way, ranks):
         late = at_rest["temporary"] - found.at_rest["temporary"]
         assert 0 <= late <= 16 and found.at_rest | {"temporary": 0} == at_rest | {"temporary": 0}
         assert found.peak_bytes == pytest.approx(sum(peak.values()), rel=0.03)
+
+
+# Where a token goes to all experts, numbers decide nothing, and the dry run knows every byte.
+@pytest.mark.parametrize("words", ["dp4,ep2,zero3", "dp2,pp2,ep2,zero1"])
+def test_a_mixtures_dry_run_takes_what_a_real_rank_takes(words, ranks):
+    layout, moe = Layout.parse(words), {"experts": 4, "top_k": 4, "ffn_hidden": 24, "balance": 0.01}
+    batch = 2 * layout.dp * layout.micro_batch
+    at_rest, peak, sent = ranks(real_step, words, False, torch.bfloat16, batch, moe)[0]
+    found = dry_run(SIZES, layout, batch, SEQ, moe=moe, lr=1e-3)
+    assert found.bytes_sent == sent and sent["ep", "all_to_all"] > 0
+    assert found.at_rest | {"temporary": 0} == at_rest | {"temporary": 0}
+    assert found.peak_bytes == pytest.approx(sum(peak.values()), rel=0.03)
+
+
+def test_tokens_that_choose_send_what_even_shares_send(ranks):
+    """Two of eight experts: a token's ranks are 1.57 of 2 on average, and a new router's choices are near to even."""
+    layout, moe = Layout.parse("dp2,tp2,ep2,sp"), {"experts": 8, "top_k": 2, "ffn_hidden": 24}
+    measured = ranks(real_step, str(layout), False, torch.bfloat16, 8, moe)
+    found = dry_run(SIZES, layout, 8, SEQ, moe=moe, lr=1e-3)
+    exchanged = [sent["ep", "all_to_all"] for _, _, sent in measured]
+    assert found.bytes_sent["ep", "all_to_all"] == pytest.approx(sum(exchanged) / 4, rel=0.1)
+    peaks = [sum(peak.values()) for _, peak, _ in measured]
+    assert found.peak_bytes == pytest.approx(sum(peaks) / 4, rel=0.05)

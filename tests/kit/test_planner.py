@@ -3,6 +3,7 @@
 CPU, no processes. The oracles are `estimate` and `search` themselves, a slow `distinct`, and matplotlib's own layout.
 """
 
+import html
 import itertools
 
 import pytest
@@ -21,8 +22,10 @@ from course_kit.pictures.ranking import (
     two_lines,
 )
 from course_kit.pictures.style import MEMORY
+from course_lib.best_config.answer import Question, answer
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.planner import Ranking, search
+from course_lib.best_config.program import as_text
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
 
@@ -260,23 +263,22 @@ def opened():
 @pytest.fixture
 def parts(opened):
     """Controls by description, and what it shows, at an 8B model on one node."""
-    row, words, best, why, across, below = opened.children
+    row, words, best, said, across, below = opened.children
     controls = {control.description: control for column in row.children for control in column.children}
     start = {"batch, sequences": 64, "nodes": 1, "cluster": "H100", "sequence, tokens": 4096, "model": "bench-8B"}
     for name, value in start.items():
         controls[name].value = value
-    return controls, words, best, why, across, below
+    return controls, words, best, said, across, below
 
 
 def test_the_planner_opens_with_both_pictures(parts):
-    controls, words, best, why, across, below = parts
+    controls, words, best, said, across, below = parts
     assert set(controls) == {"model", "cluster", "nodes", "batch, sequences", "sequence, tokens"}
     for picture in (best, across):
         assert bytes(picture.value).startswith(b"\x89PNG") and len(picture.value) > 5000
         assert picture.layout.display is None
-    ranking = search(PRESETS["bench-8B"], H100, 8, 64)
-    assert f">{len(ranking.order):,}</td>" in why.value
-    assert all(f"{count:,}" in why.value and reason in why.value for reason, count in ranking.rejected.items())
+    answered = html.escape(as_text(answer(Question("bench-8B", PRESETS["bench-8B"], H100, 8, 64))))
+    assert said.value == f"<pre style='line-height:1.3'>{answered}</pre>" and "risk" in answered
     assert "zb-v" in below.value and "<b></b>" == words.value
 
 
@@ -318,11 +320,11 @@ def test_the_heatmap_is_drawn_anew_only_where_it_changes(parts, monkeypatch):
     [("batch, sequences", 0, "batch 0", True), ("model", "bench-80B", "no layout fits: ", False)],
 )
 def test_bad_input_gets_one_line_in_place_of_the_figure(parts, control, value, line, all_bad):
-    controls, words, best, why, across, below = parts
+    controls, words, best, said, across, below = parts
     before = controls[control].value
     controls[control].value = value
     assert line in words.value and "\n" not in words.value and "<br" not in words.value
-    assert best.layout.display == "none" and why.value == ""
+    assert best.layout.display == "none" and ("no layout fits: the leanest, " in said.value) != all_bad
     assert (across.layout.display == "none") == all_bad and (below.value == "") == all_bad
     controls[control].value = before
     assert best.layout.display is None and across.layout.display is None and words.value == "<b></b>"

@@ -1,0 +1,156 @@
+"""course_lib.best_config.answer: ties, the second, jobs near by, and the command for notebook 10's program. CPU."""
+
+import dataclasses
+import shlex
+
+import numpy as np
+import pytest
+
+from course_lib.best_config.answer import SAME, Question, answer, differences, launch, near, simplicity, ties
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.planner import estimate, search
+from course_lib.checkpoint import program as five_d
+from course_lib.five_d.layouts import Layout
+from course_lib.single_gpu.model import PRESETS
+from launch_nb_torchrun import own_options
+from launcher import slurm
+from launcher.torchrun import arguments, split_notebook
+
+H100, GIB = CLUSTERS["H100"], 2**30
+EIGHT = Question("llama3-8B", PRESETS["llama3-8B"], H100, 8, 64)
+UNEVEN = Question("llama3-8B", PRESETS["llama3-8B"], CLUSTERS["A100"], 24, 1000)
+MOE = {"experts": 8, "top_k": 2, "ffn_hidden": 1024, "shared": 0}
+MIXTURE = Question("llama3.2-1B", PRESETS["llama3.2-1B"], H100, 20, 100, 2048, MOE)
+
+
+def test_ties_are_shown_as_the_simplest_of_them():
+    found = EIGHT.search()
+    kinds, left = ties(found, found.order, 6), list(found.order)
+    step_s, needed = found.estimate.step_s, found.estimate.needed_bytes
+    assert sum(others for _, others in kinds) > 3
+    for row, others in kinds:
+        first = left[0]
+        same = [r for r in left if abs(step_s[r] / step_s[first] - 1) <= SAME]
+        same = [r for r in same if abs(needed[r] / needed[first] - 1) <= SAME]
+        assert row in same and len(same) == others + 1
+        assert all(simplicity(found.table[row]) <= simplicity(found.table[r]) for r in same)
+        left = [r for r in left if r not in same]
+    assert len(ties(found, found.order[:4], 10)) <= 4 and ties(found, found.order[:0], 3) == []
+
+
+@pytest.mark.parametrize(
+    "simple, other",
+    [
+        ("dp64,zero3,mb2", "dp32,cp2,zero3,mb4"),  # fewer words beside dp and mb
+        ("dp2,tp4", "dp4,cp2,zero3"),  # also where the degrees are larger
+        ("dp8,tp2,zero3", "dp4,tp4,zero3"),  # smaller degrees
+        ("dp8,zero1", "dp8,zero2"),  # a lower stage
+        ("dp8,zero1,mb2", "dp8,zero1,mb4"),
+        ("dp4,pp2,zero1", "dp4,pp2,zero3,keep"),
+    ],
+)
+def test_what_is_simpler(simple, other):
+    assert simplicity(Layout.parse(simple)) < simplicity(Layout.parse(other))
+
+
+def test_the_answer_is_the_searches():
+    said, best = answer(EIGHT, 3, tokens=1e12), search(EIGHT.config, H100, 8, 64).best(1)[0]
+    first, _, _ = said["layouts"]
+    e = estimate(EIGHT.config, H100, Layout.parse(first["layout"]), 64)
+    assert first["tokens_per_s_per_gpu"] == pytest.approx(best[1], rel=SAME) == pytest.approx(float(e.tokens_per_s))
+    assert first["tokens_per_s"] == pytest.approx(8 * first["tokens_per_s_per_gpu"])
+    assert first["days"] == pytest.approx(1e12 / first["tokens_per_s"] / 86400)
+    assert sum(said["time"].values()) == pytest.approx(first["step_s"]) and said["time"].keys() == e.time.keys()
+    assert sum(said["memory"].values()) == pytest.approx(float(e.needed_bytes) / GIB)
+    assert first["usable_gib"] == pytest.approx(e.usable_bytes / GIB) and first["peak_gib"] <= first["usable_gib"]
+    assert "days" not in answer(EIGHT, 1)["layouts"][0]
+
+
+def test_what_may_run_out_of_memory_stands_apart():
+    asked = dataclasses.replace(EIGHT, gpus=64, batch=1024)
+    (fastest,) = answer(dataclasses.replace(asked, risk=1.0), 1)["layouts"]
+    e = estimate(asked.config, H100, Layout.parse(fastest["layout"]), 1024)
+    assert fastest["risk"] == pytest.approx(float(e.risk)) and 0.01 < fastest["risk"] < 1
+    said = answer(dataclasses.replace(asked, risk=0.99 * fastest["risk"]), 5)
+    assert said["risky"][0] == fastest and said["layouts"][0]["step_s"] > fastest["step_s"]
+    assert all(one["risk"] > said["risk"] and one["step_s"] < said["layouts"][0]["step_s"] for one in said["risky"])
+    assert all(0 <= one["risk"] <= said["risk"] for one in said["layouts"])
+    said = answer(dataclasses.replace(asked, risk=1.01 * fastest["risk"]), 1)
+    assert said["layouts"] == [fastest] and said["risky"] == []
+
+
+def test_why_the_second_loses_adds_up():
+    found = UNEVEN.search()
+    (first, _), *others = ties(found, found.order, 10)
+    e, longer = found.estimate, found.estimate.step_s / found.estimate.step_s[first] - 1
+    second = next(row for row, _ in others if longer[row] > 2 * SAME)
+    why = differences(found, first, second)
+    assert sum(why.values()) == pytest.approx(longer[second], abs=len(e.time) * SAME)
+    assert list(why.values()) == sorted(why.values(), reverse=True) and min(map(abs, why.values())) >= SAME
+    for part, share in why.items():
+        assert share == pytest.approx((e.time[part][second] - e.time[part][first]) / e.step_s[first])
+
+
+def test_a_batch_that_does_not_divide_is_moved():
+    said = answer(UNEVEN, 1)
+    (best,) = said["near"]
+    assert (best["gpus"], best["batch"]) == (24, 1008) and best["gain"] > 0.12
+    there = estimate(UNEVEN.config, UNEVEN.cluster, Layout.parse(best["layout"]), 1008)
+    assert there.fits and float(there.tokens_per_s) == pytest.approx(best["tokens_per_s_per_gpu"])
+    assert best["gain"] == pytest.approx(float(there.tokens_per_s) / said["layouts"][0]["tokens_per_s_per_gpu"] - 1)
+
+
+def test_jobs_near_by_are_whole_nodes_and_real_gains():
+    asked = dataclasses.replace(UNEVEN, gpus=72, batch=1024)
+    speed = answer(asked, 1)["layouts"][0]["tokens_per_s_per_gpu"]
+    found = near(asked, speed)
+    assert {one["gpus"] for one in found} <= {64, 72, 80} and len({one["gpus"] for one in found}) == len(found) > 0
+    assert all(abs(one["batch"] / 1024 - 1) <= 0.06 and one["gain"] >= 0.02 for one in found)
+    assert [one["gain"] for one in found] == sorted((one["gain"] for one in found), reverse=True)
+    assert near(asked, 1.5 * speed) == []
+
+
+@pytest.mark.parametrize("asked", [EIGHT, UNEVEN, MIXTURE], ids=lambda asked: f"{asked.name} {asked.gpus}")
+def test_the_command_is_one_that_the_program_takes(asked):
+    """By the parsers of the launcher, of torchrun and of notebook 10's program, which checks the layout as well."""
+    for layout in answer(asked, 4)["layouts"]:
+        said = launch(asked, Layout.parse(layout["layout"]), 1e12)
+        words = shlex.split(said["command"])
+        assert words[:2] == ["python", "scripts/launch_nb_torchrun.py"]
+        own, rest = own_options().parse_known_args(words[2 : words.index("--")])
+        notebook, torchrun = split_notebook(rest)
+        chosen = five_d.options(words[words.index("--") + 1 :])
+        assert notebook == "notebooks/10_5d.ipynb" and str(chosen.layout) == layout["layout"]
+        nodes = int(arguments([*torchrun, "--nproc-per-node", own.nproc_per_node]).nnodes.split(":")[0])
+        assert nodes * int(own.nproc_per_node) == chosen.layout.ranks == asked.gpus
+        assert (chosen.preset, chosen.batch, chosen.seq, chosen.dtype) == (asked.name, asked.batch, asked.seq, "bf16")
+        assert chosen.steps == np.ceil(1e12 / asked.batch / asked.seq)
+        moe = {"experts": 8, "top_k": 2, "ffn_hidden": 1024, "balance": 0.01} if asked is MIXTURE else None
+        assert chosen.moe == moe
+        words = shlex.split(said["slurm"])
+        own, rest = own_options().parse_known_args(words[2 : words.index("--")])
+        wanted = slurm.parse(own.slurm)
+        assert int(wanted["nodes"]) * int(wanted["gpus"]) == asked.gpus and rest == [notebook]
+        assert words[words.index("--") :] == shlex.split(said["command"])[shlex.split(said["command"]).index("--") :]
+
+
+def test_a_device_that_the_course_does_not_know_has_its_peak_in_the_command():
+    unknown = dataclasses.replace(EIGHT, cluster=dataclasses.replace(H100, name="XPU", peak_flops=165.2e12))
+    assert "--peak-tflops 165.2" in launch(unknown, Layout(dp=8))["command"]
+    assert "--peak-tflops" not in launch(EIGHT, Layout(dp=8))["command"]
+    shared = dataclasses.replace(MIXTURE, moe=MOE | {"shared": 1})
+    assert launch(shared, Layout()) == {"note": "notebook 10's program has no shared experts: no command"}
+    assert "no experts of a config.json" in launch(dataclasses.replace(MIXTURE, name="config.json"), Layout())["note"]
+
+
+def test_a_config_starts_from_the_weights_beside_it():
+    asked = dataclasses.replace(EIGHT, name="models/my llama/config.json")
+    assert "--from-hf 'models/my llama' --layout dp8" in launch(asked, Layout(dp=8))["command"]
+
+
+def test_where_nothing_fits_the_leanest_is_named():
+    said = answer(Question("llama3-405B", PRESETS["llama3-405B"], H100, 8, 64))
+    found = search(PRESETS["llama3-405B"], H100, 8, 64).estimate
+    assert said["layouts"] == [] and "launch" not in said
+    assert said["leanest"]["needed_gib"] == pytest.approx(found.needed_bytes[found.runs].min() / GIB)
+    assert answer(Question("debug", PRESETS["debug"], H100, 7, 1, 63))["leanest"] is None
