@@ -26,7 +26,7 @@ import numpy as np
 from ..five_d.layouts import Layout
 from ..single_gpu.model import ModelConfig
 
-ROOM = 0.8  # of a GPU's memory: of the file's runs that are said to need less 5% failed, up to 0.9 20%, beyond 44%
+ROOM = 0.8  # of a GPU's memory: of the file's runs that are said to need less 5% failed, up to 0.9 17%, beyond 47%
 SLOWEST = 3  # times as long as the fastest: nobody would take slower ones, and there the planner's formulas err most
 TRIED = 2000  # candidates, evenly from the fastest to the slowest
 
