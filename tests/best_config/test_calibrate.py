@@ -74,7 +74,7 @@ def test_intervals_hold_what_is_true(found):
     truth = constants_of(TRUTH, "step_s") | constants_of(TRUTH, "peak_bytes")
     told = [each for each in found.constants if not each.why]
     inside = [each.low <= truth[each.name] <= each.high for each in told]
-    assert len(told) >= 14 and np.mean(inside) >= 0.75
+    assert len(told) >= 12 and np.mean(inside) >= 0.75
     assert all(each.high < 9.1 * each.low for each in told), "a factor of 3 to either side, at most"
 
 
@@ -190,8 +190,8 @@ def test_they_fit_with_room_and_are_all_different(layouts):
 
 
 def test_several_numbers_of_gpus():
-    chosen = informative(PRESETS["bench-1B"], H100, (2, 4), 32, 4096, 30)
-    assert {layout.ranks for layout in chosen} == {2, 4} and len(set(chosen)) == len(chosen) == 30
+    chosen = informative(PRESETS["bench-1B"], H100, (4, 8), 32, 4096, 30)
+    assert {layout.ranks for layout in chosen} == {4, 8} and len(set(chosen)) == len(chosen) == 30
 
 
 def test_a_model_without_room_is_refused():
