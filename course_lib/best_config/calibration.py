@@ -16,8 +16,8 @@ predicts it: the error on a model at a size that it was not measured at.
 
 # %% auto #0
 __all__ = ['TIME', 'MEMORY', 'MEMORY_PAIRS', 'FITTED', 'SCALE', 'REACH', 'SPREAD', 'constants_of', 'with_constants', 'log_errors',
-           'solve', 'slopes', 'spread_of', 'intervals', 'loss', 'untold', 'determine', 'accepted', 'edge', 'fit_limit',
-           'check_runs', 'calibrate', 'fit', 'cross_validate']
+           'scale_of', 'solve', 'slopes', 'spread_of', 'intervals', 'loss', 'untold', 'determine', 'accepted', 'edge',
+           'fit_limit', 'check_runs', 'calibrate', 'fit', 'cross_validate']
 
 # %% ../../notebooks/11_best_config.ipynb #calibration-own-imports
 from .clusters import Cluster
@@ -69,25 +69,29 @@ def log_errors(runs: list[MeasuredRun], cluster: Cluster, what: str) -> np.ndarr
     return np.log(getattr(predict(runs, cluster), what)) - np.log([getattr(run, what) for run in runs])
 
 
-def solve(runs: list[MeasuredRun], cluster: Cluster, names: list[str], what: str) -> Cluster:
-    """The cluster with these constants fitted, from those it has. Runs that are far off are brought near first."""
+def scale_of(runs: list[MeasuredRun], cluster: Cluster, what: str) -> float:
+    """The scale of Cauchy's loss: SCALE, or the median error where that is over twice as much. On a noisy machine, or
+    before the first fit, runs that are further off than SCALE are the rule.
+    """
+    off = float(np.median(np.abs(log_errors(runs, cluster, what))))
+    return off if off > 2 * SCALE[what] else SCALE[what]
+
+
+def solve(runs: list[MeasuredRun], cluster: Cluster, names: list[str], what: str, scale: float) -> Cluster:
+    """The cluster with these constants fitted, from those it has."""
     from scipy.optimize import least_squares
 
     def tried(logarithms: np.ndarray) -> Cluster:
         return with_constants(cluster, dict(zip(names, np.exp(logarithms).tolist(), strict=True)))
 
-    at = np.log([constants_of(cluster, what)[name] for name in names])
-    reach, scales = REACH[what], [SCALE[what]]
-    if names and (off := np.median(np.abs(log_errors(runs, cluster, what)))) > 3 * scales[0]:
-        scales = [off, *scales]
-    for scale in scales if names else []:
-        for _ in range(4):
-            bounds, before = (at - reach, at + reach), at
-            at = least_squares(
-                lambda x: log_errors(runs, tried(x), what), at, bounds=bounds, loss="cauchy", f_scale=scale, ftol=1e-5
-            ).x
-            if np.abs(at - before).max() < 0.99 * reach:
-                break
+    at, reach = np.log([constants_of(cluster, what)[name] for name in names]), REACH[what]
+    for _ in range(4 if names else 0):
+        bounds, before = (at - reach, at + reach), at
+        at = least_squares(
+            lambda x: log_errors(runs, tried(x), what), at, bounds=bounds, loss="cauchy", f_scale=scale, ftol=1e-5
+        ).x
+        if np.abs(at - before).max() < 0.99 * reach:
+            break
     return tried(at)
 
 
@@ -101,26 +105,31 @@ def slopes(runs: list[MeasuredRun], cluster: Cluster, names: list[str], what: st
     return np.where(np.abs(found) > 3, 0, found)
 
 
-def spread_of(errors: np.ndarray, constants: int, what: str) -> tuple[np.ndarray, float, float]:
+def spread_of(errors: np.ndarray, constants: int, scale: float) -> tuple[np.ndarray, float, float]:
     """Of runs with such errors: each one's weight, their spread, and the degrees of freedom that the fit leaves."""
-    weights = 1 / (1 + (errors / SCALE[what]) ** 2)
+    weights = 1 / (1 + (errors / scale) ** 2)
     freedom = max(1.0, weights.sum() - constants)
     return weights, max(SPREAD, math.sqrt((weights * errors**2).sum() / freedom)), freedom
 
 # %% ../../notebooks/11_best_config.ipynb #calibration-constant
-def intervals(runs: list[MeasuredRun], cluster: Cluster, names: list[str], what: str) -> tuple[np.ndarray, np.ndarray]:
-    """How far the logarithm of each constant may be off to either side (90%), and their covariance [names, names]."""
-    from scipy.stats import t
+def intervals(
+    runs: list[MeasuredRun], cluster: Cluster, names: list[str], what: str, scale: float, stay: list[str] = []
+) -> tuple[np.ndarray, np.ndarray]:
+    """How far the logarithm of each constant may be off to either side (90%), and their covariance, of names and then
+    those that stay, which are taken as known to a factor of 3 (90%).
+    """
+    from scipy.stats import norm, t
 
-    slope = slopes(runs, cluster, names, what)
-    weights, spread, freedom = spread_of(log_errors(runs, cluster, what), len(names), what)
-    covariance = spread**2 * np.linalg.inv(slope.T * weights @ slope + 1e-12 * np.eye(len(names)))
+    slope = slopes(runs, cluster, [*names, *stay], what)
+    weights, spread, freedom = spread_of(log_errors(runs, cluster, what), len(names), scale)
+    known = [1e-12] * len(names) + [(norm.ppf(0.95) / math.log(3)) ** 2] * len(stay)
+    covariance = np.linalg.inv(slope.T * weights @ slope / spread**2 + np.diag(known))
     return t.ppf(0.95, freedom) * np.sqrt(np.diag(covariance)), covariance
 
 
-def loss(runs: list[MeasuredRun], cluster: Cluster, what: str) -> float:
+def loss(runs: list[MeasuredRun], cluster: Cluster, what: str, scale: float) -> float:
     """Cauchy's loss, that `solve` makes small, in squared logarithms."""
-    return SCALE[what] ** 2 * np.log1p((log_errors(runs, cluster, what) / SCALE[what]) ** 2).sum()
+    return scale**2 * np.log1p((log_errors(runs, cluster, what) / scale) ** 2).sum()
 
 # %% ../../notebooks/11_best_config.ipynb #calibration-facts
 def untold(runs: list[MeasuredRun], free: list[str], covariance: np.ndarray, row: int) -> str:
@@ -139,9 +148,11 @@ def untold(runs: list[MeasuredRun], free: list[str], covariance: np.ndarray, row
 def determine(runs: list[MeasuredRun], cluster: Cluster, what: str) -> tuple[Cluster, list[Constant]]:
     """Fit what the runs tell, one constant less at a time, the one that they tell least."""
     start = constants_of(cluster, what)
-    fitted, free, settled, why = solve(runs, cluster, list(start), what), list(start), set(), {}
+    fitted, scale, free, settled, why = cluster, math.inf, list(start), set(), {}
+    while (now := scale_of(runs, fitted, what)) < 0.7 * scale:
+        fitted, scale = solve(runs, fitted, free, what, now), now
     while True:
-        reach, covariance = intervals(runs, fitted, free, what)
+        reach, covariance = intervals(runs, fitted, free, what, scale)
         untold_ = [i for i, name in enumerate(free) if reach[i] > math.log(3) and name not in settled]
         if not untold_:
             break
@@ -149,34 +160,38 @@ def determine(runs: list[MeasuredRun], cluster: Cluster, what: str) -> tuple[Clu
         name, others = free[row], free[:row] + free[row + 1 :]
         moved = abs(math.log(constants_of(fitted, what)[name] / start[name])) > 1e-6
         without = with_constants(fitted, {name: start[name]})
-        without = solve(runs, without, others, what) if moved else without
-        if loss(runs, without, what) > accepted(runs, fitted, len(free), what):
+        without = solve(runs, without, others, what, scale) if moved else without
+        if loss(runs, without, what, scale) > accepted(runs, fitted, len(free), what, scale):
             settled.add(name)  # what it was before fits worse
         else:
             why[name] = untold(runs, free, covariance, row)
             fitted, free = without, others
-    off = dict(zip(free, reach, strict=True))
+    reach, _ = intervals(runs, fitted, free, what, scale, list(why))
+    off = dict(zip(free, reach[: len(free)], strict=True))
     for name in settled & {name for name in free if off[name] > math.log(100)}:
-        fitted = edge(runs, fitted, name, start[name], accepted(runs, fitted, len(free), what), what)
+        limit = accepted(runs, fitted, len(free), what, scale)
+        fitted = edge(runs, fitted, name, start[name], limit, what, scale)
     now = constants_of(fitted, what)
     ends = {name: (now[name] * math.exp(-off[name]), now[name] * math.exp(min(700, off[name]))) for name in free}
     found = [Constant(name, start[name], now[name], *ends.get(name, ()), why=why.get(name, "")) for name in start]
     return fitted, found
 
 
-def accepted(runs: list[MeasuredRun], cluster: Cluster, constants: int, what: str) -> float:
+def accepted(runs: list[MeasuredRun], cluster: Cluster, constants: int, what: str, scale: float) -> float:
     """The loss of other constants than the best that still fit the runs as well: likelihood ratio, 95%."""
-    _, spread, _ = spread_of(log_errors(runs, cluster, what), constants, what)
-    return loss(runs, cluster, what) + 3.84 * spread**2  # of chi squared, one degree of freedom
+    _, spread, _ = spread_of(log_errors(runs, cluster, what), constants, scale)
+    return loss(runs, cluster, what, scale) + 3.84 * spread**2  # of chi squared, one degree of freedom
 
 
-def edge(runs: list[MeasuredRun], cluster: Cluster, name: str, before: float, limit: float, what: str) -> Cluster:
+def edge(
+    runs: list[MeasuredRun], cluster: Cluster, name: str, before: float, limit: float, what: str, scale: float
+) -> Cluster:
     """The cluster with a constant that shows no more, such as a latency behind which all hides: as near to what it was
     as the runs let it be.
     """
     now = constants_of(cluster, what)[name]
     tried = [with_constants(cluster, {name: value}) for value in np.geomspace(before, now, 40)[:-1].tolist()]
-    return next((each for each in tried if loss(runs, each, what) <= limit), cluster)
+    return next((each for each in tried if loss(runs, each, what, scale) <= limit), cluster)
 
 # %% ../../notebooks/11_best_config.ipynb #calibration-limit
 def fit_limit(runs: list[MeasuredRun], cluster: Cluster) -> Cluster:

@@ -74,8 +74,9 @@ def test_intervals_hold_what_is_true(found):
     truth = constants_of(TRUTH, "step_s") | constants_of(TRUTH, "peak_bytes")
     told = [each for each in found.constants if not each.why]
     inside = [each.low <= truth[each.name] <= each.high for each in told]
-    assert len(told) >= 12 and np.mean(inside) >= 0.75
-    assert all(each.high < 9.1 * each.low for each in told), "a factor of 3 to either side, at most"
+    assert len(told) >= 10 and np.mean(inside) >= 0.75
+    narrow = [each for each in told if each.high < 1.5 * each.low]
+    assert len(narrow) >= 5, "and they say something"
 
 
 def test_what_runs_do_not_tell_stays_and_is_named(found):
@@ -99,10 +100,10 @@ def test_a_constant_behind_which_nothing_shows_is_an_end(layouts):
     """A host that is never waited for may be as slow as it was said to be, until it would be waited for."""
     runs = runs_of(layouts[:20], H100.with_software(layer_host_s=1e-4))
     here, limit = H100.with_software(layer_host_s=1e-6), 1e-6
-    found = edge(runs, here, "layer_host_s", 0.1, limit, "step_s")
-    assert 1e-4 < found.software.layer_host_s < 0.1 and loss(runs, found, "step_s") <= limit
+    found = edge(runs, here, "layer_host_s", 0.1, limit, "step_s", 0.07)
+    assert 1e-4 < found.software.layer_host_s < 0.1 and loss(runs, found, "step_s", 0.07) <= limit
     more = found.with_software(layer_host_s=found.software.layer_host_s * 2)
-    assert loss(runs, more, "step_s") > limit
+    assert loss(runs, more, "step_s", 0.07) > limit
     told = Constant("layer_host_s", 0.1, found.software.layer_host_s, 0.0, 1e300)
     assert str(Calibration(found, (told,), 20, {}, {})).endswith("   or less")
 
@@ -190,8 +191,9 @@ def test_they_fit_with_room_and_are_all_different(layouts):
 
 
 def test_several_numbers_of_gpus():
-    chosen = informative(PRESETS["bench-1B"], H100, (4, 8), 32, 4096, 30)
-    assert {layout.ranks for layout in chosen} == {4, 8} and len(set(chosen)) == len(chosen) == 30
+    each = [informative(PRESETS["bench-1B"], H100, gpus, 4, 2048, 500) for gpus in (1, 2)]
+    both = informative(PRESETS["bench-1B"], H100, (1, 2), 4, 2048, 500)
+    assert len(both) < 500 and sorted(map(str, both)) == sorted(map(str, [*each[0], *each[1]]))
 
 
 def test_a_model_without_room_is_refused():
