@@ -171,9 +171,9 @@ def changes(layout: Layout) -> dict[str, Layout]:
 
 # %% 11.9 by fields
 by_hand = {
-    "A": Layout(dp=64, zero_stage=3, micro_batch=2),
+    "A": Layout(dp=64, zero_stage=3),
     "B": Layout(dp=16, pp=4, tp=4, sequence_parallel=True, zero_stage=1, schedule="zb-h1"),
-    "C": Layout(dp=4, cp=16, zero_stage=3),
+    "C": Layout(dp=2, cp=32, zero_stage=3),
 }
 
 
