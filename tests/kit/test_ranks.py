@@ -5,6 +5,7 @@ Notebooks are real Jupyter kernels. The last test wants CUDA.
 """
 
 import collections
+import importlib
 import inspect
 import itertools
 import logging
@@ -30,7 +31,6 @@ from course_kit.ranks.calls import Call
 from course_kit.ranks.connections import prepare_backend
 from course_kit.ranks.processes import wait_until_connected
 from course_kit.ranks.report import place
-from course_lib.collectives.traffic import count_traffic
 
 psutil = pytest.importorskip("psutil")  # a GPU node may have neither
 pytest.importorskip("ipyparallel")
@@ -320,6 +320,7 @@ def test_an_error_in_other_words_names_the_line_of_the_first_one(ranks):
 
 
 def test_a_line_of_the_library_has_its_whole_path_and_its_cell():
+    count_traffic = importlib.import_module("course_lib.collectives.traffic").count_traffic
     code, first = inspect.getsourcelines(count_traffic)
     told = place(inspect.getsourcefile(count_traffic), first)
     expected = f"course_lib/collectives/traffic.py (03_collectives.ipynb, cell traffic-mode), line {first}: "
