@@ -91,7 +91,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     zero, kept = np.asarray(layout.zero_stage), np.asarray(layout.keep_gathered)
     ranks = np.asarray(layout.dp) * np.asarray(layout.cp)
     bandwidth, far = replica_ring(cluster, layout)
-    step_s = (ranks - 1) * np.where(far, software.gradient_step_s, software.collective_s)
+    step_s = latency_steps(cluster, ranks) * np.where(far, software.gradient_step_s, software.collective_s)
     one_byte_s = parameters * (1 - 1 / ranks) / bandwidth
 
     def waits(bytes_each, rounds, overlap, part):

@@ -590,7 +590,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp)
     bandwidth, beyond = ring(cluster, replicas, stride_of(layout, "dp", software.order))
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
     rounds = np.where((zero == 2) | each_time, m, 1)
@@ -609,7 +609,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     replicas = np.asarray(layout.dp) * layout.cp
     nearest = stride_of(layout, "dp", software.order)
     bandwidth, beyond = ring(cluster, replicas, nearest)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
     rounds = np.where((zero == 2) | each_time, m, 1)
@@ -627,7 +627,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
     bandwidth, beyond = ring(cluster, replicas, np.asarray(layout.tp))
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
     rounds = np.where((zero == 2) | each_time, m, 1)
@@ -645,7 +645,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
     bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
     rounds = np.where((zero == 2) | each_time, m, 1)
@@ -663,7 +663,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
     bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
     rounds = np.where((zero == 2) | each_time, m, 1)
@@ -681,7 +681,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
     bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = zero == 3
     rounds = np.where((zero == 2) | each_time, m, 1)
@@ -699,7 +699,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
     bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
     rounds = np.where((zero == 2) | each_time, m, 1)
@@ -717,7 +717,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
     bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
     rounds = np.where((zero == 2) | each_time, m, 1)
@@ -735,7 +735,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
     bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
     rounds = m if np.any((zero == 2) | each_time) else 1
@@ -745,6 +745,26 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
     hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
     return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
+
+
+# %% 11.5 a ring of any size
+def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
+    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
+    ### BEGIN SOLUTION
+    software, zero = cluster.software, np.asarray(layout.zero_stage)
+    replicas = np.asarray(layout.dp) * layout.cp
+    bandwidth, beyond = replica_ring(cluster, layout)
+    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
+    share = parameters * (replicas - 1) / replicas
+    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
+    rounds = np.where((zero == 2) | each_time, m, 1)
+    moved = np.where(
+        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
+    )
+    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
+    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
+    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
+    ### END SOLUTION
 
 
 # %% 11.6 leaks: fits to all runs
