@@ -183,7 +183,7 @@ class BoxWriter(FileSystemWriter):
         super().finish(metadata, results)
         self.index = (self.path / ".metadata").read_bytes()
         metadata.state_dict_metadata.clear()
-        metadata.storage_data.clear()
+        metadata.storage_data = None  # of PyTorch 2.11 it is None already: what its writer fills is a copy
 
     def write_index(self, index: bytes) -> None:
         """Write an index that is known already."""
