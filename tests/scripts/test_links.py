@@ -45,9 +45,10 @@ def said(text):
     return "".join(words)
 
 
-def anchors(page):
-    """The names that a repository's viewer gives to a page's headings."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+def anchors(path):
+    """The names of headings: on the site those of pages and notebooks, in a repository's viewer those of pages."""
+    text = "\n".join(texts(path)) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
