@@ -10,7 +10,7 @@ NOTEBOOKS = notebooks/$(NB)*.ipynb
 # One worker more than there are cores: while some wait for processes, others work.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help lab test lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet
+.PHONY: help lab test lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -19,8 +19,11 @@ help: ## list these commands
 .venv/installed-lab: pyproject.toml constraints.txt
 	@bash scripts/setup.sh . && touch $@
 
+.venv/installed-site: pyproject.toml constraints.txt
+	@bash scripts/setup.sh ".[site]" && touch $@ .venv/installed-lab
+
 .venv/installed-test: pyproject.toml constraints.txt
-	@bash scripts/setup.sh ".[test]" && touch $@ .venv/installed-lab
+	@bash scripts/setup.sh ".[test]" && touch $@ .venv/installed-lab .venv/installed-site
 
 # Jupyter refuses to run as root unless told so. Containers on rented GPUs are root, and the server keeps its token and
 # listens to this machine alone, so it is told so.
@@ -78,3 +81,7 @@ progress: .venv/installed-lab ## show which exercises pass
 
 cheatsheet: .venv/installed-lab ## put the cheatsheet rows of all notebooks on one page
 	@$(RUN) scripts/cheatsheet.py
+
+# Nothing is executed: the site shows what the notebooks keep. What has not changed is not built again.
+site: .venv/installed-site ## build the site: build/site/index.html
+	@$(RUN) -m sphinx -q -W --keep-going -j auto -d build/doctrees -c docs . build/site

@@ -1,0 +1,119 @@
+"""Two drawings of the cheatsheet: the course's map, and all methods on one page, by what they save and what they cost.
+
+Names and words are those of CHEATSHEET.md, and so of the notebooks' recaps. methods.csv says of each method, in a word
+or two, what it saves and costs.
+"""
+
+import csv
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from sphinx.errors import ExtensionError
+
+from cheatsheet import row_cells
+
+DOCS = Path(__file__).parent
+SHEET = DOCS.parent / "CHEATSHEET.md"
+CLASSES = DOCS / "methods.csv"
+
+SAVES = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "states": "optimizer states",
+    "activations": "activations",
+    "time": "time",
+    "traffic": "communication",
+    "bits": "precision",
+    "trouble": "mistakes",
+}
+COSTS = {
+    "": "nothing",
+    "memory": "memory",
+    "compute": "compute",
+    "traffic": "communication",
+    "time": "time",
+    "bits": "precision",
+    "effort": "effort",
+}
+
+
+# The drawing's columns. A method that divides the whole state of the model stands there once.
+COLUMNS = {"weights, gradients, states": {"weights", "gradients", "states"}} | {
+    title: {word} for word, title in SAVES.items() if word not in ("weights", "gradients", "states")
+}
+
+
+@dataclass
+class Method:
+    """A row of the cheatsheet. `saves` and `costs` are words of SAVES and COSTS, the first the one that counts most."""
+
+    name: str
+    text: str
+    chapter: str
+    notebook: str
+    saves: list[str]
+    costs: list[str]
+    on_map: bool
+
+    def link(self, root: str) -> str:
+        """The name, which leads to its notebook, with the notebook's number. `root`: from the page to the site's."""
+        name = escape(self.name.replace("\\", ""))
+        page = f"{root}notebooks/{self.notebook}.html"
+        return f'<a href="{page}" title="{escape(self.text)}">{name}<small>{self.chapter}</small></a>'
+
+
+def methods(sheet: Path = SHEET, classes: Path = CLASSES) -> list[Method]:
+    """The methods in the order of the course. ExtensionError where the sheet and the classes do not go together."""
+    with classes.open(encoding="utf-8", newline="") as file:
+        classed = {row["method"]: row for row in csv.DictReader(file)}
+    found = []
+    rows = [row_cells(line) for line in sheet.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    for name, saves, costs, *_, notebook in rows[2:]:
+        if name not in classed:
+            raise ExtensionError(f"{classes.name} lacks the method “{name}”")
+        row = classed.pop(name)
+        kinds = {"saves": row["saves"].split(), "costs": row["costs"].split() or [""]}
+        for kind, known in (("saves", SAVES), ("costs", COSTS)):
+            if not kinds[kind] or not {*kinds[kind]} <= {*known}:
+                words = ", ".join(filter(None, known))
+                raise ExtensionError(f"{classes.name}: “{name}” {kind} “{row[kind]}”, but the words are {words}")
+        number, path = notebook[1:-1].split("](")
+        text = f"saves {saves or '–'}; costs {costs or '–'}"
+        found.append(Method(name, text, number, Path(path).stem, **kinds, on_map=row["on_map"] == "yes"))
+    if classed:
+        raise ExtensionError(f"{classes.name} has a method that no recap has: “{next(iter(classed))}”")
+    return found
+
+
+def course_map(found: list[Method], root: str) -> str:
+    """A table with a row for each technique of the map, and a mark where it saves or costs something."""
+    costs = {word: title for word, title in COSTS.items() if word}
+    lines = ['<div class="course-map"><table>']
+    lines.append(f'<thead><tr><td></td><th colspan="{len(SAVES)}">saves</th><th colspan="{len(costs)}">costs</th></tr>')
+    titles = [*SAVES.values(), *costs.values()]
+    lines.append(f"<tr><td></td>{''.join(f'<th><span>{title}</span></th>' for title in titles)}</tr></thead><tbody>")
+    for method in found:
+        if method.on_map:
+            marks = [mark("saves", SAVES[word], word in method.saves) for word in SAVES]
+            marks += [mark("costs", costs[word], word in method.costs) for word in costs]
+            lines.append(f"<tr><th>{method.link(root)}</th>{''.join(marks)}</tr>")
+    return "\n".join([*lines, "</tbody></table></div>"])
+
+
+def mark(kind: str, title: str, there: bool) -> str:
+    """A field of the map."""
+    return f'<td class="{kind}"><i title="{kind} {title}"></i></td>' if there else "<td></td>"
+
+
+def drawing(found: list[Method], root: str) -> str:
+    """All methods in a grid: a column for what they save, a row for what they cost most."""
+    lines = ['<div class="methods-drawing">', "<div><b>saves</b> →<br><b>costs</b> ↓</div>"]
+    lines += [f'<div class="saved">{title}</div>' for title in COLUMNS]
+    for cost, cost_title in COSTS.items():
+        lines.append(f'<div class="cost">{cost_title}</div>')
+        for title, saved in COLUMNS.items():
+            here = [method.link(root) for method in found if saved & {*method.saves} and method.costs[0] == cost]
+            label = f'<span class="label">saves {title}</span>' if here else ""
+            lines.append(f'<div class="cell cost-{cost or "nothing"}">{label}{"".join(here)}</div>')
+    return "\n".join([*lines, "</div>"])

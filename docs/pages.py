@@ -1,0 +1,97 @@
+"""What Sphinx puts into pages when it reads or writes them. The files stay as they are.
+
+A line `<!-- NAME -->` of a page becomes what GENERATED makes of that name. The cheatsheet gets its drawing and a field
+to search in, and a notebook's page a link to the glossary where it first uses one of its words.
+"""
+
+import re
+
+from docutils import nodes
+
+from measured import RESULTS, measured
+from methods import CLASSES, DOCS, SHEET, course_map, drawing, methods
+
+GENERATED = {"map": (lambda: course_map(methods(), '../'), [SHEET, CLASSES]), "measured": (measured, [RESULTS])}
+SEARCH = '<input type="search" id="method-search" placeholder="Search the methods" aria-label="Search the methods">'
+GLOSSARY = "docs/glossary"
+# Text in these is left alone.
+NOT_LINKED = (nodes.title, nodes.reference, nodes.literal, nodes.literal_block, nodes.math, nodes.math_block, nodes.raw)
+
+
+def fill(app, docname: str, content: list[str]) -> None:
+    """Put into a page's text what is generated for it, and note the files that it depends on."""
+
+    def made(found: re.Match) -> str:
+        make, sources = GENERATED[found[1]]
+        for source in sources:  # a folder counts as changed each time, so a new file in it is seen
+            app.env.note_dependency(str(source), docname=docname)
+        return make()
+
+    if docname.startswith("docs/"):
+        content[0] = re.sub(rf"^<!-- ({'|'.join(GENERATED)}) -->$", made, content[0], flags=re.MULTILINE)
+    if docname == "CHEATSHEET":
+        app.env.note_dependency(str(CLASSES), docname=docname)
+        before, head, rows = content[0].partition("| method |")
+        content[0] = f"{before}{drawing(methods(), '')}\n\n{SEARCH}\n\n{head}{rows}"
+    if docname.startswith("notebooks/"):
+        app.env.note_dependency(str(DOCS / "glossary.md"), docname=docname)
+
+
+def entries() -> list[tuple[list[str], str]]:
+    """The glossary's entries: the words of each, and the notebook that teaches it."""
+    found = []
+    for lines in re.findall(r"^(?:(?!```)\S.*\n)+(?:  .*\n)+", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE):
+        words = [line for line in lines.splitlines() if not line.startswith(" ")]
+        if teacher := re.search(r"\(\.\./(notebooks/\w+)\.ipynb\)\)$", lines.rstrip()):
+            found.append((words, teacher[1]))
+    return found
+
+
+def pattern(word: str) -> str:
+    """A word of the glossary as it may stand in a text: in the plural, with a capital, over the end of a line."""
+    start = f"[{word[0]}{word[0].upper()}]" if word.islower() else re.escape(word[0])
+    rest = r"\s+".join(re.escape(part) for part in word[1:].split(" "))
+    return rf"({start}{rest}(?:s|es)?)"
+
+
+def link_words(app, doctree: nodes.document, docname: str) -> None:
+    """Link the first occurrence of each word in a notebook's page.
+
+    Not a symbol of one letter, nor a word with a note in brackets before the notebook that teaches it: there it means
+    something else.
+    """
+    if not docname.startswith("notebooks/"):
+        return
+    known = [word for words, teacher in entries() for word in words if "(" not in word or docname >= teacher]
+    objects = app.env.get_domain("std").get_objects()
+    anchors = {name: anchor for name, _, kind, _, anchor, _ in objects if kind == "term"}
+    known = sorted((word for word in known if len(word) > 1 and word in anchors), key=len, reverse=True)
+    any_word = re.compile(rf"(?<![\w-])(?:{'|'.join(pattern(word.split(' (')[0]) for word in known)})(?![\w-])")
+    page, seen = app.builder.get_relative_uri(docname, GLOSSARY), set()
+    for text in list(doctree.findall(nodes.Text)):
+        if any(isinstance(parent, NOT_LINKED) for parent in parents(text)):
+            continue
+        pieces, end = [], 0
+        for found in any_word.finditer(text):
+            word = known[found.lastindex - 1]
+            if word not in seen:
+                seen.add(word)
+                link = nodes.reference("", found[0], refuri=f"{page}#{anchors[word]}", internal=True, classes=["word"])
+                pieces += [nodes.Text(text[end : found.start()]), link]
+                end = found.end()
+        if pieces:
+            text.parent.replace(text, [*pieces, nodes.Text(text[end:])])
+
+
+def parents(node: nodes.Node):
+    while node.parent is not None:
+        node = node.parent
+        yield node
+
+
+def setup(app) -> dict:
+    app.connect("source-read", fill)
+    app.connect("doctree-resolved", link_words)
+    app.add_css_file("pages.css")
+    app.add_js_file("search_methods.js", loading_method="defer")
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,60 @@
+"""How the site shows a notebook's cells. The notebook files stay as they are; this happens when Sphinx reads them.
+
+A folded cell's bar says what its first line says. A solution folds by itself, apart from its exercise. Raw cells, which
+hold what only the library needs, are folded code like the rest.
+"""
+
+import json
+import re
+
+from fold import DIRECTIVE, TAG
+
+SOLUTION = re.compile(r"^[ ]*### BEGIN SOLUTION\n(.*?\n?)[ ]*### END SOLUTION\n?", re.DOTALL | re.MULTILINE)
+
+
+def label(source: str) -> str:
+    """What a folded cell's first line says, as words: `#| export zero.shards  # Unit` as `zero.shards: Unit`."""
+    first = source.lstrip().split("\n")[0]
+    if found := DIRECTIVE.match(first):
+        words = first.partition("  # ")[2]
+        return words.capitalize() if words == "set-up" else ": ".join(filter(None, [found[3], words]))
+    if found := re.match(r'with check\("([\d.]+)"\):', first):
+        return f"Check {found[1]}"
+    return first.removeprefix("# ")
+
+
+def folded(cell: dict, words: str, *more: str) -> dict:
+    """The cell behind a bar with these words, with more tags."""
+    tags = {*cell["metadata"].get("tags", []), TAG, *more}
+    prompts = {"code_prompt_show": words, "code_prompt_hide": words}
+    return cell | {"metadata": cell["metadata"] | {"tags": sorted(tags), "mystnb": prompts}}
+
+
+def shown(cell: dict) -> list[dict]:
+    """The cells that the site shows for a cell of a notebook."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] == "markdown":
+        return [cell]
+    if cell["cell_type"] == "raw":
+        cell = cell | {"cell_type": "code", "outputs": [], "execution_count": None}
+    texts = SOLUTION.split(source)  # every second one is a solution
+    if len(texts) > 1:
+        pieces = [cell | {"id": f"{cell['id']}-{i}", "source": text.rstrip()} for i, text in enumerate(texts)]
+        pieces[1::2] = [folded(piece, "Solution", "solution") for piece in pieces[1::2]]
+        pieces = [piece for piece in pieces if piece["source"]]
+        pieces[:-1] = [piece | {"outputs": []} for piece in pieces[:-1]]
+        return pieces
+    return [folded(cell, label(source))] if TAG in cell["metadata"].get("tags", []) else [cell]
+
+
+def show_notebook(app, docname: str, content: list[str]) -> None:
+    """Replace the text of a notebook that Sphinx has read."""
+    if app.env.doc2path(docname).suffix == ".ipynb":
+        notebook = json.loads(content[0])
+        notebook["cells"] = [each for cell in notebook["cells"] for each in shown(cell)]
+        content[0] = json.dumps(notebook)
+
+
+def setup(app) -> dict:
+    app.connect("source-read", show_notebook)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

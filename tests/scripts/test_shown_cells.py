@@ -1,0 +1,55 @@
+"""How the site shows the cells of a notebook: what its bars say, and where a solution stands."""
+
+import pytest
+
+from fold import TAG
+from shown_cells import label, shown
+
+
+def code(source: str, *tags: str, kind="code", outputs=()) -> dict:
+    return {"cell_type": kind, "id": "a", "source": source, "metadata": {"tags": [*tags]}, "outputs": [*outputs]}
+
+
+def bar(cell: dict) -> str | None:
+    """What stands on the bar of a folded cell."""
+    return cell["metadata"]["mystnb"]["code_prompt_show"] if TAG in cell["metadata"]["tags"] else None
+
+
+@pytest.mark.parametrize(
+    "first, words",
+    [
+        ("#| export zero.shards  # Unit, Piece", "zero.shards: Unit, Piece"),
+        ("#| export  # Recomputed", "Recomputed"),
+        ("#| export kernels.program", "kernels.program"),
+        ("#| default_exp zero.optimizer  # set-up", "Set-up"),
+        ('with check("05.1"):', "Check 05.1"),
+        ("# Figure: <b> & a layer's bytes", "Figure: <b> & a layer's bytes"),
+        ("ranks = Ranks(4)  # four of them", "ranks = Ranks(4)  # four of them"),
+    ],
+)
+def test_a_bar_says_what_the_first_line_says(first, words):
+    assert label(f"{first}\nx = 1\n") == words
+    assert bar(shown(code(f"{first}\nx = 1\n", TAG))[0]) == words
+
+
+def test_an_open_cell_and_a_text_are_shown_as_they_are():
+    for cell in (code("x = 1", "measurement"), code("### BEGIN SOLUTION", kind="markdown")):
+        assert shown(cell) == [cell]
+
+
+def test_solutions_fold_apart_and_what_the_cell_printed_comes_last():
+    cell = code(
+        "def f(x):\n    ### BEGIN SOLUTION\n    a = 1\n\n    ### END SOLUTION\n    y = 2\n"
+        "    ### BEGIN SOLUTION\n    b = 3\n    ### END SOLUTION\n",
+        outputs=["printed"],
+    )
+    parts = shown(cell)
+    assert [part["source"] for part in parts] == ["def f(x):", "    a = 1", "    y = 2", "    b = 3"]
+    assert [bar(part) for part in parts] == [None, "Solution", None, "Solution"]
+    assert [part["outputs"] for part in parts] == [[], [], [], ["printed"]]
+    assert len({part["id"] for part in parts}) == 4
+
+
+def test_a_raw_cell_is_folded_code():
+    (cell,) = shown(code("#| export zero.shards  # Unit\nclass Unit: ...", TAG, kind="raw"))
+    assert cell["cell_type"] == "code" and cell["outputs"] == [] and bar(cell) == "zero.shards: Unit"

@@ -1,0 +1,143 @@
+"""The site as a reader has it: built once without a warning, then its pages in a browser, on a phone's width too."""
+
+import functools
+import http.server
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from urllib.parse import unquote, urldefrag
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.support.ui import WebDriverWait
+
+from headless import browser, needs_browser
+
+ROOT = Path(__file__).resolve().parents[2]
+REPOSITORY = "https://github.com/someone/course"
+PACKAGES = sorted(path.parent.name for path in (ROOT / "course_lib").glob("*/__init__.py"))
+BUILD_S, PATIENCE_S = 300, 30  # deadlines for what hangs
+PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site's folder, built as `make site` does."""
+    folder = tmp_path_factory.mktemp("site")
+    options = "-q -W --keep-going -c docs".split()
+    built = subprocess.run(
+        [sys.executable, "-m", "sphinx", *options, "-d", folder / "doctrees", ".", folder / "site"],
+        cwd=ROOT,
+        env={**os.environ, "REPOSITORY": REPOSITORY},
+        capture_output=True,
+        text=True,
+        timeout=BUILD_S,
+    )
+    assert built.returncode == 0 and not built.stderr, built.stderr
+    return folder / "site"
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def reader(site, tmp_path_factory):
+    """A browser, and the address of the site, served by this process."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=site)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with browser(tmp_path_factory.mktemp("browser")) as driver:
+            yield driver, f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def seen(driver, selector: str):
+    """The first element of that kind that can be seen, or None."""
+    return next((found for found in driver.find_elements(By.CSS_SELECTOR, selector) if found.is_displayed()), None)
+
+
+def on_page(driver) -> dict:
+    """What a page links to, has and fetches; and what is wrong with it: pictures, or a width that can be scrolled."""
+    return driver.execute_script("""
+        const parts = [document.documentElement, document.querySelector(".bd-article-container")];
+        return {
+            links: [...document.querySelectorAll("a[href]")].map(link => link.href),
+            names: [...document.querySelectorAll("[id]")].map(element => element.id),
+            fetched: performance.getEntriesByType("resource").map(entry => entry.name),
+            wrong: [...document.images].filter(image => !image.naturalWidth).map(image => `no picture ${image.src}`)
+                .concat(parts.filter(part => part && part.scrollWidth > part.clientWidth)
+                .map(part => `${part.tagName} of ${part.clientWidth} pixels is ${part.scrollWidth} wide`)),
+        };""")
+
+
+@needs_browser
+def test_no_page_has_a_broken_link_or_picture_or_an_error_or_is_too_wide_for_a_phone(site, reader):
+    driver, address = reader
+    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html") if "_static" not in path.parts}
+    found, wrong = {}, []
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+    for page in sorted(pages - {"index.html"}):  # which sends a reader on to the next one
+        driver.get(address + page)
+        found[page] = on_page(driver)
+        wrong += [f"{page}: {what}" for what in found[page]["wrong"]]
+        wrong += [f"{page}: fetches {url}" for url in found[page]["fetched"] if not url.startswith(address)]
+        wrong += [f"{page}: {entry['message']}" for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+    driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    for page, has in found.items():
+        for url, name in map(urldefrag, has["links"]):
+            if url.startswith(address):
+                target = unquote(url.removeprefix(address)) or "index.html"
+                exists = target in pages or (site / target).is_file()
+                if not exists or (name and target in found and unquote(name) not in found[target]["names"]):
+                    wrong.append(f"{page}: links to {target} {name}, which is not there")
+    assert not wrong, "\n".join(dict.fromkeys(wrong))
+    driver.get(address)
+    WebDriverWait(driver, PATIENCE_S).until(lambda _: driver.current_url == f"{address}docs/index.html")
+
+
+@needs_browser
+def test_a_folded_cell_says_what_it_is_and_unfolds_and_a_solution_folds_by_itself(reader):
+    driver, address = reader
+    driver.get(f"{address}notebooks/05_zero.html")
+    wait = WebDriverWait(driver, PATIENCE_S)
+    bars = driver.find_elements(By.CSS_SELECTOR, "details.hide > summary")
+    for words, code in (("Check 05.1", 'with check("05.1")'), ("Solution", "gb_of_stage = ")):
+        bar = next(bar for bar in bars if bar.text == words)
+        inside = bar.find_element(By.XPATH, "following-sibling::div")
+        assert not inside.is_displayed()
+        driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", bar)
+        bar.click()
+        wait.until(lambda _: inside.is_displayed())
+        assert code in inside.text and bar.text == words
+    assert "BEGIN SOLUTION" not in driver.page_source and "END SOLUTION" not in driver.page_source
+
+
+@needs_browser
+def test_a_search_finds_the_notebook(reader):
+    driver, address = reader
+    driver.get(f"{address}docs/index.html")
+    wait = WebDriverWait(driver, PATIENCE_S)
+    wait.until(lambda _: seen(driver, ".search-button-field")).click()
+    wait.until(lambda _: seen(driver, "input[name=q]")).send_keys("zig-zag\n")
+    wait.until(lambda _: driver.find_elements(By.CSS_SELECTOR, "#search-results a[href*='07_sequence_context']"))
+
+
+def test_a_notebook_has_buttons_that_start_it_elsewhere(site):
+    page = (site / "notebooks/05_zero.html").read_text(encoding="utf-8")
+    assert "https://mybinder.org/v2/gh/someone/course/main?urlpath=lab/tree/notebooks/05_zero.ipynb" in page
+    assert "https://colab.research.google.com/github/someone/course/blob/main/notebooks/05_zero.ipynb" in page
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_reference_has_every_public_name(site, package):
+    page = (site / f"docs/reference/course_lib.{package}.html").read_text(encoding="utf-8")
+    for name in importlib.import_module(f"course_lib.{package}").__all__:
+        assert f'id="course_lib.{package}.{name}"' in page, name
+
+
+def test_the_planners_page_has_its_command_line(site):
+    assert "--cluster" in (site / "docs/planner.html").read_text(encoding="utf-8")
