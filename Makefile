@@ -10,7 +10,7 @@ NOTEBOOKS = notebooks/$(NB)*.ipynb
 # One worker more than there are cores: while some wait for processes, others work.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help lab test lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site
+.PHONY: help lab test lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -85,3 +85,6 @@ cheatsheet: .venv/installed-lab ## put the cheatsheet rows of all notebooks on o
 # Nothing is executed: the site shows what the notebooks keep. What has not changed is not built again.
 site: .venv/installed-site ## build the site: build/site/index.html
 	@$(RUN) -m sphinx -q -W --keep-going -j auto -d build/doctrees -c docs . build/site
+
+course: .venv/installed-lab ## for teachers: an nbgrader course of all notebooks; your changes and submissions stay (OUT=course)
+	@$(RUN) scripts/make_course.py "$(or $(OUT),course)"

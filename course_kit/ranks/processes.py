@@ -30,18 +30,20 @@ NO_ANSWER = [["", 0, "no answer: it has just ended, or is busy in compiled code"
 PORTS = 24  # that the controller takes, or some fewer
 
 
-def free_ports(n: int) -> int:
-    """The first of n ports in a row that nobody listens at. The controller binds its ports a while after it has chosen
-    them. So these are none that a system gives to a connection meanwhile (Linux: from 32768 on, macOS: from 49152), and
-    not those that another process would choose. Raises RuntimeError where there are none.
+def free_ports(n: int) -> tuple[int, socket.socket]:
+    """The first of n ports in a row that nobody listens at, and a socket at the port before them, to be held until the
+    controller has bound them, which is a while after it is told of them: until then another kernel that looks passes
+    over this row. They are none that a system gives to a connection meanwhile (Linux: from 32768 on, macOS: from
+    49152). Raises RuntimeError where there are none.
     """
-    places = (30_000 - 20_000) // n
+    places = (30_000 - 20_000) // (n + 1)
     for place in range(os.getpid(), os.getpid() + places):
-        first = 20_000 + place % places * n
+        mark = 20_000 + place % places * (n + 1)
         with contextlib.suppress(OSError), contextlib.ExitStack() as tried:
-            for port in range(first, first + n):
-                tried.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return first
+            held = tried.enter_context(socket.socket())
+            for port in range(mark, mark + n + 1):
+                (held if port == mark else tried.enter_context(socket.socket())).bind(("127.0.0.1", port))
+            return mark + 1, held.dup()
     raise RuntimeError(f"no {n} free ports in a row between 20000 and 30000")
 
 
@@ -69,7 +71,7 @@ class Processes:
         # An engine counts as registered after a heartbeat, which comes every 3 s unless told otherwise.
         beats = ["--IPController.use_threads=True", "--HeartMonitor.period=500"]
         beats += ["--HeartMonitor.max_heartmonitor_misses=1000"]
-        first = free_ports(PORTS)
+        first, mark = free_ports(PORTS)
         ports = [f"--IPController.ports={first}-{first + PORTS - 1}"]
         cluster = ipyparallel.Cluster(
             n=n, config=config, profile_dir=str(self.folder / "profile"), cluster_file="",
@@ -83,6 +85,8 @@ class Processes:
         except BaseException:
             self.close()
             raise
+        finally:
+            mark.close()
 
     def _connect(self, cluster, n: int, backend: str) -> None:
         cluster.start_cluster_sync()

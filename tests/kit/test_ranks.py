@@ -29,7 +29,7 @@ import torch.distributed as dist
 from course_kit.ranks import Ranks, choose_backend
 from course_kit.ranks.calls import Call
 from course_kit.ranks.connections import prepare_backend
-from course_kit.ranks.processes import wait_until_connected
+from course_kit.ranks.processes import free_ports, wait_until_connected
 from course_kit.ranks.report import place
 
 psutil = pytest.importorskip("psutil")  # a GPU node may have neither
@@ -39,6 +39,14 @@ HERE = os.path.relpath(__file__)
 LOCK = threading.Lock()  # nothing can pickle it
 PATIENCE_S = 300  # a deadline for what hangs; no step takes a twentieth of it on a quiet machine
 GONE_S = 60  # for processes to end, which takes a second: a deadline against hangs
+
+
+def test_kernels_that_start_at_once_choose_other_ports():
+    """Before the first one's controller has bound its own."""
+    rows = [free_ports(4) for _ in range(3)]
+    assert len({first for first, _ in rows}) == 3
+    for _, mark in rows:
+        mark.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,109 +1,204 @@
-"""A teacher's nbgrader takes the notebooks as they are: solved, it gets every point, and blank none. Needs no GPU."""
+"""nbgrader releases and grades what `make course` writes: who solves a part gets the points of that part. Needs no GPU.
 
+Whole notebooks are graded, without the cells that no check depends on: a submission may lack them.
+"""
+
+import collections
 import json
 import os
+import re
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
-from traitlets.config import Config
 
 import tiny_course
-from exercises import exercise_name, exercises
+from exercises import BLANK, exercise_name, exercises
+from make_course import make_course, nbgrader_at
 from make_workbook import blank_notebook
-from tiny_course import ROOT, read
+from needed_cells import needed_cells
+from tiny_course import ROOT, read, text
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+WITH_RANKS = "14b_fp8"  # the cheapest one
+LEFT_S = 60  # at most, until the ranks of a graded notebook have ended
+DIES = "import os\ndef double(number):\n    os._exit(1)"
+HANGS = """import time
+def half(number):
+    while True:
+        try:
+            time.sleep(3600)
+        except KeyboardInterrupt:
+            pass"""
+WARNS = """import sys
+def double(number):
+    print("close to overflow", file=sys.stderr)
+    return number * 2
+quit()"""
 pytestmark = pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SAWarning")  # nbgrader's own
 
 
-def up_to_check(number: int, cells: list[dict]) -> list[dict]:
-    """The cells that are graded: those up to so many checks, without what only measures and draws."""
-    checks = [place for place, cell in enumerate(cells) if exercise_name(cell, "check")][:number]
-    return [cell for cell in cells[: checks[-1] + 1] if "measurement" not in cell["metadata"].get("tags", [])]
+@pytest.fixture(scope="module", autouse=True)
+def environment(tmp_path_factory):
+    """nbgrader starts `alembic` by its name alone; kernels need the library, and keep to a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
+        patch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("of-kernels")))
+        yield
 
 
-class Teacher:
-    """A teacher's folder with notebooks as an assignment, and nbgrader at its own defaults."""
+class Course:
+    """A course in a folder, and its teacher's nbgrader."""
 
-    def __init__(self, folder: Path, *notebooks: Path):
-        from nbgrader.apps import NbGraderAPI  # takes a second: other workers need not import it
-
+    def __init__(self, notebooks: Path, folder: Path, settings: str = ""):
         self.folder = folder
-        self.api = NbGraderAPI(config=Config({"CourseDirectory": {"root": str(folder), "course_id": "course"}}))
-        for path in notebooks:
-            self.save(folder / "source" / "unit", path.stem, read(path))
-        self.expect_success(self.api.generate_assignment("unit"))
-        self.released = {path.stem: read(folder / "release" / "unit" / path.name) for path in notebooks}
+        list(make_course(notebooks, folder))
+        with open(folder / "nbgrader_config.py", "a", encoding="utf-8") as config:
+            config.write(settings)
+        self.nbgrader = nbgrader_at(folder)
 
-    def save(self, folder: Path, name: str, notebook: dict) -> None:
-        """Put a notebook where nbgrader looks for it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
+    def released(self, name: str) -> dict:
+        """What nbgrader hands out."""
+        return read(self.folder / "release" / name / f"{name}.ipynb")
 
-    def expect_success(self, result: dict) -> None:
-        """Fail with nbgrader's own words where a step failed."""
-        assert result["success"], result.get("error") or result.get("log")
-
-    def points(self, student: str, name: str, notebook: dict, checks: int) -> tuple[float, float]:
-        """The points of a submission, and how many there are. What stands below so many checks is left out of it."""
-        submission = {**notebook, "cells": up_to_check(checks, notebook["cells"])}
-        self.save(self.folder / "submitted" / student / "unit", name, submission)
-        self.expect_success(self.api.autograde("unit", student))
-        with self.api.gradebook as gradebook:
-            submission = gradebook.find_submission("unit", student)
-            return submission.score, submission.max_score
-
-    def solved(self, path: Path) -> dict:
-        """The released notebook with the reference's solutions filled in."""
-        solutions = {cell["id"]: cell["source"] for cell in exercises(read(path)).values()}
-        released = self.released[path.stem]
-        cells = [{**cell, "source": solutions.get(cell["id"], cell["source"])} for cell in released["cells"]]
+    def answered(self, name: str, answers: dict[str, str]) -> dict:
+        """The released notebook with the sources of some of its cells, by id."""
+        released = self.released(name)
+        cells = [{**cell, "source": answers.get(cell["id"], cell["source"])} for cell in released["cells"]]
         return {**released, "cells": cells}
 
-    def failures(self, student: str, name: str) -> list[str]:
-        """The cells of a graded notebook that raised or wrote to stderr, with the last line of it."""
-        cells = read(self.folder / "autograded" / student / "unit" / f"{name}.ipynb")["cells"]
-        outputs = [(cell["id"], output) for cell in cells for output in cell.get("outputs", [])]
-        raised = [f"{name}: {output['evalue']}" for name, output in outputs if output["output_type"] == "error"]
-        return raised + [f"{name}: {output['text']}" for name, output in outputs if output.get("name") == "stderr"]
+    def solutions(self, name: str) -> dict[str, str]:
+        """The reference's exercises, by cell id and in their order."""
+        source = read(self.folder / "source" / name / f"{name}.ipynb")
+        return {cell["id"]: cell["source"] for cell in exercises(source).values()}
+
+    def points(self, name: str, submissions: dict[str, dict]) -> dict[str, dict[str, float]]:
+        """What nbgrader gives each student's notebook, by check."""
+        found = {}
+        for student, notebook in submissions.items():
+            folder = self.folder / "submitted" / student / name
+            folder.mkdir(parents=True)
+            (folder / f"{name}.ipynb").write_text(json.dumps(notebook), encoding="utf-8")
+            result = self.nbgrader.autograde(name, student)
+            assert result["success"], result.get("error") or result.get("log")
+            with self.nbgrader.gradebook as gradebook:
+                (graded,) = gradebook.find_submission(name, student).notebooks
+                found[student] = {grade.name: grade.score for grade in graded.grades}
+        return found
+
+    def failures(self, name: str, student: str) -> list[str]:
+        """The errors in a graded notebook, by cell."""
+        graded = read(self.folder / "autograded" / student / name / f"{name}.ipynb")
+        outputs = [(cell["id"], output) for cell in graded["cells"] for output in cell.get("outputs", [])]
+        return [f"{name}: {output['evalue']}" for name, output in outputs if output["output_type"] == "error"]
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    """nbgrader starts `alembic` by its name alone, and kernels need the library."""
-    monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    monkeypatch.setenv("PYTHONPATH", path)
+def worth(notebook: dict) -> dict[str, int]:
+    """The points of each check."""
+    checks = [cell for cell in notebook["cells"] if exercise_name(cell, "check")]
+    return {cell["id"]: cell["metadata"]["nbgrader"]["points"] for cell in checks}
 
 
-def assert_graded(teacher: Teacher, path: Path, checks: int) -> None:
-    """Solved up to so many checks gets a point for each of them, blank gets none."""
-    exercises_of_it = len(exercises(read(path)))
-    score, most = teacher.points("solved", path.stem, teacher.solved(path), checks)
-    assert most == exercises_of_it
-    assert score == checks, teacher.failures("solved", path.stem)
-    assert teacher.points("blank", path.stem, teacher.released[path.stem], checks) == (0, most)
+def without_needless_cells(notebook: dict) -> dict:
+    """A notebook without the cells that no check depends on."""
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    sources = [cell["source"] for cell in cells]
+    needed = [needed_cells(sources, place, {}) for place, cell in enumerate(cells) if exercise_name(cell, "check")]
+    return {**notebook, "cells": [cells[place] for place in sorted(set().union(*needed))]}
 
 
-def test_a_tiny_notebook_is_graded(tmp_path):
-    path = tiny_course.write(tmp_path / "01_tiny.ipynb", tiny_course.cells())
-    teacher = Teacher(tmp_path, path)
-    assert_graded(teacher, path, 3)
-    half_done = teacher.solved(path)
-    half_done["cells"][3] = teacher.released[path.stem]["cells"][3]
-    assert teacher.points("half-done", path.stem, half_done, 3) == (2, 3), "one exercise is blank"
+def left_processes() -> list[list[str]]:
+    """The processes that kernels of this module have left, after a while for them to end."""
+    deadline = time.monotonic() + LEFT_S
+    while True:
+        every = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+        left = [command for command in every if os.environ["TMPDIR"] in " ".join(command)]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.2)
 
 
-def test_workbooks_hold_the_cells_that_nbgrader_releases(tmp_path):
-    def shown(notebook):
-        return [(cell["id"], cell["cell_type"], cell["source"], cell["metadata"]) for cell in notebook["cells"]]
+@pytest.fixture(scope="module")
+def course(tmp_path_factory):
+    """The course that `make course` writes."""
+    return Course(ROOT / "notebooks", tmp_path_factory.mktemp("course"))
 
-    released = Teacher(tmp_path, *NOTEBOOKS).released
+
+def test_points_are_the_difficulty_that_stands_above_an_exercise(course):
     for path in NOTEBOOKS:
-        assert shown(released[path.stem]) == shown(blank_notebook(path)), path.stem
+        notebook = read(path)
+        prose = "\n".join(cell["source"] for cell in notebook["cells"] if cell["cell_type"] == "markdown")
+        said = dict(re.findall(r"(?ms)^### Exercise (\d\d\.\d+) .*?^\*[^\n]*?Difficulty (\d) of 5", prose))
+        expected = {f"check-{name.replace('.', '-')}": int(said[name]) for name in exercises(notebook)}
+        assert worth(course.released(path.stem)) == expected, path.stem
 
 
-def test_a_notebook_of_the_course_is_graded(tmp_path):
-    """Two exercises of the first one: that all checks fail on the blank and pass solved is in test_exercises."""
-    assert_graded(Teacher(tmp_path, NOTEBOOKS[0]), NOTEBOOKS[0], 2)
+def test_a_release_shows_no_solution(course):
+    """Each line of a released cell stands in the reference outside its solutions, and there is no output at all."""
+    for path in NOTEBOOKS:
+        shown = collections.Counter()
+        for cell in read(path)["cells"]:
+            source = re.sub(r"(?ms)^\s*### BEGIN (SOLUTION|HIDDEN TESTS)$.*?^\s*### END \1$", "", cell["source"])
+            shown.update(source.splitlines())
+        cells = course.released(path.stem)["cells"]
+        added = collections.Counter(line for cell in cells for line in cell["source"].splitlines()) - shown
+        assert {line.strip() for line in added} == {"# YOUR CODE HERE", BLANK}, path.stem
+        assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells), path.stem
+        assert all(BLANK in cell["source"] for cell in exercises({"cells": cells}).values()), path.stem
+
+
+def test_a_learner_cannot_edit_the_checks_of_a_release(course):
+    for path in NOTEBOOKS:
+        checks = [cell["metadata"] for cell in course.released(path.stem)["cells"] if exercise_name(cell, "check")]
+        assert all(not (one["editable"] or one["deletable"]) and one["nbgrader"]["locked"] for one in checks), path.stem
+
+
+def test_workbooks_hold_the_cells_that_nbgrader_releases(course):
+    def without_points(metadata):  # which are part of the checksum
+        return {**metadata, "nbgrader": {**metadata.get("nbgrader", {}), "points": None, "checksum": None}}
+
+    def shown(notebook):
+        cells = notebook["cells"]
+        return [(one["id"], one["cell_type"], one["source"], without_points(one["metadata"])) for one in cells]
+
+    for path in NOTEBOOKS:
+        assert shown(course.released(path.stem)) == shown(blank_notebook(path)), path.stem
+
+
+@pytest.mark.parametrize("name", ["01_single_gpu", WITH_RANKS])
+def test_who_solves_a_part_gets_the_points_of_that_part(course, name):
+    solutions = course.solutions(name)
+    first_half = dict(list(solutions.items())[: len(solutions) // 2])
+    submissions = {"solved": solutions, "blank": {}, "half": first_half}
+    points = course.points(
+        name, {student: without_needless_cells(course.answered(name, given)) for student, given in submissions.items()}
+    )
+    for student, given in submissions.items():
+        every = worth(course.released(name))
+        expected = {check: points if check.replace("check", "ex") in given else 0 for check, points in every.items()}
+        assert points[student] == expected, course.failures(name, student)
+    assert left_processes() == []
+
+
+def test_what_one_exercise_does_costs_no_points_of_another(tmp_path):
+    cells = tiny_course.cells()
+    cells[1]["source"] = "import contextlib\ncheck = contextlib.nullcontext"  # several kernels would import PyTorch
+    parts = [f"### Exercise 01.{number} · a name\n*Difficulty {number} of 5 · 2 minutes*\n" for number in (1, 2, 3)]
+    tiny_course.write(tmp_path / "notebooks" / "01_tiny.ipynb", [text("headings", "\n".join(parts)), *cells])
+    course = Course(tmp_path / "notebooks", tmp_path / "course", "\nc.Execute.timeout = 10\n")
+    solutions = course.solutions("01_tiny")
+    unchecked = course.answered("01_tiny", solutions | {"ex-01-1": WARNS, "ex-01-3": "guess = 4"})
+    for cell in unchecked["cells"]:
+        if exercise_name(cell, "check"):
+            cell["metadata"]["tags"] = ["measurement"]
+    submissions = {
+        "dies-and-hangs": course.answered("01_tiny", solutions | {"ex-01-1": DIES, "ex-01-2": HANGS}),
+        "warns-quits-and-skips-checks": unchecked,
+    }
+    assert course.points("01_tiny", submissions) == {
+        "dies-and-hangs": {"check-01-1": 0, "check-01-2": 0, "check-01-3": 3},
+        "warns-quits-and-skips-checks": {"check-01-1": 1, "check-01-2": 2, "check-01-3": 0},
+    }
