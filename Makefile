@@ -7,29 +7,44 @@ unexport PYTHONDONTWRITEBYTECODE
 RUN := PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/python
 # Every notebook, or those whose name starts with NB: make render NB=01
 NOTEBOOKS = notebooks/$(NB)*.ipynb
+WELCOME = 00_welcome.md
 # One worker more than there are cores: while some wait for processes, others work.
 WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: help lab test lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course
+.PHONY: help own-venv lab doctor test lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
 
 # The set-up runs again only when what is to be installed has changed.
-.venv/installed-lab: pyproject.toml constraints.txt
+.venv/installed-lab: pyproject.toml constraints.txt | own-venv
 	@bash scripts/setup.sh . && touch $@
 
-.venv/installed-site: pyproject.toml constraints.txt
+.venv/installed-site: pyproject.toml constraints.txt | own-venv
 	@bash scripts/setup.sh ".[site]" && touch $@ .venv/installed-lab
 
-.venv/installed-test: pyproject.toml constraints.txt
+.venv/installed-test: pyproject.toml constraints.txt | own-venv
 	@bash scripts/setup.sh ".[test]" && touch $@ .venv/installed-lab .venv/installed-site
 
+# An environment that another clone made, and that is shared by a link, would run that clone's library.
+own-venv:
+	@bash scripts/setup.sh whose
+
 # Jupyter refuses to run as root unless told so. Containers on rented GPUs are root, and the server keeps its token and
-# listens to this machine alone, so it is told so.
+# listens to this machine alone, so it is told so. scripts/lab/ has this server's defaults: no news, no menus of nbgrader.
+# A learner's own settings stand above them. The first time, the welcome page is open.
 lab: .venv/installed-lab ## set up and open JupyterLab on workbook/ (PYTHON=python3.12, CPU=1, LAB_ARGS="--no-browser --port 8899")
-	@$(RUN) scripts/make_workbook.py --missing
-	@$(RUN) -m jupyterlab --ServerApp.root_dir=workbook $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(LAB_ARGS)
+	@first=$$([ -e workbook/$(WELCOME) ] || echo --LabApp.default_url=/lab/tree/$(WELCOME)); \
+	$(RUN) scripts/make_workbook.py --missing && \
+	echo "Opening JupyterLab on workbook/, in some seconds. Ctrl-C twice ends it." && \
+	$(RUN) -m jupyterlab --ServerApp.root_dir=workbook --LabApp.app_settings_dir="$$PWD/scripts/lab" --log-level=ERROR \
+		$$first $$([ "$$(id -u)" != 0 ] || echo --allow-root) $(LAB_ARGS)
+
+# Before there is an environment, any Python 3 will do.
+doctor: ## say what this machine has, and what will not work here and why
+	@python=.venv/bin/python; $$python -c "" 2>/dev/null || python="$(PYTHON)"; \
+	command -v "$$python" >/dev/null || { echo "doctor: there is no $$python: install Python 3.11, 3.12 or 3.13" >&2; exit 2; }; \
+	PATH="$$PWD/.venv/bin:$$PATH" "$$python" scripts/doctor.py
 
 # The quick checks come first, but nothing hides what comes after it: one run shows everything that is wrong. Tests and
 # notebooks share one pytest, so that its closing line speaks for both. One thread a process: where processes outnumber

@@ -1,3 +1,10 @@
 """The instruments that the lessons use and do not teach: written by hand, never imported by `course_lib`."""
 
+import sys
+
 import course_lib  # noqa: F401  before Triton: where there is no GPU, it asks for the interpreter
+
+if "ipykernel" in sys.modules and (_shell := sys.modules["IPython"].get_ipython()):
+    from course_kit.pictures.cell_bars import show_bars
+
+    show_bars(_shell)

@@ -12,6 +12,8 @@ has not got yet, what the learner made of them moves with them. Each blank that 
 moves a workbook and its base together: after a kill, an old copy put back, or a browser tab that saves over an update,
 the next update still starts from the right blank.
 
+scripts/lab/welcome.md goes to `workbook/00_welcome.md`, and is replaced as long as the learner has left it alone.
+
 nbdime merges only the metadata. Its merge of cells (use-local), on 1000 random pairs of edits, lost a learner's cell in
 9 of them, mixed the lines of two versions in 9 and gave two cells one id in 26.
 """
@@ -31,6 +33,7 @@ from pathlib import Path
 from export import NOTEBOOKS, ROOT, ExportError, read_notebook, write_atomically
 
 WORKBOOK = ROOT / "workbook"
+WELCOME = ROOT / "scripts" / "lab" / "welcome.md"
 IMPORT = re.compile(r"\s*from course_(?:lib|kit)[\w.]* import (.+)")
 STEPS = "LockCells", "ClearSolutions", "ClearOutput", "ClearHiddenTests", "ComputeChecksums", "CheckCellMetadata"
 
@@ -334,6 +337,23 @@ def make_workbook(notebooks: Path, workbook: Path, only_missing: bool = False) -
                 yield f"{path.stem}: the course has it no longer; yours stays as it is"
 
 
+def hand_out_page(source: Path, path: Path, only_missing: bool = False) -> Iterator[str]:
+    """Write or update a page that is no notebook; a line where something became of it.
+
+    Each version that was handed out is kept in `.base/`, named by its hash. A page that is none of them is a learner's.
+    """
+    def kept(page: bytes) -> Path:
+        return path.parent / ".base" / f"{path.stem}.{hashlib.sha256(page).hexdigest()[:12]}{path.suffix}"
+
+    text = source.read_text(encoding="utf-8")
+    there = path.read_bytes() if path.exists() else None
+    if there is None or not only_missing and there != text.encode() and kept(there).exists():
+        kept(text.encode()).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(kept(text.encode()), text)
+        write_atomically(path, text)
+        yield f"{path.stem}: {'handed out' if there is None else 'updated'}"
+
+
 def main(argv: list[str] | None = None) -> int:
     """0: done; 2: not done, one line says why."""
     argv = sys.argv[1:] if argv is None else argv
@@ -341,7 +361,9 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: python scripts/make_workbook.py [--missing]", file=sys.stderr)
         return 2
     try:
-        for line in make_workbook(NOTEBOOKS, WORKBOOK, only_missing=bool(argv)):
+        lines = make_workbook(NOTEBOOKS, WORKBOOK, only_missing=bool(argv))
+        page = hand_out_page(WELCOME, WORKBOOK / "00_welcome.md", only_missing=bool(argv))
+        for line in itertools.chain(lines, page):
             print(line, flush=True)
     except ExportError as error:
         print(f"workbook: {error}", file=sys.stderr)

@@ -4,8 +4,8 @@
 
 A notebook is replaced when its last cell has run, in one step; one that fails stays as it was. Metadata is cleaned as
 nbdev-clean does it, and cells are folded (fold.py). Views of widgets are left out: without a kernel they are error
-messages, which is why a static figure stands beside each. So are complaints that name files of this machine. Pictures
-are stored as small as they get without a loss.
+messages, which is why a static figure stands beside each. So are complaints that name files of this machine, and what
+is left of a long cell's bar. Pictures are stored as small as they get without a loss.
 """
 
 import base64
@@ -40,9 +40,9 @@ def shrunk(png: str) -> str:
 
 
 def is_kept(output: dict) -> bool:
-    """Neither a view of a widget, nor a library's complaint that names a file of this machine."""
+    """Neither a view of a widget, nor a library's complaint that names a file of this machine, nor an empty output."""
     complains = output.get("name") == "stderr" and re.search(rf"{re.escape(str(ROOT))}|site-packages", output["text"])
-    return WIDGET not in output.get("data", {}) and not complains
+    return WIDGET not in output.get("data", {}) and output.get("data") != {} and not complains
 
 
 def render(path: Path) -> None:

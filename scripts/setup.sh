@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
 # Make .venv and install the course into it, from `make`:    scripts/setup.sh "." | ".[test]"
+# Before that, and each time:                               scripts/setup.sh whose
 # PYTHON is the Python to make it with. CPU=1 asks for PyTorch's CPU wheels, a tenth of the size of those for GPUs.
 # TORCH=2.11.0 asks for another PyTorch than the pinned one.
 # What goes wrong is one line on stderr that says what to do. A .venv that this run began is taken away again; one that
 # stood before stays as it was, since pip downloads everything before it changes anything.
 set -u -o pipefail
 export PIP_RETRIES=${PIP_RETRIES:-3}  # with pip's own 5, it takes half a minute to find that there is no network
+export PYTHONUNBUFFERED=1  # pip's lines come as they are written, not in blocks
 PYTHON=${PYTHON:-python3}
 VENV=.venv
 log=$(mktemp) && begun="" && trap 'rm -rf "$log" "$log.pins" $begun' EXIT && trap 'exit 130' INT TERM
@@ -29,6 +31,7 @@ make_venv() {
     check_version "$PYTHON"
     rm -rf "$VENV"
     begun=$VENV
+    echo "Making $VENV with $("$PYTHON" --version)"
     "$PYTHON" -m venv "$VENV" >"$log" 2>&1 && return
     # Debian and Ubuntu ship Python without this part of its standard library.
     if grep -q ensurepip "$log"; then
@@ -52,6 +55,17 @@ install() {  # $1: what pip is to install
     fi
 }
 
+# pip installs the course by its folder. Where two clones share an environment, the second one's set-up would have the
+# first one's notebooks import the second one's library.
+if [ "$1" = whose ]; then
+    for place in "$VENV"/lib/python3*/site-packages/__editable__.llm_training_at_scale-*.pth; do
+        [ -e "$place" ] || continue
+        owner=$(head -n 1 "$place")
+        [ "$(cd "$owner" 2>/dev/null && pwd -P)" = "$(pwd -P)" ] ||
+            stop ".venv belongs to the clone in $owner, and this is $(pwd -P): 'rm -rf .venv' here (of a link, the link alone goes), and run it again"
+    done
+    exit
+fi
 # An environment whose Python was removed, or that was killed before it had pip, is made again.
 if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     check_version "$VENV/bin/python"
@@ -62,6 +76,7 @@ echo "Installing into $VENV: some minutes the first time, some seconds later"
 progress='/^ *(Collecting|Downloading|Installing collected) / {print substr($0, 1, 100); fflush()}'
 if install "$1" 2>&1 | tee "$log" | awk "$progress"; then
     begun=""
+    echo "Installed, $SECONDS s after the start"
 elif grep -qE "Retrying|Max retries exceeded|from versions: none|name resolution|timed out" "$log"; then
     stop "pip cannot reach its package index: check the network (or HTTPS_PROXY, or PIP_INDEX_URL), then run the same command again"
 else

@@ -10,7 +10,14 @@ import torch
 
 
 class CheckFailed(AssertionError):
-    """An exercise that is not solved yet; the message says what to do."""
+    """An exercise that is not solved yet; the message says what to do. Jupyter shows it without the stack of the check,
+    which would push it off the screen; where code of the learner's raised, that stack stands (`__cause__`).
+    """
+
+    def __getattr__(self, name: str):
+        if name == "_render_traceback_" and self.__cause__ is None:
+            return lambda: [f"{type(self).__name__}: {self}"]
+        raise AttributeError(name)
 
 
 def is_report(error: Exception) -> bool:

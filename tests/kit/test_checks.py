@@ -166,3 +166,12 @@ def test_sizes_and_dtypes_are_compared_before_they_are_sent(numel, dtype, ranks)
         f"the all-gather has an input of [2], torch.float32 and an output of [{numel}], {dtype}: "
         "in a group of 4 an input of [2] takes an output of [8], of the same dtype"
     )
+
+
+def test_jupyter_shows_the_advice_and_a_stack_only_where_the_learners_code_raised():
+    with pytest.raises(CheckFailed) as blank, check("01.1"):
+        raise NotImplementedError
+    assert blank.value._render_traceback_() == [f"CheckFailed: {blank.value}"]
+    with pytest.raises(CheckFailed) as raised, check("01.1"):
+        1 / 0
+    assert not hasattr(raised.value, "_render_traceback_") and isinstance(raised.value.__cause__, ZeroDivisionError)

@@ -20,6 +20,8 @@ CELLS = {
     "object": "object()",
     "complaint": "import sys\nprint(f'Failed to load {sys.prefix}/lib/site-packages/a.so', file=sys.stderr)",
     "warning": "import sys\nprint('this is slow', file=sys.stderr)",
+    "bar": "import course_kit",  # shows one over each cell after it that says that it is long
+    "long": "# Measured: nothing, about 30 s\nprint('ready')",
 }
 
 
@@ -35,11 +37,12 @@ def render(folder: Path, **cells: str) -> tuple[Path, subprocess.CompletedProces
 def test_outputs_come_in_and_nbdev_clean_has_nothing_left_to_do(tmp_path):
     path, run = render(tmp_path, **CELLS)
     assert run.returncode == 0, run.stderr
-    look, widget, thing, complaint, warning = cells = nbformat.read(path, as_version=4).cells
+    look, widget, thing, complaint, warning, _, long = cells = nbformat.read(path, as_version=4).cells
     assert [cell.id for cell in cells] == list(CELLS)
     assert complaint.outputs == [] and warning.outputs[0].text == "this is slow\n"
     assert [output.text for output in look.outputs] == ["one\ntwo\n"] and look.execution_count is None
     assert widget.outputs == [] and thing.outputs[0].data["text/plain"] == "<object>"
+    assert [output.text for output in long.outputs] == ["ready\n"]
     assert look.metadata == {}
 
     before = path.read_bytes()

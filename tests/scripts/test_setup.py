@@ -108,7 +108,7 @@ def test_installs_once_and_again_when_the_list_changes(course):
     def installs(*words):
         (course / "calls").write_text("")
         assert make(course, *words).returncode == 0
-        return [line for line in (course / "calls").read_text().splitlines() if "install" in line]
+        return [line for line in (course / "calls").read_text().splitlines() if "pip install" in line]
 
     assert installs("lab") == ["-m pip install -c constraints.txt -e ."]
     assert installs("lab") == []
@@ -128,3 +128,25 @@ def test_another_torch_than_the_pinned_one(course):
     assert set(pins) - set(pinned) == {"torch==2.11.0", "numpy<2.4"}
     names = {line.split("==")[0] for line in set(pinned) - set(pins)}
     assert names == {"torch", "torchao", "triton", "numpy", "setuptools"}
+
+
+def test_an_environment_of_another_clone_is_told_and_stays_that_clones(course, tmp_path):
+    """A .venv that is a link to another clone's: nothing is installed, whether its set-up is due or was done."""
+    other = tmp_path / "first clone"
+    shutil.copytree(course, other)
+    program(other / ".venv/bin/python", f'case "$2" in import*) echo 3.12;; esac; echo "$@" >> "{tmp_path}/calls"')
+    site = other / ".venv/lib/python3.12/site-packages"
+    site.mkdir(parents=True)
+    (site / "__editable__.llm_training_at_scale-0.1.0.pth").write_text(f"{other}\n")
+    (course / ".venv").symlink_to(other / ".venv")
+    for words in ("lab", "test"):
+        assert advice(make(course, words)) == (
+            f"setup: .venv belongs to the clone in {other}, and this is {course}: 'rm -rf .venv' here (of a link, the "
+            "link alone goes), and run it again"
+        )
+    assert not (tmp_path / "calls").exists()
+    assert make(other, "lab").returncode == 0 and "install" in (tmp_path / "calls").read_text()
+    assert (other / ".venv/installed-lab").exists() and "belongs to" in advice(make(course, "progress"))
+    (course / ".venv").unlink()
+    program(course / "fakes/python3", "echo 3.9")
+    assert "python3 is Python 3.9" in advice(make(course, "lab")), "the set-up goes on to make an environment"

@@ -4,6 +4,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -414,8 +415,9 @@ def test_missing_writes_only_what_is_missing(course, monkeypatch, capsys):
     monkeypatch.setattr(make_workbook, "NOTEBOOKS", course.notebooks)
     monkeypatch.setattr(make_workbook, "WORKBOOK", course.workbook)
     assert make_workbook.main(["--missing"]) == 0
-    assert capsys.readouterr().out == "02_more: handed out\n"
-    assert {path: kept for path, kept in snapshot(course.workbook).items() if "02_more" not in path} == before
+    assert capsys.readouterr().out == "02_more: handed out\n00_welcome: handed out\n"
+    new = "02_more", "00_welcome"
+    assert {path: kept for path, kept in snapshot(course.workbook).items() if not any(n in path for n in new)} == before
     assert make_workbook.main(["--mising"]) == 2
     assert capsys.readouterr().err == "usage: python scripts/make_workbook.py [--missing]\n"
 
@@ -745,3 +747,27 @@ def test_a_notebook_that_the_course_has_no_longer_stays_and_its_cells_move(cours
     assert course.file.read_bytes() == before
     second = {cell["id"]: cell for cell in read(course.workbook / "01b_more.ipynb")["cells"]}
     assert second["ex-01-2"]["source"] == MINE.replace("#| export", "#| export tiny.halves")
+
+
+def test_the_welcome_page_is_updated_until_the_learner_changes_it(tmp_path):
+    source, page = tmp_path / "welcome.md", tmp_path / "workbook" / "00_welcome.md"
+
+    def hand_out(text, **how):
+        source.write_text(text)
+        return list(make_workbook.hand_out_page(source, page, **how))
+
+    assert hand_out("one") == ["00_welcome: handed out"] and hand_out("one") == []
+    assert hand_out("two", only_missing=True) == [] and page.read_text() == "one"
+    assert hand_out("two") == ["00_welcome: updated"] and page.read_text() == "two"
+    page.write_text("one")  # an old copy put back
+    assert hand_out("three") == ["00_welcome: updated"]
+    page.write_text("three, and a note of mine")
+    assert hand_out("four") == [] and page.read_text() == "three, and a note of mine"
+
+
+def test_what_the_welcome_page_names_is_there():
+    page = make_workbook.WELCOME.read_text()
+    links = re.findall(r"\]\((\S+\.ipynb)\)", page)
+    assert links and all((make_workbook.NOTEBOOKS / link).exists() for link in links)
+    targets = re.findall(r"^([a-z-]+):.*## ", (make_workbook.ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {*re.findall(r"`make ([a-z]+)", page)} <= {*targets}
