@@ -11,7 +11,9 @@ sys.path[:0] = [str(DOCS), str(DOCS.parent), str(DOCS.parent / "scripts")]
 # knows it, and one without it has no launch buttons.
 REPOSITORY = os.environ.get("REPOSITORY", "")
 
-os.environ["COLUMNS"] = "100"  # of a program's help
+# A page shows the help of a program: of this Python, and this wide.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+os.environ["COLUMNS"] = "100"
 
 project = "Training large language models at scale"
 author = "the authors of the course"
