@@ -24,7 +24,7 @@ SAVES = {
     "activations": "activations",
     "time": "time",
     "traffic": "communication",
-    "bits": "precision",
+    "bits": "accuracy",
     "trouble": "mistakes",
 }
 COSTS = {
@@ -33,7 +33,7 @@ COSTS = {
     "compute": "compute",
     "traffic": "communication",
     "time": "time",
-    "bits": "precision",
+    "bits": "accuracy",
     "effort": "effort",
 }
 
