@@ -1,15 +1,22 @@
 """Formulas as MathML, which browsers draw themselves: no script, no font and nothing from the network."""
 
 from docutils import nodes
+from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.util import logging
+
+LOG = logging.getLogger(__name__)
 
 
 def draw(as_block: bool):
-    """A visitor that writes a formula's MathML. Where it cannot be read, MathError names the page."""
+    """A visitor that writes a formula's MathML. Where it cannot be read, a warning names the page and the line."""
 
     def visit(translator, node) -> None:
-        formula = tex2mathml(node.astext(), as_block=as_block)
-        translator.body.append(f'<div class="formula">{formula}</div>' if as_block else formula)
+        try:
+            formula = tex2mathml(node.astext(), as_block=as_block)
+            translator.body.append(f'<div class="formula">{formula}</div>' if as_block else formula)
+        except MathError as error:
+            LOG.warning("%s In: %s", error, node.astext(), location=node)
         raise nodes.SkipNode
 
     return visit

@@ -23,6 +23,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PYTHONS, OLDEST_TORCH = ((3, 11), (3, 12), (3, 13)), (2, 11)
 DISK_GB = 10  # of the environment with PyTorch's CUDA build, and of what pip keeps of it
 MEMORY_GIB = 4  # of notebook 10 (2 GiB with its eight ranks), JupyterLab, a browser and the system
+DRIVERS = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"  # where there is one, course_lib/__init__.py has nothing interpreted
 GiB = 2**30
 
 
@@ -72,6 +73,8 @@ def look_python(in_environment):
 def look_machine(in_environment):
     """Cores, memory and disk, where a container has less of them than the machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    quota = number_in("/sys/fs/cgroup/cpu.max")  # microseconds of work in 0.1 s
+    cores = min(cores, max(1, quota // 100000)) if quota else cores
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = min(memory, number_in("/sys/fs/cgroup/memory.max") or memory)
     free = shutil.disk_usage(ROOT).free
@@ -85,7 +88,7 @@ def look_machine(in_environment):
             "Less than {} GiB of memory: notebook 10 takes 2 with its eight ranks, and one of them may be killed. Shut "
             "down the kernels of other notebooks first."
         ).format(MEMORY_GIB)
-    if not in_environment and free < DISK_GB * 1e9:
+    if not in_environment and free < DISK_GB * 1e9 and platform.system() != "Darwin":  # there is none for macOS
         yield None, "PyTorch's CUDA build wants {} GB of disk. Its CPU build is small: make lab CPU=1".format(DISK_GB)
 
 
@@ -125,8 +128,8 @@ def look_gpu(torch):
             )
         if len(found) == 1:
             yield None, (
-                "One GPU: it runs the notebooks of one process. NCCL wants a GPU for each rank, so the ranks of "
-                "notebooks 03 to 10b are processes on the CPU, with gloo."
+                "One GPU: it runs the notebooks of one process. NCCL wants a GPU for each rank, so ranks are "
+                "processes on the CPU, with gloo."
             )
         if torch.version.cuda and min((card.major, card.minor) for card in found) < (8, 9):
             yield None, (
@@ -152,8 +155,12 @@ def look_gpu(torch):
         yield None, "There is a GPU ({}), and PyTorch cannot use it: {}".format(
             listed[0], str(said[0].message).split("\n")[0] if said else "torch.cuda.is_available() is False"
         )
-    if listed and not os.environ.get("TRITON_INTERPRET"):
-        yield None, "Until then set TRITON_INTERPRET=1: where there is a GPU's driver, kernels are not interpreted."
+    driver = next(filter(os.path.exists, DRIVERS), None)
+    if driver and not os.environ.get("TRITON_INTERPRET"):
+        yield None, (
+            "Set TRITON_INTERPRET=1, or the kernels of notebooks 12 to 14b fail: where there is a GPU's driver ({}), "
+            "they are not interpreted otherwise."
+        ).format(driver)
     if not listed:
         yield None, (
             "No NVIDIA GPU: ranks are processes on the CPU, with gloo, and Triton's kernels (notebooks 12 to 14b) are "
@@ -275,7 +282,7 @@ def main():
     for trouble in troubles:
         print(textwrap.fill(trouble, 100, initial_indent="- ", subsequent_indent="  "))
     if not in_environment:
-        print("\nThere is no .venv yet. 'make lab' makes it; then 'make doctor' knows more.")
+        print("\nThis Python lacks the course. 'make lab' makes .venv with it; then 'make doctor' knows more.")
 
 
 if __name__ == "__main__":

@@ -100,8 +100,11 @@ def nbgrader_at(folder: Path):
 
 
 def base(path: Path) -> str | None:
-    """The stamp of what the course's notebook at `path` was made from; None where there is none."""
-    return read_learners(path)["metadata"]["course"].get("base") if path.exists() else None
+    """The stamp of what the course's notebook at `path` was made from; None where there is none, or half of one."""
+    try:
+        return read_learners(path)["metadata"]["course"].get("base")
+    except ExportError:
+        return None
 
 
 def make_course(notebooks: Path, folder: Path) -> Iterator[str]:
@@ -146,7 +149,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"course: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"course: {error.strerror}: {error.filename}", file=sys.stderr)
+        # Of a whole folder that is copied, it is a list of what went wrong, without a strerror.
+        print(f"course: {error.strerror}: {error.filename}" if error.strerror else f"course: {error}", file=sys.stderr)
         return 2
     return 0
 

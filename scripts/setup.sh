@@ -61,9 +61,11 @@ if [ "$1" = whose ]; then
     for place in "$VENV"/lib/python3*/site-packages/__editable__.llm_training_at_scale-*.pth; do
         [ -e "$place" ] || continue
         owner=$(head -n 1 "$place")
-        [ "$(cd "$owner" 2>/dev/null && pwd -P)" = "$(pwd -P)" ] ||
+        [ "$owner" -ef . ] ||
             stop ".venv belongs to the clone in $owner, and this is $(pwd -P): 'rm -rf .venv' here (of a link, the link alone goes), and run it again"
     done
+    [ -x "$VENV/bin/python" ] || [ ! -e "$VENV/installed-lab" ] ||
+        stop "the Python of .venv is gone, or has another path now: 'rm -rf .venv', and run it again"
     exit
 fi
 # An environment whose Python was removed, or that was killed before it had pip, is made again.

@@ -30,6 +30,7 @@ class RunEveryCell(Execute):
         beside = Path(resources["metadata"]["path"]).resolve().parent
         for name in BESIDE:
             if not (beside / name).exists():
+                (beside / name).unlink(missing_ok=True)  # a link to where this project was
                 (beside / name).symlink_to(PROJECT / name)
         for cell in filter(is_grade, nb.cells):  # no learner's tag leaves a check out
             cell.metadata.tags = [tag for tag in cell.metadata.get("tags", []) if tag != self.skip_cells_with_tag]

@@ -9,6 +9,10 @@ every notebook that imports any of it.
 import re
 import threading
 import time
+import uuid
+
+from IPython.display import display
+from tqdm import tqdm
 
 LONG_CELL = re.compile(r"(?:#\|.*\n)*# (.+), about (\d+) s\b")
 TICK_S = 1.0
@@ -19,7 +23,7 @@ class Bar:
 
     def __init__(self, doing: str, expected_s: int):
         self.doing, self.expected_s, self.began = doing, expected_s, time.monotonic()
-        self.name = f"bar {id(self)}"
+        self.name = uuid.uuid4().hex
         self.ended = threading.Event()
         self.show(update=False)
         self.thread = threading.Thread(target=self.keep_up, daemon=True)
@@ -27,9 +31,6 @@ class Bar:
 
     def show(self, update: bool = True) -> None:
         """Draw it as far as the time is."""
-        from IPython.display import display
-        from tqdm import tqdm
-
         passed_s = time.monotonic() - self.began
         words = f"|{{bar}}| {passed_s:.0f} of about {self.expected_s} s on two cores"
         bar = tqdm.format_meter(min(passed_s, self.expected_s), self.expected_s, passed_s, ncols=80, bar_format=words)
@@ -42,8 +43,6 @@ class Bar:
 
     def take_away(self) -> None:
         """Leave an output without content, which shows nothing."""
-        from IPython.display import display
-
         self.ended.set()
         self.thread.join()
         display({}, raw=True, display_id=self.name, update=True)
@@ -59,7 +58,8 @@ def show_bars(shell) -> None:
 
     def stop(_) -> None:
         while bars:
-            bars.pop().take_away()
+            bars[-1].take_away()
+            bars.pop()  # not before: where an interrupt comes in between, the next cell's end takes it away
 
     shell.events.register("pre_run_cell", start)
     shell.events.register("post_run_cell", stop)

@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
@@ -26,7 +29,9 @@ def shell(monkeypatch):
     InteractiveShell.clear_instance()
 
 
-@pytest.mark.parametrize("body, passes", [("import time; time.sleep(0.2)", True), ("1 / 0", False)])
+@pytest.mark.parametrize(
+    "body, passes", [("import time; time.sleep(0.2)", True), ("1 / 0", False), ("raise KeyboardInterrupt", False)]
+)
 def test_a_long_cell_has_a_bar_and_leaves_none(shell, body, passes, capsys):
     assert shell.run_cell(LONG + body).success == passes
     first, *others, last = shell.shown
@@ -48,6 +53,32 @@ def test_a_second_cell_has_a_bar_of_its_own(shell):
     assert [output["data"] == {} for output in shell.shown if output["data"] == {} or not output["update"]] == [
         False, True, False, True,
     ]  # fmt: skip
+    for number in range(20):
+        shell.run_cell(LONG + f"x = [1] * {number}")
+    names = [output["transient"]["display_id"] for output in shell.shown if not output["update"]]
+    assert len(set(names)) == len(names) == 22, "or one would be drawn over an earlier cell, too"
+
+
+def test_a_bar_whose_end_was_interrupted_goes_with_the_next_cell(shell, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(cell_bars.Bar, "take_away", lambda bar: signal.raise_signal(signal.SIGINT))
+        shell.run_cell(LONG + "x = 1")
+    assert shell.shown[-1]["data"] != {}
+    shell.run_cell("x = 2")
+    assert shell.shown[-1]["data"] == {}
+
+
+def test_without_a_kernel_there_are_none_and_no_error():
+    """In a process that has ipykernel, as a server has, and in IPython's terminal, where each drawing would stay."""
+    source = """
+import sys, ipykernel
+import course_kit
+from IPython.core.interactiveshell import InteractiveShell
+InteractiveShell.instance()
+del sys.modules["course_kit"]
+import course_kit
+assert "course_kit.pictures.cell_bars" not in sys.modules"""
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=300)
 
 
 def test_every_cell_that_says_so_is_read_as_long():

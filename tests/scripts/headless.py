@@ -28,10 +28,9 @@ def browser(folder: Path):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     for flag in (*FLAGS, f"--user-data-dir={folder / 'profile'}"):
         options.add_argument(flag)
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    try:
-        yield driver
-    finally:
-        driver.save_screenshot(folder / "screen.png")
-        print("screenshot:", folder / "screen.png")
-        driver.quit()
+    with webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER)) as driver:
+        try:
+            yield driver
+        finally:
+            driver.save_screenshot(folder / "screen.png")
+            print("screenshot:", folder / "screen.png")

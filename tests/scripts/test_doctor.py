@@ -1,6 +1,7 @@
 """scripts/doctor.py: what it says of a machine is what the course does there. Absences are planted; needs no GPU."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ def bare(monkeypatch, tmp_path):
         monkeypatch.setenv(name, str(tmp_path))
     for name in ("CXX", "TRITON_INTERPRET"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "DRIVERS", (str(folder / "driver"),))
     return folder
 
 
@@ -69,7 +71,7 @@ def troubles(found) -> str:
 
 def test_any_python_3_reads_it():
     ast.parse(SCRIPT.read_text(), feature_version=(3, 7))
-    assert not {"match", "capture_output", "text=True"} & set(SCRIPT.read_text().split())
+    assert not re.search(r"\bmatch \w+:|capture_output=|text=True|removeprefix|removesuffix", SCRIPT.read_text())
 
 
 def test_before_there_is_an_environment(bare):
@@ -82,7 +84,7 @@ def test_before_there_is_an_environment(bare):
     ).stdout
     for line in ("PyTorch       not yet", "nvcc          none", "C++ compiler  none", "Slurm         none"):
         assert line in said.splitlines()
-    assert "There is no .venv yet. 'make lab' makes it" in said and "Traceback" not in said
+    assert "This Python lacks the course. 'make lab' makes .venv" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("version, words", [((3, 9), "too old"), ((3, 14), "too new")])
@@ -104,6 +106,15 @@ def test_a_small_machine(monkeypatch):
     said = troubles(doctor.look_machine(False))
     assert "One core" in said and "Less than 4 GiB of memory" in said and "make lab CPU=1" in said
     assert "disk" not in troubles(doctor.look_machine(True)), "the environment is there already"
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Darwin")
+    assert "CUDA" not in troubles(doctor.look_machine(False))
+
+
+def test_a_container_with_less_cores_than_its_machine(monkeypatch):
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    for quota, cores in ((250000, 2), (50000, 1), (None, 64)):
+        monkeypatch.setattr(doctor, "number_in", lambda path: quota if "cpu" in path else None)
+        assert f"cores: {cores}," in facts(doctor.look_machine(True))
 
 
 def test_tools_are_found_where_notebook_12_finds_them(bare, monkeypatch):
@@ -141,12 +152,27 @@ def test_tools_are_found_where_notebook_12_finds_them(bare, monkeypatch):
 def test_no_gpu(bare):
     found = list(doctor.look_gpu(machine()))
     assert facts(found) == "GPU none" and "No NVIDIA GPU" in troubles(found) and "recorded runs" in troubles(found)
+    assert "TRITON_INTERPRET" not in troubles(found)
+
+
+def test_drivers_are_those_that_course_lib_looks_for():
+    names = re.search(r"for name in \((.*?)\)", (ROOT / "course_lib" / "__init__.py").read_text())[1]
+    assert [f"/dev/{name}" for name in re.findall(r"\w+", names)] == [*doctor.DRIVERS]
+
+
+def test_a_driver_of_no_gpu_that_pytorch_can_use(bare, monkeypatch):
+    """As of WSL without NVIDIA's GPU, or of AMD's graphics: course_lib leaves kernels to a GPU there."""
+    (bare / "driver").touch()
+    said = troubles(doctor.look_gpu(machine()))
+    assert "Set TRITON_INTERPRET=1, or" in said and f"a GPU's driver ({bare / 'driver'})" in said
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "TRITON_INTERPRET" not in troubles(doctor.look_gpu(machine()))
 
 
 def test_a_gpu_that_pytorch_is_not_built_for(bare):
     program(bare / "nvidia-smi", CARD)
     said = troubles(doctor.look_gpu(machine()))
-    assert CARD in said and "make lab without CPU=1" in said and "TRITON_INTERPRET=1" in said
+    assert CARD in said and "make lab without CPU=1" in said
 
 
 def test_a_gpu_whose_driver_is_too_old(bare):

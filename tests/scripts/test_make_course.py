@@ -68,6 +68,9 @@ def test_an_update_leaves_a_teachers_changes_and_what_has_submissions(notebooks,
     assert run() == [f"{name}: up to date" for name in NAMES]
     assert contents(course) == before
 
+    files("01_left")[1].write_text('{"cells": [')  # as a kill or a full disk may leave it
+    assert run() == [f"{name}: up to date" for name in NAMES] and points(files("01_left")[1])
+
     changed = tiny_course.read(files("02_changed")[0])
     changed["cells"][1]["source"] += "\nMy own words."
     files("02_changed")[0].write_text(json.dumps(changed), encoding="utf-8")
@@ -135,3 +138,11 @@ def test_an_exercise_without_a_difficulty_is_named(notebooks, tmp_path, capsys):
     assert make_course.main([str(tmp_path / "course")]) == 2
     assert "the heading of exercise 01.3 does not say how difficult it is" in capsys.readouterr().err
     assert not (tmp_path / "course").exists()
+
+
+def test_a_folder_that_cannot_be_copied_is_told(notebooks, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(make_course, "ROOT", tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "gone.csv").symlink_to("nowhere")
+    assert make_course.main([str(tmp_path / "course")]) == 2
+    assert "gone.csv" in capsys.readouterr().err

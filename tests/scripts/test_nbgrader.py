@@ -13,8 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from nbformat.v4 import new_notebook
+from nbgrader.preprocessors import Execute
 
 import tiny_course
+from course_kit.checks.grading import RunEveryCell
 from exercises import BLANK, exercise_name, exercises
 from make_course import make_course, nbgrader_at
 from make_workbook import blank_notebook
@@ -202,3 +205,11 @@ def test_what_one_exercise_does_costs_no_points_of_another(tmp_path):
         "dies-and-hangs": {"check-01-1": 0, "check-01-2": 0, "check-01-3": 3},
         "warns-quits-and-skips-checks": {"check-01-1": 1, "check-01-2": 2, "check-01-3": 0},
     }
+
+
+def test_a_graded_folder_whose_project_has_moved_gets_new_links(tmp_path, monkeypatch):
+    monkeypatch.setattr(Execute, "preprocess", lambda self, nb, resources: (nb, resources))
+    (tmp_path / "ada" / "01_tiny").mkdir(parents=True)
+    (tmp_path / "ada" / "data").symlink_to(tmp_path / "where the project was")
+    RunEveryCell().preprocess(new_notebook(), {"metadata": {"path": str(tmp_path / "ada" / "01_tiny")}})
+    assert (tmp_path / "ada" / "data").resolve() == ROOT / "data"

@@ -10,6 +10,7 @@ from docutils import nodes
 from docutils.utils import new_document
 from sphinx.errors import ExtensionError
 
+import mathml
 import pages
 from cheatsheet import row_cells
 from export import NOTEBOOKS, read_notebook
@@ -175,3 +176,11 @@ def test_a_new_result_is_shown_without_an_edit(tmp_path):
     (tmp_path / "future_gpu9.json").write_text(json.dumps(figures))
     text = measured(tmp_path)
     assert text.startswith("## GPU 9\n\n### Future\n") and "| b, ms |" in text and "| 1.50 |" in text
+
+
+def test_a_formula_that_cannot_be_drawn_is_named(monkeypatch):
+    said, formula = [], nodes.math("", r"\nosuch{x}")
+    monkeypatch.setattr(mathml.LOG, "warning", lambda text, *words, location: said.append((text % words, location)))
+    with pytest.raises(nodes.SkipNode):
+        mathml.draw(False)(None, formula)
+    assert said == [(r'Unknown LaTeX command "\nosuch". In: \nosuch{x}', formula)]

@@ -150,3 +150,13 @@ def test_an_environment_of_another_clone_is_told_and_stays_that_clones(course, t
     (course / ".venv").unlink()
     program(course / "fakes/python3", "echo 3.9")
     assert "python3 is Python 3.9" in advice(make(course, "lab")), "the set-up goes on to make an environment"
+
+
+def test_an_environment_whose_python_is_gone_is_told(course):
+    """The set-up was done, so make would not look at it again."""
+    (course / ".venv" / "bin").mkdir(parents=True)
+    (course / ".venv" / "bin" / "python").symlink_to(course / "python3.11 that was removed")
+    (course / ".venv" / "installed-lab").touch()
+    assert advice(make(course, "lab")) == (
+        "setup: the Python of .venv is gone, or has another path now: 'rm -rf .venv', and run it again"
+    )
