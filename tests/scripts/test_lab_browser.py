@@ -1,28 +1,35 @@
 """`make lab` in a browser: a learner comes to the welcome page, opens the blank notebook 01 from it, runs it, moves a
-slider, and the picture changes. Nothing else asks for attention.
+slider, and the picture changes. Nothing else asks for attention. Each widget of each notebook, run with no more cells
+than it needs, moves and redraws.
 
-Needs Debian's chromium and chromium-driver, or Chrome and its driver; CI has them. No GPU, no network. About 30 s.
+Needs Debian's chromium and chromium-driver, or Chrome and its driver; CI has them. No GPU, no network. About a minute.
 """
 
+import ast
 import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import nbformat
 import psutil
+import pytest
 from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from headless import browser, needs_browser
+from needed_cells import needed_cells
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 300  # a deadline for what hangs: the whole test takes a tenth of it
+PATIENCE_S = 300  # a deadline for what hangs: both tests take a fifth of it
 DRAG_S = 10  # until the slider is dragged once more
 
 
@@ -62,12 +69,17 @@ def lab(folder: Path, port: int):
         shutil.copy(ROOT / name, course)
     for name in ("scripts", "notebooks", "course_lib", "course_kit"):
         shutil.copytree(ROOT / name, course / name, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+    for name in ("data", "benchmarks"):
+        (course / name).symlink_to(ROOT / name)
     python = course / ".venv/bin/python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     (course / ".venv/installed-lab").touch()
     jupyter = {name: str(folder / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
+    settings = Path(jupyter["JUPYTER_CONFIG_DIR"], "lab/user-settings/@jupyterlab/notebook-extension")
+    settings.mkdir(parents=True)
+    (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')  # cells stay in the page
     with open(folder / "server.log", "w") as log:
         make = subprocess.Popen(
             ["make", "lab", f"LAB_ARGS=--no-browser --port {port}"],
@@ -130,16 +142,113 @@ def moves_the_picture(driver, before: str) -> bool:
         ActionChains(driver).release().perform()
 
 
-@needs_browser
-def test_from_the_welcome_page_to_a_slider_that_moves_the_picture(tmp_path, port):
-    with no_process_stays(tmp_path), lab(tmp_path, port) as (url, token), browser(tmp_path) as driver:
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory):
+    """A browser on `make lab`; yields the driver, the folder workbook/, and a function that opens a notebook of it."""
+    folder = tmp_path_factory.mktemp("lab")
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        port = held.getsockname()[1]
+    with no_process_stays(folder), lab(folder, port) as (url, token), browser(folder) as driver:
         wait = WebDriverWait(driver, PATIENCE_S, poll_frequency=0.2, ignored_exceptions=[WebDriverException])
+
+        def run_all() -> None:
+            """Run the cells of the notebook that is open."""
+            # Before its kernel is there, JupyterLab would ask for one.
+            wait.until(lambda _: "| Idle" in driver.find_element(By.ID, "jp-main-statusbar").text)
+            driver.find_element(By.XPATH, "//li[contains(@class, 'lm-MenuBar-item')][normalize-space()='Run']").click()
+            wait.until(lambda _: shown(driver, '.lm-Menu-item[data-command="runmenu:run-all"]')).click()
+
         driver.get(f"{url}?token={token}")
-        wait.until(lambda _: shown(driver, ".jp-MarkdownViewer a[href*='01_single_gpu.ipynb']")).click()
-        wait.until(lambda _: shown(driver, '.jp-Notebook-ExecutionIndicator[data-status="idle"]'))
-        driver.find_element(By.XPATH, "//li[contains(@class, 'lm-MenuBar-item')][normalize-space()='Run']").click()
-        wait.until(lambda _: shown(driver, '.lm-Menu-item[data-command="runmenu:run-all"]')).click()
-        wait.until(lambda _: scrolled_to(driver, "img.widget-image"))
-        assert not driver.find_elements(By.CSS_SELECTOR, ".jp-Dialog, .Toastify__toast"), "news, or a question"
-        before = picture(driver)
-        wait.until(lambda _: moves_the_picture(driver, before))
+        yield driver, folder / "course/workbook", wait, run_all
+
+
+@needs_browser
+def test_from_the_welcome_page_to_a_slider_that_moves_the_picture(learner):
+    driver, _, wait, run_all = learner
+    wait.until(lambda _: shown(driver, ".jp-MarkdownViewer a[href*='01_single_gpu.ipynb']")).click()
+    run_all()
+    wait.until(lambda _: scrolled_to(driver, "img.widget-image"))
+    assert not driver.find_elements(By.CSS_SELECTOR, ".jp-Dialog, .Toastify__toast"), "news, or a question"
+    before = picture(driver)
+    wait.until(lambda _: moves_the_picture(driver, before))
+
+
+def makers_of_widgets() -> set[str]:
+    """The functions of course_kit.pictures that return a widget."""
+    found = set()
+    for path in (ROOT / "course_kit/pictures").glob("*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                if any(isinstance(line, ast.Import) and line.names[0].name == "ipywidgets" for line in node.body):
+                    found.add(node.name)
+    return found
+
+
+def widgets() -> dict[str, list[str]]:
+    """The cells of the notebooks that end in a widget, by name: their sources, those that they need first."""
+    found, makers = {}, makers_of_widgets()
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+        sources = [cell.source for cell in cells]
+        for number, source in enumerate(sources):
+            last = source.rstrip().rpartition("\n")[2].partition("(")[0]
+            if last.startswith("ipywidgets.") or last in makers:
+                needed = needed_cells(sources, number, {})
+                found[f"{path.stem} {cells[number].id}"] = [sources[one] for one in sorted(needed)]
+    return found
+
+
+# Each widget has names of its own, as in its own notebook; only what it shows at its end is shown.
+RUN = """
+import ast, json, pathlib
+def run(widget):
+    sources, names = json.loads(pathlib.Path("widgets.json").read_text())[widget], {"__name__": "__main__"}
+    for source in sources:
+        *body, last = ast.parse(source).body
+        exec(compile(ast.Module(body, []), "cell", "exec"), names)
+        if not isinstance(last, ast.Expr):
+            exec(compile(ast.Module([last], []), "cell", "exec"), names)
+        elif source is sources[-1]:
+            return eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+"""
+
+
+def move(control) -> None:
+    """Give a control another value, with the keyboard."""
+    if control.tag_name == "select":
+        menu = Select(control)
+        chosen = menu.options.index(menu.first_selected_option)
+        menu.select_by_index((chosen + 1) % len(menu.options))
+    elif control.tag_name == "input":
+        control.send_keys(Keys.END, "0" if control.get_attribute("type") == "number" else "1", Keys.ENTER)
+    else:
+        at, least = (float(control.get_attribute(f"aria-value{what}")) for what in ("now", "min"))
+        control.send_keys(Keys.ARROW_LEFT if at > least else Keys.ARROW_RIGHT)
+
+
+CONTROLS = "select, .noUi-handle, .widget-text input"
+
+
+def sources_of(output) -> list[str]:
+    """The addresses of a widget's pictures: another one each time that a picture is drawn."""
+    return [image.get_attribute("src") for image in output.find_elements(By.CSS_SELECTOR, "img.widget-image")]
+
+
+@needs_browser
+def test_each_widget_moves_and_redraws(learner):
+    driver, workbook, wait, run_all = learner
+    found = widgets()
+    (workbook / "widgets.json").write_text(json.dumps(found))  # in cells of the page, they would take it a minute
+    notebook = nbformat.v4.new_notebook(metadata=nbformat.read(workbook / "01_single_gpu.ipynb", as_version=4).metadata)
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in (RUN, *(f"run({name!r})" for name in found))]
+    nbformat.write(notebook, workbook / "widgets.ipynb")
+    driver.get(driver.current_url.partition("/lab")[0] + "/lab/tree/widgets.ipynb?reset")
+    run_all()
+    widget = ".jp-OutputArea-output:has(img.widget-image)"
+    wait.until(lambda _: len(driver.find_elements(By.CSS_SELECTOR, widget)) == len(found))
+    for name, output in zip(found, driver.find_elements(By.CSS_SELECTOR, widget), strict=True):
+        before = sources_of(output)
+        move(output.find_element(By.CSS_SELECTOR, CONTROLS))
+        wait.until(lambda _: sources_of(output) != before, f"{name} stays as it is")
