@@ -146,11 +146,13 @@ def moves_the_picture(driver, before: str) -> bool:
 def learner(tmp_path_factory):
     """A browser on `make lab`; yields the driver, the folder workbook/, and a function that opens a notebook of it."""
     folder = tmp_path_factory.mktemp("lab")
-    with socket.socket() as held:
+    with contextlib.ExitStack() as stack:
+        held = stack.enter_context(socket.socket())  # meanwhile, so that nobody else gets the port
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
-        port = held.getsockname()[1]
-    with no_process_stays(folder), lab(folder, port) as (url, token), browser(folder) as driver:
+        stack.enter_context(no_process_stays(folder))
+        url, token = stack.enter_context(lab(folder, held.getsockname()[1]))
+        driver = stack.enter_context(browser(folder))
         wait = WebDriverWait(driver, PATIENCE_S, poll_frequency=0.2, ignored_exceptions=[WebDriverException])
 
         def run_all() -> None:
