@@ -5,7 +5,7 @@ import sys
 import course_lib  # noqa: F401  before Triton: where there is no GPU, it asks for the interpreter
 
 # A kernel's shell: ipykernel may have been imported without one, and without IPython.
-if "IPython" in sys.modules and hasattr(_shell := sys.modules["IPython"].get_ipython(), "kernel"):
+if sys.modules.get("IPython") and hasattr(_shell := sys.modules["IPython"].get_ipython(), "kernel"):
     from course_kit.pictures.cell_bars import show_bars
 
     show_bars(_shell)

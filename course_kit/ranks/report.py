@@ -62,7 +62,7 @@ def is_course_code(file: str) -> bool:
 def place(file: str, line: int) -> str:
     """A line as the reader knows it: by its cell, or by its file, and the text that stands there."""
     name = os.path.relpath(file) if file.startswith(os.getcwd()) else file
-    if "IPython" in sys.modules:
+    if sys.modules.get("IPython"):
         shell = sys.modules["IPython"].get_ipython()
         label = shell.compile.format_code_name(file) if shell else None
         name = " ".join(label) if label else name
