@@ -4,6 +4,7 @@ A line `<!-- NAME -->` of a page becomes what GENERATED makes of that name. The 
 to search in, and a notebook's page a link to the glossary where it first uses one of its words.
 """
 
+import os
 import re
 
 from docutils import nodes
@@ -11,7 +12,29 @@ from docutils import nodes
 from measured import RESULTS, measured
 from methods import CLASSES, DOCS, SHEET, course_map, drawing, methods
 
-GENERATED = {"map": (lambda: course_map(methods(), '../'), [SHEET, CLASSES]), "measured": (measured, [RESULTS])}
+COLAB = """## In Colab
+
+A button on each notebook's page opens it there. Colab fetches that one file, so this comes first, in a cell of its own:
+
+```text
+!git clone -q {repository} course && pip install -q -e course
+%cd course/notebooks
+import os, sys
+sys.path.insert(0, os.path.abspath(".."))
+```
+"""
+
+
+def colab() -> str:
+    """How to begin in Colab, if the site knows where the course's repository is."""
+    return COLAB.format(repository=repository) if (repository := os.environ.get("REPOSITORY")) else ""
+
+
+GENERATED = {
+    "map": (lambda: course_map(methods(), "../"), [SHEET, CLASSES]),
+    "measured": (measured, [RESULTS]),
+    "colab": (colab, []),
+}
 SEARCH = '<input type="search" id="method-search" placeholder="Search the methods" aria-label="Search the methods">'
 GLOSSARY = "docs/glossary"
 # Text in these is left alone.
