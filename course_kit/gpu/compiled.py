@@ -124,6 +124,7 @@ def work() -> None:
     """The compiler's process: requests from standard input, each one's `Compiled` to standard output."""
     requests, capability = pickle.load(sys.stdin.buffer)
     triton.knobs.compilation.always_compile = True  # its cache goes by a kernel's text: another file's locations
+    triton.runtime.cache.triton_key = lambda: ""  # the cache's name, for which Triton would read all of itself, 460 MB
     triton.knobs.nvidia.dump_ptxas_log = True  # NVIDIA's assembler says what it needed
     answers = []
     for wanted in requests:
