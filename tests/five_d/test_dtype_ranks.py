@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from course_kit.checks.watchers import NoHostReads
 from course_lib.collectives.traffic import count_traffic
-from course_lib.five_d.kept_gathers import KeptGathers
+from course_lib.five_d.kept_gathers import KeptGathers, KeptUnits
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize, whole_weights
@@ -149,6 +150,39 @@ def test_kept_units_are_sent_while_the_last_backward_runs(ranks):
     for words in ("dp2,pp2,zero3,keep", "dp2,pp2,zero3,keep,zb-h1"):
         for early, all_of_them in ranks(before_finish, words):
             assert early == 1 and all_of_them in (2, 3), (words, early, all_of_them)
+
+
+def sums(words: str) -> tuple[int, set[torch.dtype]]:
+    """On a rank: gradients that a step's backwards have made; what holds their sums: a .grad of 16 bits, or more."""
+    parallel, taken, take = parallel_of(words), [], KeptUnits.take
+
+    def noted(kept, weight, unit, part) -> None:
+        take(kept, weight, unit, part)
+        sum_of = part.gradients.buffer if weight.grad is None else weight.grad
+        taken.extend([] if sum_of is None else [sum_of.dtype])  # None: it was the last, and all have been sent
+
+    with mock.patch.object(KeptUnits, "take", noted):
+        parallel.step(*own_batch(parallel, 0))
+    return len(taken), set(taken)
+
+
+def test_kept_gradients_add_up_in_float32(ranks):
+    """Each micro-batch's, as it comes: 16 bits would lose a part of a small one beside the sum of all before it."""
+    for found in ranks(sums, "dp2,pp2,zero3,keep"):
+        assert found[0] > SEQUENCES // 2 and found[1] == {torch.float32}, found
+
+
+def steps_without_reading(layouts: list[str]) -> None:
+    for words in layouts:
+        parallel = parallel_of(words, fused=True)  # others read the number of their step, which is on the host
+        parallel.step(*own_batch(parallel, 0))  # stages tell each other the shapes that they send
+        with NoHostReads():
+            parallel.step(*own_batch(parallel, 1))
+
+
+def test_a_step_is_not_read_on_the_host(ranks):
+    """Neither loss nor norm nor whether they are finite: the program reads them when it says something."""
+    ranks(steps_without_reading, ["dp4", "dp2,tp2,sp,zero1", "dp2,cp2,full,zero2", "dp2,pp2,zb-h1", "dp4,zero3"])
 
 
 def begun(words: list[str]) -> list[bool]:

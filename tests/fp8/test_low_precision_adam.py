@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from course_kit.checks.watchers import NoHostReads
 from course_lib.fp8.low_precision_adam import LowPrecisionAdamW, get_state, put_state
 from course_lib.fp8.quantization import TILE, dequantize, quantize
 from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
@@ -230,14 +230,6 @@ def test_what_it_refuses():
         with pytest.raises(ValueError, match=said):
             optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], **settings})
         assert len(optimizer.param_groups) == 1
-
-
-class NoHostReads(TorchDispatchMode):
-    """Fails where a tensor's value is read on the host."""
-
-    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        assert function.overloadpacket not in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero)
-        return function(*arguments, **(keywords or {}))
 
 
 @pytest.mark.parametrize("dtype", KEPT)

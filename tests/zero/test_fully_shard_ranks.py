@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from calls import peak_bytes, said
+from course_kit.checks.watchers import NoHostReads
 from course_lib.collectives.traffic import count_traffic
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
@@ -436,15 +436,6 @@ def test_units_that_are_recomputed_are_gathered_no_more_often(ranks, use_reentra
             backward += [("forward", i), ("backward", i)][:: 1 if use_reentrant else -1]
         assert computed == [*forward, ("after forward", -1), *backward, ("after backward", -1), ("after finish", -1)]
         assert found["events"][-1][2:] == (9, 5, []) and found["most"] == 2, found
-
-
-class NoHostReads(TorchDispatchMode):
-    """Raises where a tensor's value is read on the host."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
-            raise RuntimeError("a tensor was read on the host")
-        return function(*args, **(kwargs or {}))
 
 
 def steps_without_reading() -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from calls import said
+from course_kit.checks.watchers import NoHostReads
 from course_lib.collectives.traffic import count_traffic
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 from course_lib.single_gpu.profile import MemoryProfile
@@ -492,15 +492,6 @@ def test_reduce_scatters_start_in_backward_and_all_gathers_end_in_the_next_forwa
         assert found["after step"] == [0, 1, 2, 3, 4, 5]
         rest = [[2, 3, 4, 5]] * 2 + [[4, 5]] * 2 + [[]] * 2
         assert found["at each layer"] == rest, "a bucket is waited for by the first layer that needs it"
-
-
-class NoHostReads(TorchDispatchMode):
-    """Raises where a tensor's value is read on the host."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default):
-            raise RuntimeError("a tensor was read on the host")
-        return function(*args, **(kwargs or {}))
 
 
 def steps_without_reading() -> None:
