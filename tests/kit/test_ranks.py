@@ -26,11 +26,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import rank_entry
 from course_kit.ranks import Ranks, choose_backend
 from course_kit.ranks.calls import Call
 from course_kit.ranks.connections import prepare_backend
 from course_kit.ranks.processes import free_ports, wait_until_connected
 from course_kit.ranks.report import place
+from course_kit.sweep import rank as sweep_rank
 
 psutil = pytest.importorskip("psutil")  # a GPU node may have neither
 pytest.importorskip("ipyparallel")
@@ -1050,6 +1052,26 @@ def test_nccl_has_streams_of_high_priority_unless_somebody_says_otherwise(monkey
     assert name not in os.environ
     prepare_backend("nccl")
     assert os.environ[name] == "1"
+
+
+@pytest.mark.parametrize("join", [rank_entry.join_group, sweep_rank.join_group], ids=["launcher", "sweep"])
+def test_programs_give_nccl_its_device_and_their_priority_before_they_join(join, monkeypatch):
+    """A group that knows its device is split into others; one that does not makes each communicator anew."""
+    joined = []
+    monkeypatch.delenv("TORCH_NCCL_HIGH_PRIORITY", raising=False)
+    for name, value in [("RANK", 9), ("LOCAL_RANK", 1), ("WORLD_SIZE", 16), ("MASTER_ADDR", ""), ("MASTER_PORT", 1)]:
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: joined.append(index))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(rank_entry, "round_store", lambda *_: None)
+
+    def init_process_group(backend, device_id=None, **_):
+        joined.extend([backend, device_id, os.environ.get("TORCH_NCCL_HIGH_PRIORITY")])
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    join()
+    assert joined == [1, "nccl", torch.device("cuda", 1), "1"]
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads as Linux does")
