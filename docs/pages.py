@@ -4,7 +4,6 @@ A line `<!-- NAME -->` of a page becomes what GENERATED makes of that name. The 
 to search in, and a notebook's page a link to the glossary where it first uses one of its words.
 """
 
-import os
 import re
 
 from docutils import nodes
@@ -25,14 +24,16 @@ sys.path.insert(0, os.path.abspath(".."))
 """
 
 
-def colab() -> str:
+def colab(app) -> str:
     """How to begin in Colab, if the site knows where the course's repository is."""
-    return COLAB.format(repository=repository) if (repository := os.environ.get("REPOSITORY")) else ""
+    app.env.note_reread()  # it is no file that this depends on
+    repository = app.config.html_theme_options.get("repository_url")
+    return COLAB.format(repository=repository) if repository else ""
 
 
 GENERATED = {
-    "map": (lambda: course_map(methods(), "../"), [SHEET, CLASSES]),
-    "measured": (measured, [RESULTS]),
+    "map": (lambda _: course_map(methods(), "../"), [SHEET, CLASSES]),
+    "measured": (lambda _: measured(), [RESULTS]),
     "colab": (colab, []),
 }
 SEARCH = '<input type="search" id="method-search" placeholder="Search the methods" aria-label="Search the methods">'
@@ -48,7 +49,7 @@ def fill(app, docname: str, content: list[str]) -> None:
         make, sources = GENERATED[found[1]]
         for source in sources:  # a folder counts as changed each time, so a new file in it is seen
             app.env.note_dependency(str(source), docname=docname)
-        return make()
+        return make(app)
 
     if docname.startswith("docs/"):
         content[0] = re.sub(rf"^<!-- ({'|'.join(GENERATED)}) -->$", made, content[0], flags=re.MULTILINE)
