@@ -81,6 +81,9 @@ class Routing:
         return math.ceil(self.capacity * tokens * self.top_k / self.experts - 1e-9)  # 1.1 x 10 is 11, rounding or not
 
 # %% ../../notebooks/08_expert_parallel.ipynb #router
+from ..zero.full_sharding import in_backward
+
+
 class Router(nn.Module):
     """x [..., h] to gates [..., E], float32. `weight`: [E, h]; `bias`: [E], added to the ranking alone. **routing: of
     Routing. The balance loss and the z-loss join the gradient in backward, and are no part of the model's loss.
@@ -135,14 +138,15 @@ class Router(nn.Module):
 
 class LateBalance(torch.autograd.Function):
     """balance_loss by the counts of all ranks of `group`, for its gradient alone: its value is 0. The counts are on
-    their way from forward to backward, and no rank waits for them in forward.
+    their way from forward to backward, and no rank waits for them in forward. A recomputed forward sends none: backward
+    has those of the first.
     """
 
     @staticmethod
     def forward(ctx, scores: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.save_for_backward(scores)
         ctx.counts = counts.clone()
-        ctx.work = dist.all_reduce(ctx.counts, group=group, async_op=True)
+        ctx.work = None if in_backward() else dist.all_reduce(ctx.counts, group=group, async_op=True)
         return scores.new_zeros(())
 
     @staticmethod

@@ -338,6 +338,18 @@ def test_what_does_not_fit_together_is_one_line(top_k, routing, words):
     assert text.startswith("ValueError: ") and words in text and "\n" not in text, text
 
 
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_recomputed_forward_does_not_send_its_counts_again(mode):
+    """Backward has those of the first: a second all-reduce in each mixture would be for nothing."""
+    model, sent = apply_recompute(mixture(**LOSSES), mode), []
+    for each in routers_of(model):
+        each.batch_group = object()
+    with mock.patch.object(dist, "all_reduce", lambda counts, **_: sent.append(counts.sum().item()) or mock.Mock()):
+        inputs, targets = batch(1)[0]
+        loss(model(inputs), targets).backward()
+    assert sent == [4 * 9 * 2] * 2, "one for each of two layers"
+
+
 def test_forward_does_not_wait_for_the_counts_of_other_ranks():
     """They are on their way until backward, which takes them for the gradient of the balance loss."""
     group, others, happened = object(), torch.arange(EXPERTS), []
