@@ -119,7 +119,8 @@ def broadcast_from_first(module: nn.Module, group) -> None:
 class DataParallel(nn.Module):
     """Wraps `module`: `loss(dp(x)).backward(); dp.finish(); optimizer.step()` steps by the mean gradient over `group`.
 
-    `mode`: see MODES; `bucket_mb`: MB (10**6 bytes) of gradients a bucket; `reduce_dtype`: see Bucket. All ranks start
+    `mode`: see MODES; `bucket_mb`: MB (10**6 bytes) of gradients a bucket, by default 25, or 1 for each rank where that
+    is more: a ring sends pieces of 1/N of it, and small pieces are slow; `reduce_dtype`: see Bucket. All ranks start
     from the values of the group's first rank; what is frozen then is never reduced. A parameter's attribute
     `reduce_group`, where it has one, is the group in which its values and its gradient are the same; the sum over it is
     divided by the size of `group` all the same. Between backward and finish() gradients are in flight: leave them be.
@@ -132,11 +133,12 @@ class DataParallel(nn.Module):
         module: nn.Module,
         group: dist.ProcessGroup | None = None,
         mode: str = "bucket",
-        bucket_mb: float = 25,
+        bucket_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.module, self.group = module, group or dist.group.WORLD
+        bucket_mb = max(25, self.group.size()) if bucket_mb is None else bucket_mb
         check_same_model(module, self.group, {"mode": mode, "bucket_mb": bucket_mb, "reduce_dtype": reduce_dtype})
         check_arguments(module, mode, bucket_mb)
         broadcast_from_first(module, self.group)
@@ -240,7 +242,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     parser = single_gpu.training_parser("data_parallel", "Train with data parallelism.")
     parser.add_argument("--mode", default="bucket", choices=list(MODES))
-    parser.add_argument("--bucket-mb", type=float, default=25.0, help="MB of gradients a bucket")
+    parser.add_argument("--bucket-mb", type=float, help="MB of gradients a bucket (25, or 1 a rank)")
     parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
     parser.add_argument("--reduce-fp32", action="store_true", help="send and add gradients in float32")
     parser.add_argument(
@@ -250,7 +252,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     chosen.micro_batch = chosen.batch if chosen.micro_batch is None else chosen.micro_batch
     if not 1 <= chosen.micro_batch <= chosen.batch:
         parser.error("--micro-batch must be 1 or more, and no more than --batch")
-    if not chosen.bucket_mb > 0 or chosen.check_every < 0:
+    if chosen.bucket_mb is not None and not chosen.bucket_mb > 0 or chosen.check_every < 0:
         parser.error("--bucket-mb must be above 0, and --check-every 0 or more")
     return chosen
 

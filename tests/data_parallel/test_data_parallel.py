@@ -2,8 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from course_lib.data_parallel import replicas
 from course_lib.data_parallel.buckets import MODES, make_buckets
 from course_lib.data_parallel.replicas import options, overlap_ratio
 from course_lib.single_gpu.model import PRESETS, Transformer
@@ -52,6 +55,21 @@ def test_a_bucket_that_is_complete_late_comes_late():
     assert places(given, make_buckets(given, 80)) == [[7, 5], [3, 1], [6, 4, 2, 0]]
 
 
+@pytest.mark.parametrize(("world_size", "given", "megabytes"), [(4, None, 25), (64, None, 64), (64, 3.0, 3.0)])
+def test_buckets_grow_with_the_ranks(world_size, given, megabytes, monkeypatch):
+    """A ring sends a bucket in as many pieces as there are ranks: 25 MB over 1,024 would be 24 KB each."""
+    found = []
+    real = replicas.Reducer
+    monkeypatch.setattr(replicas, "check_same_model", lambda *given: None)
+    monkeypatch.setattr(replicas, "Reducer", lambda *given: found.append(given[3]) or real(*given))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        replicas.DataParallel(nn.Linear(2, 3), bucket_mb=given)
+    finally:
+        dist.destroy_process_group()
+    assert found == [megabytes]
+
+
 def test_every_parameter_of_the_transformer_is_in_one_bucket_and_the_tied_one_in_the_last():
     model = Transformer(PRESETS["debug"])
     buckets = make_buckets(model.parameters(), 2e5)
@@ -98,4 +116,4 @@ def test_bad_options_end_with_one_line(argv, message, capsys):
 
 def test_options_default_to_one_micro_batch():
     chosen = options(["--batch", "6"])
-    assert (chosen.micro_batch, chosen.mode, chosen.bucket_mb, chosen.reduce_fp32) == (6, "bucket", 25.0, False)
+    assert (chosen.micro_batch, chosen.mode, chosen.bucket_mb, chosen.reduce_fp32) == (6, "bucket", None, False)
