@@ -98,13 +98,15 @@ def global_norm(gradients: list[tuple[torch.Tensor, dist.ProcessGroup | None]]) 
     gradients: this rank's parts, each with the group whose ranks' squares are added up (see norm_group); None: this
     rank has all of it. Two ranks get the same norm if their groups are the same.
     """
-    squares = {}
+    parts, squares = {}, []
     for gradient, group in gradients:
-        squares[group] = squares.get(group, 0) + torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
-    for group, square in squares.items():
+        parts.setdefault(group, []).append(gradient)
+    for group, own in parts.items():
+        norms = torch._foreach_norm(own, dtype=torch.float32)  # few launches for all
+        squares.append(torch.stack(norms).square().sum())
         if group is not None:
-            dist.all_reduce(square, group=group)
-    return sum(squares.values()).sqrt()
+            dist.all_reduce(squares[-1], group=group)
+    return sum(squares).sqrt()
 
 # %% ../../notebooks/05_zero.ipynb #ex-05-6
 class GradientBuffer:
