@@ -123,12 +123,12 @@ def launch(question: Question, layout: Layout, tokens: float | None = None) -> d
     moe, sizes = question.moe or {}, ["--preset", question.name]
     if question.name not in PRESETS:
         sizes = ["--from-hf", str(Path(question.name) if Path(question.name).is_dir() else Path(question.name).parent)]
-    if moe.get("shared") or (moe and question.name not in PRESETS):
-        kind = "shared experts" if moe.get("shared") else "experts of a config.json"
-        return {"note": f"notebook 10's program has no {kind}: no command"}
+    if moe and question.name not in PRESETS:
+        return {"note": "notebook 10's program has no experts of a config.json: no command"}
     program = [*sizes, "--layout", layout, "--batch", question.batch, "--seq", question.seq, "--dtype", "bf16"]
     program += ["--experts", moe["experts"], "--top-k", moe["top_k"]] if moe else []
     program += ["--expert-hidden", moe["ffn_hidden"]] if moe.get("ffn_hidden") else []
+    program += ["--shared", moe["shared"]] if moe.get("shared") else []
     program += ["--steps", math.ceil(tokens / question.batch / question.seq)] if tokens else []
     if peak_flops(question.cluster.name) is None:
         program += ["--peak-tflops", f"{question.cluster.peak_flops / 1e12:g}"]

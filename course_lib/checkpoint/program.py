@@ -80,6 +80,7 @@ def program_parser() -> argparse.ArgumentParser:
     add("--experts", type=int, help="experts a layer; a model without them by default")
     add("--top-k", type=int, default=2, help="experts a token")
     add("--expert-hidden", type=int, help="width of an expert; that of the preset's MLP by default")
+    add("--shared", type=int, default=0, help="experts that every token goes through")
     add("--balance", type=float, default=0.01, help="weight of the balance loss")
     add("--peak-tflops", type=float, help="of a device, for MFU, where the course does not know it")
     add("--checkpoints", type=Path, help="a folder: go on from its last checkpoint, and save there")
@@ -111,6 +112,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         if chosen.experts is not None:
             sizes = {"experts": chosen.experts, "top_k": chosen.top_k, "ffn_hidden": chosen.expert_hidden}
             chosen.moe = sizes | {"balance": chosen.balance}
+            chosen.moe |= {"shared": chosen.shared} if chosen.shared else {}
+        if chosen.shared < 0 or chosen.shared and chosen.experts is None:
+            raise ValueError("--shared is 0 or more, and goes with --experts")
         chosen.config = from_hf_config(chosen.from_hf) if chosen.from_hf else PRESETS[chosen.preset]
         if min(chosen.save_every, chosen.keep, chosen.bad_steps) < 1 or not 0 <= chosen.drop_tokens < 1:
             ones = "--save-every, --keep and --bad-steps are 1 or more"

@@ -139,7 +139,7 @@ def test_a_device_that_the_course_does_not_know_has_its_peak_in_the_command():
     assert "--peak-tflops 165.2" in launch(unknown, Layout(dp=8))["command"]
     assert "--peak-tflops" not in launch(EIGHT, Layout(dp=8))["command"]
     shared = dataclasses.replace(MIXTURE, moe=MOE | {"shared": 1})
-    assert launch(shared, Layout()) == {"note": "notebook 10's program has no shared experts: no command"}
+    assert "--experts 8 --top-k 2 --expert-hidden 1024 --shared 1" in launch(shared, Layout())["command"]
     assert "no experts of a config.json" in launch(dataclasses.replace(MIXTURE, name="config.json"), Layout())["note"]
 
 

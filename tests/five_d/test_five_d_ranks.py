@@ -36,7 +36,7 @@ from split_models import differing, stored
 # 97 tokens go on no 2 ranks, 2 K/V heads are copied on 4; 2 layers, embedding and head fill 4 stages.
 OF = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=44, vocab=97)
 QWEN = {"qkv_bias": True, "qk_norm": True, "head_size": 12, "rope_factor": 4.0, "rope_trained": 8}
-MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 12, "balance": 0.02, "z": 0.01}
+MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 12, "shared": 1, "balance": 0.02, "z": 0.01}
 SEQ, MAX_NORM = 16, 0.5
 OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4}),
@@ -598,6 +598,8 @@ def test_main_trains_a_mixture(ranks):
         "1",
         "--expert-hidden",
         "32",
+        "--shared",
+        "1",
         "--batch",
         "8",
     ]
@@ -635,6 +637,8 @@ def test_main_refuses_a_layout_of_other_ranks(ranks):
         (["--peak-tflops", "-1"], "--peak-tflops"),
         (["--experts", "0"], "top_k"),
         (["--experts", "4", "--expert-hidden", "-4"], "--expert-hidden"),
+        (["--experts", "4", "--shared", "-1"], "--shared"),
+        (["--shared", "1"], "--shared"),
         (["--conf", "run.toml"], "--conf"),
         (["--colour", "red"], "--colour"),
         (["--config", "nowhere.toml"], "nowhere.toml"),
@@ -663,4 +667,6 @@ def test_options_of_a_file_and_of_the_command_line(tmp_path):
     chosen = options(["--batch", "8", "--config", str(file)])
     assert (chosen.preset, str(chosen.layout), chosen.batch, chosen.start_batch) == ("debug", "dp2,tp2", 8, 8)
     assert chosen.peak_tflops == 1.5 and chosen.moe is None
-    assert options(["--experts", "4"]).moe == {"experts": 4, "top_k": 2, "ffn_hidden": None, "balance": 0.01}
+    plain = {"experts": 4, "top_k": 2, "ffn_hidden": None, "balance": 0.01}
+    assert options(["--experts", "4"]).moe == plain  # as in checkpoints of runs before there was --shared
+    assert options(["--experts", "4", "--shared", "2"]).moe == plain | {"shared": 2}
