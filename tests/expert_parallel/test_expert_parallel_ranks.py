@@ -12,11 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from calls import peak_bytes, said, short_corpus
 from course_lib.collectives.traffic import count_traffic
 from course_lib.context_parallel.model import apply_context_parallel
 from course_lib.data_parallel.replicas import DataParallel, out_of_step, parallel_accumulate
+from course_lib.expert_parallel import model as expert_model
 from course_lib.expert_parallel.model import (
     ExpertGroups,
     MoE,
@@ -476,6 +478,21 @@ def test_groups_of_a_rank(ranks):
     assert found[3][1, 1, 4] == {"exchange": [[3]], "copies": [[3]], "dp": [[3]], "tp": [everybody]}
     for ep, nodes, tp in ((3, 1, 1), (4, 1, 2), (4, 3, 1)):
         assert found[0][ep, nodes, tp].startswith(f"ValueError: --ep {ep} times --tp {tp} does not divide the 4 ranks")
+
+
+def test_all_groups_come_from_one_mesh(monkeypatch):
+    """Its ranks split the world once for each kind of group, however many groups of a kind there are."""
+    meshes, make = [], expert_model.init_device_mesh
+    noted = lambda *given, **named: meshes.append(given[1:]) or make(*given, **named)  # noqa: E731
+    monkeypatch.setattr(expert_model, "init_device_mesh", noted)
+    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")  # of fake ranks on the CPU
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=128)
+    try:
+        groups = ExpertGroups.make(16, 2, 4)
+        assert meshes == [((2, 2, 8, 4),)]
+        assert [each.size() for each in (*groups.exchange, groups.copies, groups.dp, groups.tp)] == [2, 8, 2, 32, 4]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_names_of_the_notebook_are_here():

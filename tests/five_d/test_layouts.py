@@ -6,10 +6,12 @@ import dataclasses
 import itertools
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from course_lib.five_d import meshes
 from course_lib.five_d.layouts import (
     NUMBERS,
     WORDS,
@@ -238,3 +240,13 @@ def test_what_is_accepted_can_be_carried_out():
         assert layout.dp % layout.replicate == 0 and (layout.zero_stage == 3 or layout.replicate == 1)
         assert layout.dp % layout.ep == 0 and (moe is not None or layout.ep == 1)
     assert accepted > 100 and refused > 1000, (accepted, refused)
+
+
+def test_the_groups_of_hsdp_are_two_splits_of_the_world(monkeypatch):
+    """Not one for each of the world's 512 groups: of all shards together, and of all replicas."""
+    splits = []
+    monkeypatch.setattr(meshes, "one_split", lambda lists: splits.append(lists) or f"group {len(splits)}")
+    layout = Layout(dp=128, pp=4, tp=2, zero_stage=3, replicate=16, keep_gathered=True)
+    assert meshes.shard_groups(layout, SimpleNamespace(replicas="all")) == ("all", "group 1", "group 2")
+    assert [(len(lists), {len(ranks) for ranks in lists}) for lists in splits] == [(128, {8}), (64, {16})]
+    assert all(sorted(rank for ranks in lists for rank in ranks) == list(range(1024)) for lists in splits)

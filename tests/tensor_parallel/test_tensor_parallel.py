@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.single_gpu.hugging_face import from_hf, to_hf
 from course_lib.single_gpu.memory import activation_bytes, param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, init_parameter
+from course_lib.tensor_parallel import linear
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, as_autocast, replicas_of
 from course_lib.tensor_parallel.model import all_reduce_ratio, apply_tensor_parallel, check_degree, options
 from course_lib.tensor_parallel.shards import TensorShard, materialize, shard_init, shard_parameter
@@ -284,3 +286,19 @@ def test_options_touch_nothing_and_fill_in_what_is_missing():
     chosen = options(["--preset", "debug", "--batch", "6"])
     assert (chosen.tp, chosen.chunks, chosen.micro_batch, chosen.recompute) == (None, 1, 6, "none")
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("device", [torch.device("cuda", 3), None])
+def test_a_communicator_that_knows_its_device_is_split_once_for_all_groups(device, monkeypatch):
+    """With NCCL each communicator made by itself is a meeting of the whole world: 640 of them for tp 16 on 1,024."""
+    calls = []
+
+    def noted(name, answer):
+        return lambda *given, **named: calls.append((name, given, named)) or answer
+
+    group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=device))
+    made = {"split_group": noted("split", "own"), "new_subgroups_by_enumeration": noted("each", ("own", "all"))}
+    monkeypatch.setattr(linear, "dist", SimpleNamespace(group=group, **made))
+    lists = [(0, 2), (1, 3)]
+    assert linear.one_split(lists) == "own"
+    assert calls == [("split", (), {"split_ranks": lists}) if device else ("each", (lists,), {})]
