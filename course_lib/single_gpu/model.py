@@ -49,7 +49,8 @@ class ModelConfig:
     qk_norm: bool = False  # each head of q and k is normalised (Qwen3)
 
     def __post_init__(self):
-        uneven = self.head_size is None and self.hidden % self.heads
+        uneven = min(self.hidden, self.heads, self.kv_heads) < 1
+        uneven = uneven or (self.head_size is None and self.hidden % self.heads)
         if uneven or self.head_dim % 2 or self.heads % self.kv_heads:
             raise ValueError(
                 f"hidden {self.hidden}, heads {self.heads}, kv_heads {self.kv_heads}: heads must divide hidden into "

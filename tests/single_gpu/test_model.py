@@ -211,7 +211,9 @@ def test_initial_weights_on_meta_do_nothing():
     assert logits.is_meta and logits.shape == (2, 5, 256)
 
 
-@pytest.mark.parametrize("hidden, heads, kv_heads", [(50, 4, 2), (36, 4, 2), (64, 4, 3), (64, 4, 8)])
+@pytest.mark.parametrize(
+    "hidden, heads, kv_heads", [(50, 4, 2), (36, 4, 2), (64, 4, 3), (64, 4, 8), (64, 0, 2), (64, 4, 0), (0, 4, 2)]
+)
 def test_heads_that_do_not_divide_are_refused(hidden, heads, kv_heads):
     with pytest.raises(ValueError, match=f"hidden {hidden}, heads {heads}, kv_heads {kv_heads}"):
         ModelConfig(1, hidden, heads, kv_heads, 64, 256)
