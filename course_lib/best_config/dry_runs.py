@@ -4,9 +4,9 @@
     print(found)                                     # by category: at rest, at the peak; by axis: what is sent a step
 
 The tensors are fake: they have a shape, a dtype and a storage of some size, but no memory behind it and no numbers. The
-other ranks are fake too (fake_ranks). All else is real: the layout's verbs, its schedule, the backward, the clipping and
-the optimizer's step, so nothing has to be known of them that a formula could get wrong. A mixture's tokens can't choose
-experts without numbers: each expert gets its even share.
+other ranks are fake too (fake_ranks). All else is real: the layout's verbs, its schedule, the backward, the clipping
+and the optimizer's step, so nothing has to be known of them that a formula could get wrong. A mixture's tokens can't
+choose experts without numbers: each expert gets its even share.
 
 It is the CPU's program, the one that can be held against real ranks anywhere. A GPU runs the same program with other
 kernels: attention may keep its numbers in another form, and the optimizer may work on all parameters at once. Nothing

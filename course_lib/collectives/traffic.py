@@ -2,7 +2,8 @@
 
 Every way to communicate ends in an operator that PyTorch's dispatcher runs: `torch.distributed`'s functions, autograd
 functions, functional collectives, DistributedDataParallel, FSDP, DTensor. A dispatch mode sees them. It counts what is
-asked for, when it is asked for, and changes nothing; a rank that the group has not is a ValueError. (Symmetric memory on GPUs works without collectives: not counted.)
+asked for, when it is asked for, and changes nothing; a rank that the group has not is a ValueError. (Symmetric memory
+on GPUs works without collectives: not counted.)
 
 Bytes are counted as if each piece went straight from the rank that has it to the rank that needs it (for a sum: to the
 rank that adds that piece up). With N ranks and K bytes on each, a rank sends

@@ -1,12 +1,14 @@
 """Attention from pieces: each of some queries with some keys, merged exactly.
 
-A piece gives out = softmax(z) v and lse = log sum exp(z), with z = q k^T / sqrt(d). Pieces A and B over other keys merge to
+A piece gives out = softmax(z) v and lse = log sum exp(z), with z = q k^T / sqrt(d). Pieces A and B over other keys
+merge to
 
     lse = log(e^lse_A + e^lse_B)        out = e^(lse_A - lse) out_A + e^(lse_B - lse) out_B
 
 (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax".) Backward takes the pieces apart again: with
 the merged lse, p = e^(z - lse) are the right probabilities of any piece, and its gradients are those of an attention
-whose other keys are elsewhere (Dao et al. 2022, FlashAttention, appendix B.2). So a block of attention is two functions:
+whose other keys are elsewhere (Dao et al. 2022, FlashAttention, appendix B.2). So a block of attention is two
+functions:
 
     forward(q, k, v, causal) -> out, lse
     backward(gradient, q, k, v, out, lse, causal) -> gradients of q, k, v;   out, lse: merged, over all keys

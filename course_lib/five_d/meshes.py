@@ -1,7 +1,7 @@
 """The groups of a layout: who talks to whom, and about what.
 
     group       ranks that differ in      what travels over it
-    tp          tp                        hidden states: 2 all-reduces a layer and direction (sp: the same bytes in halves)
+    tp          tp                        hidden states: 2 all-reduces a layer and direction (sp: same bytes, in halves)
     cp          cp                        keys and values, in attention alone
     pp          pp                        hidden states, from stage to stage
     ep          the inner part of dp      tokens, to their experts and back

@@ -1,6 +1,6 @@
 """FlashAttention backward in Triton: the probabilities are made again, tile by tile, from lse.
 
-    p = e^(z - lse)      dv = p^T do      dp = do v^T      dz = p (dp - delta)      dq = scale dz k      dk = scale dz^T q
+    p = e^(z - lse)      dv = p^T do      dp = do v^T      dz = p (dp - delta)     dq = scale dz k     dk = scale dz^T q
 
 delta is the sum of p dp along a row, which softmax's gradient asks for. That row is spread over all tiles; but
 Σ_j p_j (do · v_j) = do · Σ_j p_j v_j = do · out: one number a query, before the tiles begin (Dao et al. 2022, §B.2).
@@ -20,7 +20,15 @@ __all__ = ['KEY_CONFIGURATIONS', 'QUERY_CONFIGURATIONS', 'DELTA_ROWS', 'delta_ke
            'query_gradient_kernel', 'gather_key_gradients', 'key_gradient_kernel', 'launch_delta', 'launch_backward']
 
 # %% ../../notebooks/13_flash_attention.ipynb #flash-backward-own-imports
-from .forward import FOR_TUNER, LOG2_E, TUNED_BY, head_at, head_sizes, length_class, load_columns
+from course_lib.flash_attention.forward import (
+    FOR_TUNER,
+    LOG2_E,
+    TUNED_BY,
+    head_at,
+    head_sizes,
+    length_class,
+    load_columns,
+)
 from .forward import load_rows
 from .forward import own_rows_at, seen_keys, sequence_at, sequences_of, store_rows, strides_of
 from .forward import wide_enough

@@ -1,9 +1,9 @@
-"""FlashAttention: softmax(scale q k^T) v, exactly, without the scores in memory; in the model, and as a block of a ring.
+"""FlashAttention: softmax(scale q k^T) v, exactly, without the scores in memory; in the model, and in a ring.
 
     flash_attention(q, k, v)                  [b, s, a, d], as `Attention.core` takes it; bfloat16, float16, float32
     flash_attention_varlen(q, k, v, …)        sequences of different lengths, side by side, none padded
     flash_attention_reference(q, k, v)        the same tiles in plain PyTorch
-    FLASH_BLOCK                               forward and backward with lse, for ring_attention(…, attention=FLASH_BLOCK)
+    FLASH_BLOCK                               forward, backward with lse: ring_attention(…, attention=FLASH_BLOCK)
     use_flash_attention(model)                every layer of a `Transformer` computes with it
 
 Kept for backward: q, k, v, out and one number a query and head; with e bytes an element (2 s a + 2 s' kv) d e + 4 s a a

@@ -24,7 +24,7 @@ Who keeps what (m, v, master):
     DeepSeek-V3 (2024, §3.3.3)           BF16, BF16, FP32
     FP8-LM (Peng et al. 2023, §2.2)      e4m3, FP16, FP16, each with one scale a tensor; v in FP8 diverged (§3.3)
     nanotron (pull request 70)           e4m3, e5m2 in experiments, with eps 1e-7; its recipe has FP8-LM's, later FP32
-    Transformer Engine (FusedAdam)       each FP32, FP16, BF16 or e4m3 by choice, one scale a tensor; master FP32 or FP16
+    Transformer Engine (FusedAdam)       each FP32, FP16, BF16 or e4m3 by choice, a scale a tensor; master FP32 or FP16
     Fishman et al. 2024 (§5)             e4m3, e5m2
     torchao (AdamWFp8)                   e4m3, e4m3, a scale for 256 numbers
     COAT (Xi et al. 2024, §4)            e4m3, e4m3, a scale for 128, each block raised to a power that fills the range

@@ -4,7 +4,8 @@ Triton's interpreter is wrong about 8 bits, and says nothing. It rounds the mant
 8, and not 16. It reads e4m3's NaN as 480, e5m2's infinity as 65,536, and in a product the smallest numbers of e5m2 as
 half of what they are, or as 0. So this module works out the bits where a kernel is interpreted. On a
 GPU the three are `x.to(dtype)`, `x.to(tl.float32)` and `tl.dot`. (On Ada, sm_89, Triton 3.7 goes by way of a float16
-that it cuts off: what lies less than a float16's last bit beyond a tie is rounded as the tie. Hopper has one instruction.)
+that it cuts off: what lies less than a float16's last bit beyond a tie is rounded as the tie. Hopper has one
+instruction.)
 
 A format with m bits of mantissa and exponents biased by b, as bits of a float32 (23 bits, biased by 127):
 

@@ -28,8 +28,8 @@ there to prevent it, comes in with the incoming gradient.
 Liger-Kernel's chunks take about as much as hidden, t·h (Hsu et al. 2024, Liger Kernel, §3.2). For a large vocabulary
 they are a few hundred rows, and grad_weight comes and goes for each: 8·v·h bytes beside 6·c·v·h FLOPs, 240 / c of the
 products' time on an H200 (4.3 TB/s, 780 TFLOP/s). So c is h / 2 or more (chunk_size): logits of 16 bits then take a
-quarter of grad_weight, which is there anyway. Wijmans et al. 2024 (Cut Your Losses in Large-Vocabulary Language Models) keep not even a chunk: their
-products happen in the kernel, and again in backward. In PyTorch since 2.13:
+quarter of grad_weight, which is there anyway. Wijmans et al. 2024 (Cut Your Losses in Large-Vocabulary Language Models)
+keep not even a chunk: their products happen in the kernel, and again in backward. In PyTorch since 2.13:
 torch.nn.functional.linear_cross_entropy with options=torch.nn.LinearCrossEntropyOptions().
 """
 

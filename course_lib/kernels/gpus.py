@@ -7,7 +7,7 @@ shared memory. Occupancy is the share of an SM's warps that live there at once:
 
     warps of a block       = ceil(threads / 32)
     registers of a warp    = ceil(32 x registers of a thread / 256) x 256
-    blocks by registers    = 4 x floor(65536 / 4 / registers of a warp) // warps of a block    (each quarter has its own)
+    blocks by registers    = 4 x floor(65536 / 4 / registers of a warp) // warps of a block   (each quarter has its own)
     shared memory of block = ceil((bytes + 1024 that CUDA keeps) / 128) x 128
     blocks on an SM        = the least of what warps, blocks, registers and shared memory allow
 

@@ -23,7 +23,9 @@ from triton.runtime import interpreter
 def replace_once_a_launch() -> None:
     """Look for what is replaced once in this process, and replace it once a launch."""
     replace = interpreter._patch_lang
-    builtins_of = functools.cache(lambda place: [n for n, value in inspect.getmembers(place) if tl.core.is_builtin(value)])
+    builtins_of = functools.cache(
+        lambda place: [n for n, value in inspect.getmembers(place) if tl.core.is_builtin(value)]
+    )
 
     def replace_builtins(place, builder, scope) -> None:
         for name in builtins_of(place):

@@ -1,7 +1,7 @@
 """Training in 16 bits: float32 master weights, a dynamic loss scale, sums in float32.
 
-A 16-bit model is half as large, and a GPU multiplies its matrices 8 to 16 times as fast as float32's. Naive 16-bit training
-loses in three places what is too small (Micikevicius et al. 2018, Mixed Precision Training, §3):
+A 16-bit model is half as large, and a GPU multiplies its matrices 8 to 16 times as fast as float32's. Naive 16-bit
+training loses in three places what is too small (Micikevicius et al. 2018, Mixed Precision Training, §3):
 
     weights    a step of less than half a unit in the last place changes nothing. Numbers from 1 to 2 lie 2^-7 apart
                in BF16, 2^-10 in FP16: 1 - 0.001 is 1 in BF16. So the optimizer keeps and updates float32 copies, and
@@ -16,8 +16,9 @@ The order matters: gradients to float32, divided by S, clipped, step. Clipped be
 too large, and every step is cut down. Divided in FP16, the small ones are lost again.
 
 S is as large as it may be: too large, and gradients are inf or nan. That step is skipped and S halved; after `interval`
-good steps S doubles. Whether to skip is known on the device alone, so the host doesn't ask: the optimizer's kernel reads
-`found_inf` and leaves weights, moments and step counter as they are. It costs nothing where the step is one kernel.
+good steps S doubles. Whether to skip is known on the device alone, so the host doesn't ask: the optimizer's kernel
+reads `found_inf` and leaves weights, moments and step counter as they are. It costs nothing where the step is one
+kernel.
 
 Bytes a parameter with Adam: 2 weights + 2 gradients + 4 gradients in float32 + 4 master + 8 moments = 20, and 16 if
 each float32 gradient lives no longer than its update. 16 is what float32 training takes: mixed precision saves time and

@@ -165,3 +165,16 @@ def test_hints_come_in_four_steps(path):
         *ahead, shapes, skeleton = found
         assert ahead == ["1: the idea", "2: the calls"] and skeleton == "4: the skeleton", found
         assert shapes in ("3: the shapes", "3: the numbers"), found
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_code_is_as_wide_as_the_page(path):
+    """Raw cells too, which become modules, and which ruff does not see."""
+    wide = [
+        (cell.id, line)
+        for cell in nbformat.read(path, 4).cells
+        if cell.cell_type != "markdown"
+        for line in cell.source.splitlines()
+        if len(line) > 120
+    ]
+    assert not wide
