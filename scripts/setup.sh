@@ -42,10 +42,11 @@ make_venv() {
 
 install() {  # $1: what pip is to install
     local pins=constraints.txt
-    if [ -n "${TORCH:-}" ]; then  # Triton comes with its PyTorch; the interpreter of Triton 3.6 fails with NumPy 2.4
+    if [ -n "${TORCH:-}" ]; then  # with the Triton that its wheels for GPUs ask for; 3.6's interpreter fails with NumPy 2.4
         pins=$log.pins
         grep -vE "^(torch|torchao|triton|numpy|setuptools)==" constraints.txt >"$pins"
         printf "torch==%s\nnumpy<2.4\n" "$TORCH" >>"$pins"
+        case $TORCH in 2.11 | 2.11.*) echo "triton==3.6.*" >>"$pins" ;; esac
     fi
     # Empty arrays are unbound variables to the bash of macOS under `set -u`, hence the two branches.
     if [ "${CPU:-}" = 1 ]; then

@@ -60,6 +60,7 @@ def test_the_same_pythons_everywhere():
     assert " | ".join(PYTHONS) + ")" in (ROOT / "scripts/setup.sh").read_text(encoding="utf-8")
     workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == PYTHONS
+    assert {job["env"]["PYTHON"] for job in workflow["jobs"].values()} == {"python"}, ".ci/run would take the system's"
 
 
 @pytest.mark.parametrize("need", declared(), ids=str)
