@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -220,8 +221,19 @@ def test_figures_are_written_with_what_misses_its_aim(everything, monkeypatch):
     monkeypatch.setattr(gpu_jobs, "save", lambda name, figures, where: saved.update({f"{name}_{where}": figures}))
     assert len(list(gpu_jobs.record(everything))) == 1 and not saved, "a CPU's times are not written down"
     (row,) = everything["machine"]["rows"]
-    of_gpu = everything | {"machine": {"rows": [row | {"machine": "NVIDIA H200"}]}}
+    of_gpu = everything | {"machine": {"rows": [row | {"machine": "NVIDIA H200", "date": "2026-01-31", "threads": 7}]}}
     said = list(gpu_jobs.record(of_gpu))
     assert saved.keys() == {"kernels_h200", "attention_h200", "fp8_h200", "steps_h200"}
     assert saved["attention_h200"]["rungs"] and saved["fp8_h200"]["casts"] and saved["steps_h200"]["machine"]
     assert any(line.startswith("missed: a step with the kernels") for line in said), "interpreted, they are slow"
+    assert {(figures["date"], figures["threads"]) for figures in saved.values()} == {("2026-01-31", 7)}, "the run's own"
+
+
+def test_recorded_files_are_those_of_the_recorded_run(tmp_path, gpu, monkeypatch):
+    gpu_jobs, saved, results = __import__("gpu_jobs"), {}, ROOT / "benchmarks/results"
+    monkeypatch.setattr(gpu_jobs, "save", lambda name, figures, where: saved.update({f"{name}_{where}": figures}))
+    shutil.copy(results / "gpu_run_h200.jsonl", tmp_path / "results.jsonl")
+    assert list(gpu_jobs.record(gpu.read(tmp_path)))
+    for name, figures in saved.items():
+        kept = json.loads((results / f"{name}.json").read_text())
+        assert {key: kept[key] for key in figures} == figures, name
