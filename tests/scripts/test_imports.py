@@ -1,5 +1,8 @@
 """Who imports whom: `[tool.importlinter]` in pyproject.toml holds the floors of the house. Needs no GPU."""
 
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -44,3 +47,22 @@ def test_an_import_that_looks_up_is_found(place, imported, lint, tmp_path, capsy
     (tmp_path / "a_lib" / f"{place}.py").write_text(f"def step():\n    import {imported}\n    return {imported}\n")
     assert lint(tmp_path) == 1
     assert f"a_lib.{place.replace('/', '.')} -> {imported}" in capsys.readouterr().out
+
+
+def test_the_library_needs_torch_triton_and_numpy_alone(tmp_path):
+    """A cluster's node has no more, and the plan of `make gpu` prints there."""
+    named = "torchao liger_kernel scipy transformers datasets safetensors tokenizers matplotlib ipywidgets ipyparallel "
+    named += "IPython nbdev fastcore nbformat nbgrader nbdime cloudpickle ninja tqdm psutil pytest"
+    missing = f"import sys\nsys.modules |= dict.fromkeys({named.split()})\n"
+    (tmp_path / "sitecustomize.py").write_text(missing)
+    every_module = """
+import importlib, pkgutil, course_lib
+names = [found.name for found in pkgutil.walk_packages(course_lib.__path__, "course_lib.")]
+assert len(names) > 100
+for name in names:
+    name.endswith("__main__") or importlib.import_module(name)
+"""
+    for command in (["-c", every_module], ["benchmarks/gpu.py", "--plan"]):
+        places = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=places, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
