@@ -8,8 +8,8 @@ RUN := PATH="$$PWD/.venv/bin:$$PATH" .venv/bin/python
 # Every notebook, or those whose name starts with NB: make render NB=01
 NOTEBOOKS = notebooks/$(NB)*.ipynb
 WELCOME = 00_welcome.md
-# One worker more than there are cores: while some wait for processes, others work.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# One worker more than there are cores, 8 at most: while some wait for processes, others work.
+WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
 
 .PHONY: help own-venv lab doctor test lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course
 
@@ -56,7 +56,7 @@ test: .venv/installed-test ## set up and run what CI runs: lint, the export chec
 	echo "Lint"; $(RUN) -m ruff check . || status=1; \
 	echo "Export check"; $(RUN) scripts/export.py --check || status=1; \
 	OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 \
-	$(RUN) -m pytest --nbmake --nbmake-timeout=300 --parts -n $(WORKERS) --maxprocesses 8 \
+	$(RUN) -m pytest --nbmake --nbmake-timeout=300 --parts -n $(WORKERS) \
 		$(if $(K),--concerning $(K)) tests notebooks || status=1; \
 	exit $$status
 

@@ -30,7 +30,7 @@ EXERCISES = "tests/scripts/test_exercises.py"
 PROCESSES = "ranks launch slurm_real sweep survival course_scripts lab_browser setup".split()
 # The longest notebooks, and their exercises.
 LONGEST_FIRST = "10 09 11 07 06 08 05 03 04 10b 13 14b 12 12b 02 01 14".split()
-SLOW_CHECK_S = 3
+NOTEBOOK_S, EXERCISES_S, SLOW_CHECK_S = 60, 30, 3  # what is longer is told at the end
 
 
 def unit(nodeid: str) -> str:
@@ -193,9 +193,14 @@ class Parts:
         terminalreporter.section("where the time went")
         for name, seconds in kinds.most_common():
             write(f"{seconds:6.0f} s  {name}")
-        write("The ten slowest:")
+        write("The ten slowest tests:")
         for name, seconds in collections.Counter(self.tests).most_common(10):
             write(f"{seconds:6.0f} s  {name}")
+        for what, limit in (("notebooks/", NOTEBOOK_S), ("exercises of", EXERCISES_S)):
+            if over := [(name, s) for name, s in self.seconds.items() if name.startswith(what) and s > limit]:
+                write(f"Over {limit} s, beside the other workers:")
+                for name, seconds in sorted(over, key=lambda item: -item[1]):
+                    write(f"{seconds:6.0f} s  {name}")
         slow = [(name, seconds) for name, seconds in self.checks.items() if seconds > SLOW_CHECK_S]
         if slow:
             write(f"Checks of exercises that took over {SLOW_CHECK_S} s:")

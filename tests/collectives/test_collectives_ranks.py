@@ -202,7 +202,7 @@ def test_records_are_right_and_the_same_on_all_ranks(ranks):
             assert list(record) == ["collective", "ranks", "bytes", "seconds", "algbw", "busbw"]
             n, name = record["ranks"], record["collective"]
             factor = (2 if name == "all_reduce" else 1) * (n - 1) / n
-            assert 1e-6 < record["seconds"] < 1
+            assert record["seconds"] > 1e-6
             assert record["algbw"] == pytest.approx(record["bytes"] / record["seconds"], rel=1e-12)
             assert record["busbw"] == pytest.approx(record["algbw"] * factor, rel=1e-12)
     assert by_rank[1][7] == by_rank[3][7] and by_rank[1][7]["ranks"] == 2
