@@ -21,6 +21,7 @@ REPOSITORY = "https://github.com/someone/course"
 PACKAGES = sorted(path.parent.name for path in (ROOT / "course_lib").glob("*/__init__.py"))
 BUILD_S, PATIENCE_S = 300, 30  # deadlines for what hangs
 PHONE = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": False}
+WIDE = PHONE | {"width": 1680, "height": 1050}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,15 @@ def on_page(driver) -> dict:
         };""")
 
 
+def scrolling_code(driver) -> list[str]:
+    """The cells whose code is wider than their place, by their first line, once all cells are unfolded."""
+    return driver.execute_script("""
+        document.querySelectorAll("details").forEach(cell => cell.open = true);
+        return [...document.querySelectorAll(".cell_input pre")].filter(code => code.scrollWidth > code.clientWidth)
+            .map(code => `${code.scrollWidth} in ${code.clientWidth} pixels: ${code.innerText.split("\\n")[0]}`);
+    """)
+
+
 @needs_browser
 def test_no_page_has_a_broken_link_or_picture_or_an_error_or_is_too_wide_for_a_phone(site, reader):
     driver, address = reader
@@ -86,6 +96,10 @@ def test_no_page_has_a_broken_link_or_picture_or_an_error_or_is_too_wide_for_a_p
         wrong += [f"{page}: {what}" for what in found[page]["wrong"]]
         wrong += [f"{page}: fetches {url}" for url in found[page]["fetched"] if not url.startswith(address)]
         wrong += [f"{page}: {entry['message']}" for entry in driver.get_log("browser") if entry["level"] == "SEVERE"]
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", WIDE)
+    for page in ("docs/index.html", "CHEATSHEET.html", "notebooks/13_flash_attention.html"):
+        driver.get(address + page)
+        wrong += [f"{page}, wide: {what}" for what in [*on_page(driver)["wrong"], *scrolling_code(driver)]]
     driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     for page, has in found.items():
         for url, name in map(urldefrag, has["links"]):
@@ -124,6 +138,20 @@ def test_a_search_finds_the_notebook(reader):
     wait.until(lambda _: seen(driver, ".search-button-field")).click()
     wait.until(lambda _: seen(driver, "input[name=q]")).send_keys("zig-zag\n")
     wait.until(lambda _: driver.find_elements(By.CSS_SELECTOR, "#search-results a[href*='07_sequence_context']"))
+
+
+@needs_browser
+def test_the_cheatsheets_field_shows_the_rows_that_hold_the_words(reader):
+    driver, address = reader
+    driver.get(f"{address}CHEATSHEET.html")
+    field, rows = (lambda kind: driver.find_elements(By.CSS_SELECTOR, kind)), "#method-search ~ * tbody tr"
+    everything = len([row for row in field(rows) if row.is_displayed()])
+    [box] = field("#method-search")
+    box.send_keys("zig-zag")
+    shown = [row.text.lower() for row in field(rows) if row.is_displayed()]
+    assert 0 < len(shown) < everything and all("zig-zag" in row for row in shown)
+    box.send_keys(" nothing has this")
+    assert not any(row.is_displayed() for row in field(rows))
 
 
 def test_a_notebook_has_buttons_that_start_it_elsewhere(site):
