@@ -75,7 +75,7 @@ def test_what_does_not_go_together_is_told_in_a_line(tmp_path, classes, complain
 def test_every_term_of_the_glossary_is_in_the_notebook_that_teaches_it_and_there_once():
     found = pages.entries()
     text = (pages.DOCS / "glossary.md").read_text(encoding="utf-8")
-    assert len(found) == text.count("](../notebooks/") > 100
+    assert len(found) == text.count(".ipynb))\n") > 100
     terms = [term for words, _ in found for term in words]
     assert sorted(terms) == sorted(set(terms))
     texts = {
