@@ -154,7 +154,12 @@ def runs_ahead(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: dic
 
 
 def estimate(
-    config: ModelConfig, cluster: Cluster, layout, batch: int, seq: int = 4096, moe: dict | None = None
+    config: ModelConfig,
+    cluster: Cluster,
+    layout: Layout | LayoutTable,
+    batch: int,
+    seq: int = 4096,
+    moe: dict | None = None,
 ) -> Estimate:
     """Memory and time of a step of `batch` sequences. layout: a Layout or a LayoutTable, which are taken as they are;
     `check_layout` and `search` say which cannot be. moe: arguments of apply_moe. Raises ValueError where `check_job`

@@ -55,7 +55,7 @@ def exchange(sent: torch.Tensor, received: torch.Tensor, group=None) -> None:
         work.wait()
 
 # %% ../../notebooks/03_collectives.ipynb #ex-03-4
-def ring_reduce_scatter(tensor: torch.Tensor, group=None) -> torch.Tensor:
+def ring_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """This rank's piece of the sum over the group: piece r of N is the view `tensor.view(-1).tensor_split(N)[r]`.
 
     The rest of `tensor` serves as working memory. N-1 steps; sends the tensor less this rank's piece (Patarasuk and
@@ -73,7 +73,7 @@ def ring_reduce_scatter(tensor: torch.Tensor, group=None) -> torch.Tensor:
     return pieces[rank]
 
 # %% ../../notebooks/03_collectives.ipynb #ex-03-5
-def ring_all_gather(tensor: torch.Tensor, group=None) -> None:
+def ring_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Fill in the other ranks' pieces; on entry rank r of N has its own, `tensor.view(-1).tensor_split(N)[r]`.
 
     N-1 steps; sends every piece but the next rank's own. tensor: any shape and dtype, the same on all ranks;
@@ -88,7 +88,7 @@ def ring_all_gather(tensor: torch.Tensor, group=None) -> None:
 CHUNK = 2**22  # elements
 
 
-def ring_all_reduce(tensor: torch.Tensor, group=None) -> None:
+def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Replace `tensor` by the sum over the group, in chunks of CHUNK elements, each in 2(N-1) steps.
 
     Sends 2(N-1)/N of the tensor (Patarasuk and Yuan 2009); needs a buffer of a chunk's piece. tensor: any shape

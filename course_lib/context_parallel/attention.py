@@ -191,7 +191,13 @@ class AllToAll(torch.autograd.Function):
 
 
 def ulysses_attention(
-    q, k, v, group: dist.ProcessGroup | None = None, causal: bool = True, attention=FUSED_BLOCK, order: str = "zigzag"
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = True,
+    attention: AttentionBlock = FUSED_BLOCK,
+    order: str = "zigzag",
 ) -> torch.Tensor:
     """As ring_attention, with all tokens of a/n heads on each rank in between: two all-to-alls, two more in backward.
 

@@ -25,8 +25,10 @@ from .buckets import MODES, Reducer
 # %% ../../notebooks/04_data_parallel.ipynb #same-model
 import hashlib
 import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -153,14 +155,14 @@ class DataParallel(nn.Module):
         """Called during backward, once `parameter.grad` is complete."""
         self.reducer.add(parameter, final=self.synchronizes)
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args, **kwargs) -> Any:
         """What the module returns. Raises RuntimeError where a training step's gradients still wait for finish()."""
         if self.training and torch.is_grad_enabled() and self.reducer.unfinished:
             raise RuntimeError("forward after a backward without finish(): call finish() after a step's last backward")
         return self.module(*args, **kwargs)
 
     @contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Inside, backward adds up this rank's own gradients and sends nothing: for all micro-batches but the last."""
         before, self.synchronizes = self.synchronizes, False
         try:
@@ -183,7 +185,10 @@ from ..recompute.modes import IGNORED, accumulate, summed_loss
 
 
 def parallel_accumulate(
-    dp: DataParallel, micro_batches, dtype: torch.dtype = torch.float32, loss_of=summed_loss
+    dp: DataParallel,
+    micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype = torch.float32,
+    loss_of: Callable[..., torch.Tensor] = summed_loss,
 ) -> torch.Tensor:
     """Forward and backward of this rank's micro-batches, then finish(): the gradient of the mean loss over all target
     tokens of all ranks; one micro-batch or more; dtype, loss_of: as of `accumulate`. Returns that loss, in float32, the

@@ -54,7 +54,14 @@ class Simulation:
         return validate(self.schedule)
 
 # %% ../../notebooks/09_pipeline.ipynb #ex-09-7
-def simulate(schedule: Schedule, t_f=1, t_i=1, t_w=1, t_comm=0, t_pair=None) -> Simulation:
+def simulate(
+    schedule: Schedule,
+    t_f: float | Sequence[float] = 1,
+    t_i: float | Sequence[float] = 1,
+    t_w: float | Sequence[float] = 1,
+    t_comm: float = 0,
+    t_pair: float | None = None,
+) -> Simulation:
     """Play a schedule in time: B takes t_i + t_w; what another rank has made arrives t_comm later.
 
     Times are numbers, those of an action in any stage, or sequences with one for each stage. t_pair: time of an

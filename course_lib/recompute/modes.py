@@ -18,6 +18,7 @@ __all__ = ['aten', 'FUSED_ATTENTION', 'IGNORED', 'Recomputed', 'keep_fused_atten
 import argparse
 import contextlib
 import functools
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,7 @@ def keep_fused_attention(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 # %% ../../notebooks/02_recompute.ipynb #ex-02-4
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
+def apply_recompute(model: nn.Module, mode: str, policy: Callable | None = None) -> nn.Module:
     """Recompute activations in each of `model.blocks`; replaces an earlier mode. Returns the model.
 
     mode: "none"; "selective" computes attention's scores again, or what `policy` does not keep (a function, see
@@ -108,7 +109,11 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def accumulate(
-    model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None, loss_of=summed_loss
+    model: nn.Module,
+    micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype = torch.float32,
+    tokens: torch.Tensor | float | None = None,
+    loss_of: Callable[..., torch.Tensor] = summed_loss,
 ) -> torch.Tensor:
     """Add to .grad the gradient of the mean loss over all target tokens of `micro_batches`, one after the other.
 

@@ -61,6 +61,7 @@ def hfu(executed_flops: float, step_s: float, peak: float) -> float:
     return executed_flops / (step_s * peak)
 
 # %% ../../notebooks/02_recompute.ipynb #profile-step
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,7 +79,9 @@ def profiler(trace: str | Path | None = None, wait: int = 1, warmup: int = 1, ac
     return profile(activities=activities, schedule=plan, on_trace_ready=ready)
 
 
-def profile_step(step, trace: str | Path | None = None, wait: int = 1, warmup: int = 1, active: int = 3) -> profile:
+def profile_step(
+    step: Callable[[], object], trace: str | Path | None = None, wait: int = 1, warmup: int = 1, active: int = 3
+) -> profile:
     """Call `step()` wait + warmup + active times under a `profiler`. Returns it, for `.key_averages()` and `spans`."""
     with profiler(trace, wait, warmup, active) as prof:
         for _ in range(wait + warmup + active):

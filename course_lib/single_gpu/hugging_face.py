@@ -16,6 +16,7 @@ from .model import ModelConfig, Transformer
 from pathlib import Path
 
 import torch
+from torch import nn
 
 HF_NAMES = {  # ours -> theirs
     "embedding.": "model.embed_tokens.",
@@ -64,7 +65,7 @@ def to_hf_config(c: ModelConfig):
     )
 
 
-def to_hf(model: Transformer):
+def to_hf(model: Transformer) -> nn.Module:
     """A `LlamaForCausalLM`, or the same of Qwen2 or Qwen3, with the weights of `model`. Needs the extra `[hf]`. Raises
     ValueError where transformers has no such model (hf_kind).
     """
@@ -113,7 +114,7 @@ def hf_config(c, kinds: tuple[str, ...] = HF_KINDS) -> ModelConfig:
     )
 
 
-def from_hf(source) -> Transformer:
+def from_hf(source: nn.Module | str | Path) -> Transformer:
     """A `Transformer` with the weights of a Hugging Face model of Llama's kind, or of one by name or folder. Needs the
     extra `[hf]`.
 

@@ -24,6 +24,7 @@ from .shards import clip_grad_norm_
 from .state import check_states, load_state, whole_state
 
 # %% ../../notebooks/05_zero.ipynb #parameter-groups
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -167,7 +168,7 @@ class ZeroOptimizer(ShardedOptimizer):
     """
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update this rank's pieces, by one call for all, and send them, those of the first layers first."""
         with torch.enable_grad():
             result = closure() if closure else None

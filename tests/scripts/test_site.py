@@ -3,6 +3,7 @@
 import functools
 import http.server
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -170,3 +171,25 @@ def test_the_reference_has_every_public_name(site, package):
 
 def test_the_planners_page_has_its_command_line(site):
     assert "--cluster" in (site / "docs/planner.html").read_text(encoding="utf-8")
+
+
+def functions_of(thing) -> list:
+    """A function, or the public ones of a class and how it is made."""
+    if inspect.isfunction(thing):
+        return [thing]
+    own = vars(thing) if inspect.isclass(thing) else {}
+    return [each for name, each in own.items() if inspect.isfunction(each) and (name == "__init__" or name[0] != "_")]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_reference_has_every_type(package):
+    """Of arguments and of what is returned. Not of matplotlib's axes: the library does without matplotlib."""
+    module, without = importlib.import_module(f"course_lib.{package}"), []
+    for function in (each for name in module.__all__ for each in functions_of(getattr(module, name))):
+        for name, given in inspect.signature(function).parameters.items():
+            variadic = given.kind in (given.VAR_POSITIONAL, given.VAR_KEYWORD)
+            if given.annotation is given.empty and not variadic and name not in ("self", "cls", "ax"):
+                without.append(f"{function.__qualname__}: {name}")
+        if "return" not in function.__annotations__ and function.__name__ != "__init__":
+            without.append(f"{function.__qualname__}: what it returns")
+    assert not without
