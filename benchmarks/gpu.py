@@ -6,8 +6,8 @@
     python benchmarks/gpu.py --out DIR --record         # benchmarks/results/*_<gpu>.json from what was measured
     python benchmarks/gpu.py --out DIR --device cpu     # all of it at tiny sizes, interpreted: times mean nothing
 
-It runs from a bare checkout, with torch and triton alone; pytest, ncu, compute-sanitizer, Liger-Kernel and torchao are
-used where they are. What is measured, and in which order, is in gpu_jobs.py; how, in kernel_runs.py.
+It runs from a bare checkout, with torch, triton and numpy alone; pytest, ncu, compute-sanitizer, Liger-Kernel and
+torchao are used where they are. What is measured, and in which order, is in gpu_jobs.py; how, in kernel_runs.py.
 
 Jobs run in processes beside this one, a new one after each job that failed: an illegal access, a crash, a hang or a
 wrong result costs its own job alone. Jobs that time something have the GPU for themselves; the others run side by side.

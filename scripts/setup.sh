@@ -42,7 +42,7 @@ make_venv() {
 
 install() {  # $1: what pip is to install
     local pins=constraints.txt
-    if [ -n "${TORCH:-}" ]; then  # with the Triton that its wheels for GPUs ask for; 3.6's interpreter fails with NumPy 2.4
+    if [ -n "${TORCH:-}" ]; then  # 2.11 with the Triton that its wheels for GPUs ask for; 3.6's interpreter fails with NumPy 2.4
         pins=$log.pins
         grep -vE "^(torch|torchao|triton|numpy|setuptools)==" constraints.txt >"$pins"
         printf "torch==%s\nnumpy<2.4\n" "$TORCH" >>"$pins"

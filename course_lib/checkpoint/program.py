@@ -113,9 +113,11 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
             sizes = {"experts": chosen.experts, "top_k": chosen.top_k, "ffn_hidden": chosen.expert_hidden}
             chosen.moe = sizes | {"balance": chosen.balance}
             chosen.moe |= {"shared": chosen.shared} if chosen.shared else {}
-        if chosen.shared < 0 or chosen.shared and chosen.experts is None:
-            raise ValueError("--shared is 0 or more, and goes with --experts")
+        elif chosen.shared or chosen.expert_hidden is not None:
+            raise ValueError("--expert-hidden and --shared go with --experts")
         chosen.config = from_hf_config(chosen.from_hf) if chosen.from_hf else PRESETS[chosen.preset]
+        if chosen.shared < 0:
+            raise ValueError("--shared is 0 or more")
         if min(chosen.save_every, chosen.keep, chosen.bad_steps) < 1 or not 0 <= chosen.drop_tokens < 1:
             ones = "--save-every, --keep and --bad-steps are 1 or more"
             raise ValueError(f"{ones}, --drop-tokens is 0 or more and below 1")

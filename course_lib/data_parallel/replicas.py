@@ -121,9 +121,9 @@ def broadcast_from_first(module: nn.Module, group) -> None:
 class DataParallel(nn.Module):
     """Wraps `module`: `loss(dp(x)).backward(); dp.finish(); optimizer.step()` steps by the mean gradient over `group`.
 
-    `mode`: see MODES; `bucket_mb`: MB (10**6 bytes) of gradients a bucket, by default 25, or 1 for each rank where that
-    is more: a ring sends pieces of 1/N of it, and small pieces are slow; `reduce_dtype`: see Bucket. All ranks start
-    from the values of the group's first rank; what is frozen then is never reduced. A parameter's attribute
+    `mode`: see MODES; `bucket_mb`: MB (10**6 bytes) of gradients a bucket, by default 25 or 1 for each rank of `group`,
+    whichever is more: a ring sends pieces of 1/N of it, and small pieces are slow; `reduce_dtype`: see Bucket. All
+    ranks start from the values of the group's first rank; what is frozen then is never reduced. A parameter's attribute
     `reduce_group`, where it has one, is the group in which its values and its gradient are the same; the sum over it is
     divided by the size of `group` all the same. Between backward and finish() gradients are in flight: leave them be.
 
@@ -247,7 +247,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     parser = single_gpu.training_parser("data_parallel", "Train with data parallelism.")
     parser.add_argument("--mode", default="bucket", choices=list(MODES))
-    parser.add_argument("--bucket-mb", type=float, help="MB of gradients a bucket (25, or 1 a rank)")
+    parser.add_argument("--bucket-mb", type=float, help="MB of gradients a bucket (25, or 1 a rank if more)")
     parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
     parser.add_argument("--reduce-fp32", action="store_true", help="send and add gradients in float32")
     parser.add_argument(

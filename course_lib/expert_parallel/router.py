@@ -146,13 +146,16 @@ class LateBalance(torch.autograd.Function):
     @staticmethod
     def forward(ctx, scores: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.save_for_backward(scores)
-        ctx.counts = counts.clone()
+        ctx.counts, ctx.group = counts.clone(), group
         ctx.work = None if in_backward() else dist.all_reduce(ctx.counts, group=group, async_op=True)
         return scores.new_zeros(())
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        ctx.work.wait()
+        if ctx.work is None:  # of a reentrant checkpoint, whose first forward had no graph
+            dist.all_reduce(ctx.counts, group=ctx.group)
+        else:
+            ctx.work.wait()
         with torch.enable_grad():
             scores = ctx.saved_tensors[0].detach().requires_grad_()
             found = torch.autograd.grad(balance_loss(scores, ctx.counts), scores)[0]

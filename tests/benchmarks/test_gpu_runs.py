@@ -234,6 +234,7 @@ def test_recorded_files_are_those_of_the_recorded_run(tmp_path, gpu, monkeypatch
     monkeypatch.setattr(gpu_jobs, "save", lambda name, figures, where: saved.update({f"{name}_{where}": figures}))
     shutil.copy(results / "gpu_run_h200.jsonl", tmp_path / "results.jsonl")
     assert list(gpu_jobs.record(gpu.read(tmp_path)))
+    assert saved.keys() == {"kernels_h200", "attention_h200", "fp8_h200", "steps_h200"}
     for name, figures in saved.items():
         kept = json.loads((results / f"{name}.json").read_text())
         assert {key: kept[key] for key in figures} == figures, name

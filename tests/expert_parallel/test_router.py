@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from calls import said
 from course_lib.expert_parallel.mixture import apply_moe
@@ -24,7 +25,7 @@ from course_lib.expert_parallel.router import (
     within_nodes,
     z_loss,
 )
-from course_lib.recompute.modes import apply_recompute
+from course_lib.recompute.modes import apply_recompute, keep_products
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
 HIDDEN, EXPERTS = 12, 8
@@ -338,16 +339,30 @@ def test_what_does_not_fit_together_is_one_line(top_k, routing, words):
     assert text.startswith("ValueError: ") and words in text and "\n" not in text, text
 
 
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize("mode", [("none",), ("selective", keep_products), ("full",)], ids=lambda mode: mode[0])
 def test_a_recomputed_forward_does_not_send_its_counts_again(mode):
     """Backward has those of the first: a second all-reduce in each mixture would be for nothing."""
-    model, sent = apply_recompute(mixture(**LOSSES), mode), []
+    model, sent = apply_recompute(mixture(**LOSSES), *mode), []
     for each in routers_of(model):
         each.batch_group = object()
     with mock.patch.object(dist, "all_reduce", lambda counts, **_: sent.append(counts.sum().item()) or mock.Mock()):
         inputs, targets = batch(1)[0]
         loss(model(inputs), targets).backward()
     assert sent == [4 * 9 * 2] * 2, "one for each of two layers"
+
+
+def test_a_reentrant_checkpoint_sends_its_counts_in_the_replay():
+    """Its first forward has no graph: the replay is the only one."""
+    gradients, sent = [], []
+    all_reduce = lambda counts, **_: sent.append(counts.sum().item()) or mock.Mock()  # noqa: E731
+    for forward in (lambda made, x: made(x), lambda made, x: checkpoint(made, x, use_reentrant=True)):
+        made, x = router(balance=0.3), tokens(5, 7).requires_grad_()
+        made.batch_group = object()
+        with mock.patch.object(dist, "all_reduce", all_reduce):
+            forward(made, x).square().sum().backward()
+        gradients.append((x.grad, made.weight.grad))
+    assert sent == [5 * 7 * 2] * 2
+    assert all(torch.equal(plain, again) for plain, again in zip(*gradients, strict=True))
 
 
 def test_forward_does_not_wait_for_the_counts_of_other_ranks():

@@ -51,10 +51,21 @@ def test_an_import_that_looks_up_is_found(place, imported, lint, tmp_path, capsy
 
 def test_the_library_needs_torch_triton_and_numpy_alone(tmp_path):
     """A cluster's node has no more, and the plan of `make gpu` prints there."""
-    named = "torchao liger_kernel scipy transformers datasets safetensors tokenizers matplotlib ipywidgets ipyparallel "
-    named += "IPython nbdev fastcore nbformat nbgrader nbdime cloudpickle ninja tqdm psutil pytest"
-    missing = f"import sys\nsys.modules |= dict.fromkeys({named.split()})\n"
-    (tmp_path / "sitecustomize.py").write_text(missing)
+    own = ["course_lib", "course_kit", *(path.stem for path in (ROOT / "benchmarks").glob("*.py"))]
+    torchs = "torch torchgen functorch triton numpy sympy mpmath networkx jinja2 markupsafe filelock fsspec".split()
+    torchs += ["typing_extensions", "setuptools", "_distutils_hack", "packaging"]
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import sys
+from importlib.machinery import PathFinder
+class NothingElse:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        first = name.partition(".")[0]
+        found = PathFinder.find_spec(name, path, target)
+        there = first in sys.stdlib_module_names or first.startswith("_sysconfigdata") or first in {[*own, *torchs]}
+        return found if there or "setuptools" in str(found) else None
+sys.meta_path = [NothingElse if finder is PathFinder else finder for finder in sys.meta_path]
+""")
     every_module = """
 import importlib, pkgutil, course_lib
 names = [found.name for found in pkgutil.walk_packages(course_lib.__path__, "course_lib.")]
