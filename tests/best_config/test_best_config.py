@@ -169,10 +169,6 @@ NOTHING_TO_PLAN = [
         for name in ("layers", "ffn_hidden", "vocab")
         for size in (0, -8, 2.5)
     ],
-    ({"hidden": 0}, {}, "model: hidden 0"),  # what ModelConfig lets be; it refuses the others
-    ({"hidden": -4096}, {}, "model: hidden -4096"),
-    ({"heads": -32}, {}, "model: heads -32"),
-    ({"kv_heads": -8}, {}, "model: kv_heads -8"),
     ({"head_size": 0}, {}, "model: head_dim 0"),
     ({}, {"batch": 0}, "batch 0, seq 64: each is 1 or more"),
     ({}, {"batch": 2.5}, "batch 2.5, seq 64: each is 1 or more, and whole"),
