@@ -160,12 +160,13 @@ def train(
         if chosen.drop_tokens:
             inputs = drop_tokens(inputs, chosen.drop_tokens, config.vocab, chosen.seed, first)
         loss, norm = parallel.step(*(part.to(device, non_blocking=True) for part in (inputs, targets)), chosen.max_norm)
-        loss, norm = torch.stack([loss, norm]).tolist()  # waits for the device: the time is the whole step's
-        step_s = time.perf_counter() - start
         # The fullest rank's bytes, and which rank that is, in one number: no list as long as the world.
         fullest = torch.tensor(single_gpu.peak_memory(device) * layout.ranks + dist.get_rank(), device=device)
         dist.all_reduce(fullest, dist.ReduceOp.MAX)
-        peak_memory, rank = divmod(fullest.item(), layout.ranks)
+        read = torch.stack([loss.double(), norm.double(), fullest.double()])  # exact up to 2^53
+        loss, norm, fullest = read.tolist()  # waits for the device: the time is the whole step's
+        step_s = time.perf_counter() - start
+        peak_memory, rank = divmod(int(fullest), layout.ranks)
         speed = batch * chosen.seq / step_s / layout.ranks
         yield {
             "step": number,

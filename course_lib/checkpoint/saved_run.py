@@ -37,15 +37,16 @@ class SavedRun:
         same: dict, plan: dict, bad_steps: int = 3,
     ):  # fmt: skip
         self.parallel, self.batches, self.every, self.step, self.checkpoints = parallel, batches, every, 0, None
-        self.bad_steps, self.bad, self.skipped, self.good = bad_steps, 0, 0, 0
+        self.bad_steps, self.bad, self.skipped, self.good, self.due = bad_steps, 0, 0, 0, False
         text = batches.tokens[:: max(1, len(batches.tokens) // 2**20)].contiguous()  # enough to know it by
         self.same = {"seq": batches.seq, "text": [len(batches.tokens), zlib.crc32(text.numpy())]} | same
         self.plan = plan
         if root is not None:
-            while folder := self.on_first(lambda: self.find(root.absolute())):
+            self.root = root.absolute()
+            while folder := self.on_first(lambda: self.find(self.root)):
                 if self.takes_over(folder):
                     break
-            self.checkpoints = Checkpoints(parallel, root.absolute(), keep, self.say)
+            self.checkpoints = Checkpoints(parallel, self.root, keep, self.say)
 
     def on_first(self, work: Callable[[], object]) -> object:
         """What `work` gives on rank 0. Collective."""
@@ -86,21 +87,25 @@ class SavedRun:
 
     def after(self, step: int, loss: float, norm: float, last: bool = False) -> None:
         """Begin to save, where it is time. A step whose loss or norm is not finite has changed nothing: it is counted
-        and told of, and not saved, so that the good checkpoints stay. Collective. Raises CheckpointError after
-        `bad_steps` of them in a row.
+        and told of, and its save waits for the next good step, or the run's end. Collective. Raises CheckpointError
+        after `bad_steps` of them in a row, and the good checkpoints stay.
         """
-        if math.isfinite(loss) and math.isfinite(norm):
+        finite, self.due = math.isfinite(loss) and math.isfinite(norm), self.due or step % self.every == 0
+        if finite:
             self.bad, self.good = 0, step
-            if self.checkpoints is not None and (last or step % self.every == 0):
-                self.checkpoints.save(step, self.same | {"plan": self.plan, "position": self.batches.position})
+        if self.checkpoints is not None and (last or finite and self.due):
+            self.checkpoints.save(step, self.same | {"plan": self.plan, "position": self.batches.position})
+            self.due = False
+        if finite:
             return
         self.bad, self.skipped = self.bad + 1, self.skipped + 1
         self.say(f"step {step} is skipped, the {self.skipped}. of this run: its loss is {loss}, its norm {norm}")
         if self.bad == self.bad_steps:
             self.finish()
             words = f"stopped: {self.bad} steps in a row skipped, with the weights of step {self.good}"
-            hint = "" if self.checkpoints is None else "; rename its checkpoint to go on from the one before"
-            raise CheckpointError(words + hint)
+            if self.checkpoints is not None and (folder := self.on_first(lambda: latest(self.root))):
+                words += f"; the last checkpoint is {folder.name}: rename it to go on from the one before"
+            raise CheckpointError(words)
 
     def finish(self) -> None:
         """Until the last save is on the disk, or has failed. Collective."""

@@ -139,16 +139,19 @@ class ParallelSteps:
         """Gradients, clipped by the norm of all ranks', and the optimizer's step; inputs and targets each [b / dp, s].
 
         All ranks of one dp place come with the same ones. Returns the loss of the whole batch, and the norm. Where one
-        of them is not finite, no weight, moment or counter changes, on any rank, and the host does not learn of it;
-        that takes an optimizer which can skip a step on the device, as torch's fused ones can.
+        of them is not finite, no weight, moment or counter changes, on any rank. torch's fused Adam and AdamW skip that
+        step on the device, and the host does not learn of it. For another optimizer the host waits for loss and norm.
         """
         self.optimizer.zero_grad()
         loss = self.gradients(inputs, targets)
         norm = clip_grad_norm_(self.runner, max_norm, self.optimizer if self.layout.zero_stage in (1, 2) else None)
         inner = getattr(self.optimizer, "optimizer", self.optimizer)  # what ZeRO's steps with
-        if getattr(inner, "_step_supports_amp_scaling", False):
-            found = (~(loss.isfinite() & norm.isfinite())).float()
-            inner.found_inf = found.to(inner.param_groups[0]["params"][0].device)  # the host, where it is offloaded
+        bad = ~(loss.isfinite() & norm.isfinite())
+        # A fused SGD can skip too, but leaves momentum that it has not made yet uninitialised.
+        if getattr(inner, "_step_supports_amp_scaling", False) and not isinstance(inner, torch.optim.SGD):
+            inner.found_inf = bad.float().to(inner.param_groups[0]["params"][0].device)  # the host, if offloaded
+        elif bad.item():
+            return loss, norm
         try:
             self.optimizer.step()
         finally:

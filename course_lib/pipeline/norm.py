@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 # %% ../../notebooks/09_pipeline.ipynb #clip
+import functools
 import math
 
 from ..zero.shards import outer_groups
@@ -22,13 +23,14 @@ def gradients_of(runner, zero=None) -> list[tuple[torch.Tensor, float]]:
     runner: a PipelineRunner. zero: the ZeroOptimizer that has them, if one has. Pieces of fully_shard are in `.grad`.
     """
     pipeline = dist.get_process_group_ranks(runner.group)
+    members_of = functools.cache(lambda group: set(dist.get_process_group_ranks(group)))  # each group once a step
 
     def copies(outer: tuple, holders: int, pieces: int = 1) -> float:
         """outer: the groups that split the tensor; holders: ranks of a pipeline that have it, or pieces of it."""
         return dist.get_world_size() * holders / (len(pipeline) * math.prod(each.size() for each in outer) * pieces)
 
     def of_piece(outer: tuple, group) -> float:
-        members = set(dist.get_process_group_ranks(group))
+        members = members_of(group)
         return copies(outer, sum(rank in members for rank in pipeline), len(members))
 
     if zero is not None:

@@ -67,8 +67,7 @@ class GradientRounds:
         parts = [(b.gradient, (first, *others)) for b, first, others in zip(self.gradients, own, outer, strict=True)]
         norm = nested_norm(parts)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for bucket in self.gradients:
-            bucket.gradient.mul_(factor)
+        torch._foreach_mul_([bucket.gradient for bucket in self.gradients], factor)
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
