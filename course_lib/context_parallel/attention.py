@@ -191,16 +191,10 @@ class AllToAll(torch.autograd.Function):
 
 
 def ulysses_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: dist.ProcessGroup | None = None,
-    causal: bool = True,
-    attention: AttentionBlock = FUSED_BLOCK,
-    order: str = "zigzag",
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup | None = None, causal: bool = True,
+    attention: AttentionBlock = FUSED_BLOCK, order: str = "zigzag",
+) -> torch.Tensor:  # fmt: skip
     """As ring_attention, with all tokens of a/n heads on each rank in between: two all-to-alls, two more in backward.
-
     Raises ValueError where the ranks do not divide the heads, or neither of ranks and K/V heads divides the other.
     """
     group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)

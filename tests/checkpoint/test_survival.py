@@ -395,23 +395,31 @@ def saved_steps(folder: Path) -> tuple[list[int], list[str], str]:
     mesh, tokens = build_mesh(layout), torch.arange(1000) % 256
     parallel = parallelize(single_gpu.PRESETS["debug"], layout, mesh, lr=1e-3)
     batches = TokenBatches(tokens, 1, 8, mesh.dp.rank(), 4)
-    run = SavedRun(parallel, batches, folder, every=1, keep=9, same={}, plan={}, bad_steps=3)
+    run = SavedRun(parallel, batches, folder, every=2, keep=9, same={}, plan={}, bad_steps=3)
     inf, nan = BAD
-    steps = [(2.5, 1.0), (nan, 1.0), (2.4, inf), (2.3, 1.0), (inf, inf), (2.2, nan)]
+    steps = [(2.5, 1.0), (nan, 1.0), (2.4, inf), (2.3, 1.0), (2.3, 1.0), (inf, inf), (2.3, 1.0), (2.3, 1.0), (2.2, nan)]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for step, (loss, norm) in enumerate(steps, start=1):
             run.after(step, loss, norm, last=step == len(steps))
-        error = said(lambda: run.after(7, 2.1, inf))
+        for step in (10, 11):
+            error = said(lambda: run.after(step, 2.1, inf))  # noqa: B023
     return list(complete(folder)), out.getvalue().splitlines(), error
 
 
-def test_a_step_without_a_finite_loss_and_norm_is_not_saved_and_the_third_in_a_row_stops_the_run(ranks, tmp_path):
+def test_a_bad_step_waits_with_its_save_and_the_third_in_a_row_stops_the_run(ranks, tmp_path):
+    """Every second one is saved: not 2, nor 3, but 4; not 6, but 7 in its place; 8; and 9, with the weights of 8, since
+    the run ends there.
+    """
     first, *others = ranks(saved_steps, tmp_path / "c")
     complete_steps, lines, error = first
-    assert complete_steps == [1, 4] and all((steps, line) == ([1, 4], error) for steps, _, line in others)
-    assert [line.split(",")[0] for line in lines] == [f"step {n} is skipped" for n in (2, 3, 5, 6, 7)]
+    assert complete_steps == [4, 7, 8, 9]
+    assert all((steps, line) == (complete_steps, error) for steps, _, line in others)
+    assert [line.split(",")[0] for line in lines] == [f"step {n} is skipped" for n in (2, 3, 6, 9, 10, 11)]
     assert lines[1] == "step 3 is skipped, the 2. of this run: its loss is 2.4, its norm inf"
-    assert error.startswith("CheckpointError: stopped: 3 steps in a row skipped, with the weights of step 4; rename")
+    assert error == (
+        "CheckpointError: stopped: 3 steps in a row skipped, with the weights of step 8; the last checkpoint is "
+        "step-000000009: rename it to go on from the one before"
+    )
     assert not any(line for _, line, _ in others), "one rank says it"
 
 
@@ -434,7 +442,7 @@ def test_a_run_that_explodes_stops_and_no_later_run_goes_on_without_a_word(ranks
     after = snapshot(folder)
     assert all(after[path] == before[path] for path in before if path.is_file()), "the good ones are as they were"
     error, _ = ranks(explodes, [*argv, "--lr", "1e-3", "--steps", "9"])[0]
-    assert error.endswith("step 3; rename its checkpoint to go on from the one before")
+    assert error.endswith("step 3; the last checkpoint is step-000000003: rename it to go on from the one before")
     (folder / "step-000000003").rename(folder / "aside")
     found, _ = ranks(trained, [*argv, "--lr", "1e-3", "--steps", "4"])[0]
     assert [record["step"] for record in found] == [3, 4] and all(math.isfinite(each["loss"]) for each in found)

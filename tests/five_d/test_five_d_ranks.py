@@ -42,6 +42,7 @@ OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4}),
     "fused": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4, "fused": True}),  # it can skip a step on the device
     "SGD": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),  # unlike AdamW, it does not forgive a wrong scale
+    "fused SGD": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "fused": True}),
 }
 
 
@@ -259,13 +260,13 @@ def states_of(parallel) -> list[torch.Tensor]:
     return shards + [value for state in inner.state.values() for value in state.values()]
 
 
-def poisoned(texts: list[str]) -> dict[str, tuple]:
+def poisoned(texts: list[str], optimizer: str) -> dict[str, tuple]:
     """On a rank: whether a step in which rank 1 has one inf, or NaN, in one gradient has changed weights or states; its
     norm; and whether the next step changes them.
     """
     found = {}
     for text, bad in itertools.product(texts, (float("inf"), float("nan"))):
-        parallel = parallel_of(Way(text, optimizer="fused"))
+        parallel = parallel_of(Way(text, optimizer=optimizer))
         gradients = parallel.gradients
 
         def with_one(*batch, parallel=parallel, gradients=gradients, bad=bad):
@@ -287,9 +288,13 @@ def poisoned(texts: list[str]) -> dict[str, tuple]:
     return found
 
 
-def test_a_step_with_an_inf_in_one_gradient_of_one_rank_changes_nothing_on_any(ranks):
-    texts = ["dp4", "dp4,zero2", "dp2,tp2,zero3", "dp2,pp2,zero1", "tp2,pp2"]
-    for found in ranks(poisoned, texts):
+@pytest.mark.parametrize("optimizer, texts", [
+    ("fused", ["dp4", "dp4,zero2", "dp2,tp2,zero3", "dp2,pp2,zero1", "tp2,pp2"]),
+    ("AdamW", ["dp4,zero2", "dp2,pp2,zero1"]),  # they can't skip on the device
+    ("fused SGD", ["dp4,zero1"]),
+])  # fmt: skip
+def test_a_step_with_an_inf_in_one_gradient_of_one_rank_changes_nothing_on_any(ranks, optimizer, texts):
+    for found in ranks(poisoned, texts, optimizer):
         for case, (kept, goes_on, norm, finite) in found.items():
             assert kept and goes_on and finite and not math.isfinite(norm), (case, kept, goes_on, norm, finite)
 
