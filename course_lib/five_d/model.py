@@ -118,7 +118,8 @@ class ParallelSteps:
     """A rank's part of a model: its stages, what sends their gradients, and its optimizer.
 
     dtype: of weights as the stages compute with them, and so of hidden states and what stages send. Each weight is cast
-    once a step. Values, states, and gradients as they are summed and sent are float32, whatever the ZeRO stage.
+    once a step; under ZeRO-3 without a pipeline, a rank's piece of it before each gather. Values, states, and gradients
+    as they are summed and sent are float32, whatever the ZeRO stage.
     """
 
     def __init__(self, layout: Layout, mesh: Mesh, runner: PipelineRunner, sharding, optimizer, dtype: torch.dtype):

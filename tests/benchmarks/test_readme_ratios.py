@@ -1,0 +1,54 @@
+"""README's table of ratios is that of benchmarks/results/. Needs no GPU."""
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = [line.split("|")[1:-1] for line in (ROOT / "README.md").read_text("utf-8").splitlines() if line.startswith("| ")]
+TORCH = "ours against torch"
+PLACES = {  # file and keys, "N ranks, gloo" aside, of each number in a row
+    "data parallelism, in buckets": ("data_parallel", ["ours_against_ddp"]),
+    "ZeRO-1": ("zero", ["ours_1 against zero_redundancy"]),
+    "ZeRO-2": ("zero", ["ours_2 against zero_redundancy"]),
+    "ZeRO-3": ("zero", ["ours_3 against fsdp2"]),
+    "the same, parameters kept from forward to backward": ("zero", ["ours_3 against fsdp2, parameters kept"]),
+    "ZeRO-3 on two replicas (HSDP)": ("zero", ["ours_hsdp against fsdp2_hsdp"]),
+    "tensor parallelism": ("tensor_parallel", ["1 chunk against dtensor/step"]),
+    "with sequence parallelism": ("context_parallel", ["sequence parallelism/sequence parallel against dtensor/step"]),
+    **{
+        f"ring attention, {tokens:,} tokens, contiguous and zig-zag": (
+            "context_parallel",
+            [f"attention, {tokens} tokens/ring {order} against sdpa/step" for order in ("contiguous", "zigzag")],
+        )
+        for tokens in (1024, 4096)
+    },
+    "GPipe, 1F1B, interleaved": ("pipeline", [f"Schedule{x}/{TORCH}" for x in ("GPipe", "1F1B", "Interleaved1F1B")]),
+    "interleaved zero bubble, ZB-V, DualPipeV": (
+        "pipeline",
+        [f"Schedule{x}/{TORCH}" for x in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")],
+    ),
+    "ZeRO-3 and 1F1B": ("five_d", [f"FSDP2, pipelining, N/{TORCH}"]),
+    "ZeRO-3 once a step and tensor parallelism": ("five_d", [f"FSDP2 once a step, DTensor, N/{TORCH}"]),
+    "ZeRO-3, tensor parallelism and 1F1B, 8 ranks": ("five_d", [f"FSDP2, DTensor, pipelining, N/{TORCH}"]),
+}
+
+
+def measured(file: str, ranks: str, place: str) -> str:
+    """A ratio, as README has it."""
+    keys = place.replace("N", ranks, 1).split("/") if file == "five_d" else [ranks, *place.split("/")]
+    results = json.loads((ROOT / f"benchmarks/results/{file}_cpu.json").read_text())
+    return f"{functools.reduce(lambda inside, key: inside[key], keys, results)['ratio']:.2f}"
+
+
+@pytest.mark.parametrize("label", PLACES)
+def test_a_row_says_what_was_measured(label):
+    (row,) = ([cell.strip() for cell in row] for row in ROWS if row[0].strip() == label)
+    file, places = PLACES[label]
+    last = "8 ranks, gloo" if label.endswith("8 ranks") else "4 ranks, gloo"
+    for ranks, said in (("2 ranks, gloo", row[2]), (last, row[3])):
+        if said:
+            assert said == ", ".join(measured(file, ranks, place) for place in places)
+    assert row[3]
