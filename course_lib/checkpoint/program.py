@@ -161,7 +161,8 @@ def train(
             inputs = drop_tokens(inputs, chosen.drop_tokens, config.vocab, chosen.seed, first)
         loss, norm = parallel.step(*(part.to(device, non_blocking=True) for part in (inputs, targets)), chosen.max_norm)
         # The fullest rank's bytes, and which rank that is, in one number: no list as long as the world.
-        fullest = torch.tensor(single_gpu.peak_memory(device) * layout.ranks + dist.get_rank(), device=device)
+        fullest = single_gpu.peak_memory(device) * layout.ranks + dist.get_rank()
+        fullest = torch.full((), fullest, dtype=torch.int64, device=device)
         dist.all_reduce(fullest, dist.ReduceOp.MAX)
         read = torch.stack([loss.double(), norm.double(), fullest.double()])  # exact up to 2^53
         loss, norm, fullest = read.tolist()  # waits for the device: the time is the whole step's

@@ -87,20 +87,20 @@ class SavedRun:
 
     def after(self, step: int, loss: float, norm: float, last: bool = False) -> None:
         """Begin to save, where it is time. A step whose loss or norm is not finite has changed nothing: it is counted
-        and told of, and its save waits for the next good step, or the run's end. Collective. Raises CheckpointError
-        after `bad_steps` of them in a row, and the good checkpoints stay.
+        and told of, and its save waits for the next good step, or the last one of the run. Collective. Raises
+        CheckpointError after `bad_steps` of them in a row: no more is saved then, and the good checkpoints stay.
         """
         finite, self.due = math.isfinite(loss) and math.isfinite(norm), self.due or step % self.every == 0
-        if finite:
-            self.bad, self.good = 0, step
-        if self.checkpoints is not None and (last or finite and self.due):
+        self.bad, self.good = (0, step) if finite else (self.bad + 1, self.good)
+        stops = self.bad == self.bad_steps
+        if self.checkpoints is not None and not stops and (last or finite and self.due):
             self.checkpoints.save(step, self.same | {"plan": self.plan, "position": self.batches.position})
             self.due = False
         if finite:
             return
-        self.bad, self.skipped = self.bad + 1, self.skipped + 1
+        self.skipped += 1
         self.say(f"step {step} is skipped, the {self.skipped}. of this run: its loss is {loss}, its norm {norm}")
-        if self.bad == self.bad_steps:
+        if stops:
             self.finish()
             words = f"stopped: {self.bad} steps in a row skipped, with the weights of step {self.good}"
             if self.checkpoints is not None and (folder := self.on_first(lambda: latest(self.root))):

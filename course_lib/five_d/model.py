@@ -154,7 +154,7 @@ class ParallelSteps:
         inner = getattr(self.optimizer, "optimizer", self.optimizer)  # what ZeRO's steps with
         bad = ~(loss.isfinite() & norm.isfinite())
         # A fused SGD can skip too, but leaves momentum that it has not made yet uninitialised.
-        if getattr(inner, "_step_supports_amp_scaling", False) and not isinstance(inner, torch.optim.SGD):
+        if isinstance(inner, torch.optim.Adam) and getattr(inner, "_step_supports_amp_scaling", False):  # and AdamW
             inner.found_inf = bad.float().to(inner.param_groups[0]["params"][0].device)  # the host, if offloaded
         elif is_set(bad):
             return loss, norm

@@ -43,6 +43,12 @@ def measured(file: str, ranks: str, place: str) -> str:
     return f"{functools.reduce(lambda inside, key: inside[key], keys, results)['ratio']:.2f}"
 
 
+def test_no_row_is_left_out():
+    labels = [row[0].strip() for row in ROWS]
+    first = labels.index("data parallelism, in buckets")
+    assert labels[first : first + len(PLACES)] == list(PLACES)
+
+
 @pytest.mark.parametrize("label", PLACES)
 def test_a_row_says_what_was_measured(label):
     (row,) = ([cell.strip() for cell in row] for row in ROWS if row[0].strip() == label)

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import resource
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from course_lib.best_config.planner import estimate
 from course_lib.checkpoint.program import parallelize
 from course_lib.collectives.traffic import Record, Traffic
 from course_lib.expert_parallel import exchange
+from course_lib.five_d import model as five_d
 from course_lib.five_d.layouts import Layout, groups_along
 from course_lib.five_d.meshes import build_mesh
 from course_lib.single_gpu.memory import param_count
@@ -44,7 +46,7 @@ def state() -> tuple:
 def test_the_peak_is_that_of_the_allocator(words):
     layout = Layout.parse(words)
     found = dry_run(SIZES, layout, 4 * layout.dp, SEQ, dtype=torch.float32, lr=1e-3)
-    with fake_ranks(layout):
+    with fake_ranks(layout), mock.patch.object(five_d, "is_set", lambda flag: False):  # what nobody sends may be NaN
         parallel = parallelize(SIZES, layout, build_mesh(layout, "cpu"), lr=1e-3)
         tokens = settle_shapes(parallel, 4, SEQ)
         parallel.step(tokens, tokens)
