@@ -20,18 +20,9 @@ __all__ = ['KEY_CONFIGURATIONS', 'QUERY_CONFIGURATIONS', 'DELTA_ROWS', 'delta_ke
            'query_gradient_kernel', 'gather_key_gradients', 'key_gradient_kernel', 'launch_delta', 'launch_backward']
 
 # %% ../../notebooks/13_flash_attention.ipynb #flash-backward-own-imports
-from course_lib.flash_attention.forward import (
-    FOR_TUNER,
-    LOG2_E,
-    TUNED_BY,
-    head_at,
-    head_sizes,
-    length_class,
-    load_columns,
-)
-from .forward import load_rows
-from .forward import own_rows_at, seen_keys, sequence_at, sequences_of, store_rows, strides_of
-from .forward import wide_enough
+from .forward import FOR_TUNER, LOG2_E, TUNED_BY, head_at, head_sizes, length_class
+from .forward import load_columns, load_rows, own_rows_at, seen_keys, sequence_at
+from .forward import sequences_of, store_rows, strides_of, wide_enough
 
 # %% ../../notebooks/13_flash_attention.ipynb #flash-backward-imports
 import torch

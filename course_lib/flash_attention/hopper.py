@@ -38,16 +38,8 @@ __all__ = ['BLOCK_Q', 'HOPPER_CONFIGURATIONS', 'HOPPER_KERNELS', 'online_softmax
            'hopper_attention']
 
 # %% ../../notebooks/13_flash_attention.ipynb #flash-hopper-own-imports
-from course_lib.flash_attention.forward import (
-    FOR_TUNER,
-    LOG2_E,
-    TUNED_BY,
-    head_at,
-    head_sizes,
-    length_class,
-    own_rows_at,
-)
-from .forward import strides_of
+from .forward import FOR_TUNER, LOG2_E, TUNED_BY, head_at, head_sizes, length_class
+from .forward import own_rows_at, strides_of
 from .reference import check_attention, scale_or_usual
 
 # %% ../../notebooks/13_flash_attention.ipynb #flash-hopper-imports

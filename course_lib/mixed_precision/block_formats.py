@@ -35,16 +35,8 @@ __all__ = ['E8M0_BIAS', 'E8M0_NAN', 'MXFP8', 'MXFP4', 'NVFP4', 'BLOCK_FORMATS', 
            'relative_error', 'block_errors']
 
 # %% ../../notebooks/14_mixed_precision.ipynb #block-formats-own-imports
-from course_lib.mixed_precision.formats import (
-    E2M1,
-    E4M3,
-    FP32,
-    FloatFormat,
-    check_floating,
-    decode,
-    encode,
-    power_of_two,
-)
+from .formats import E2M1, E4M3, FP32, FloatFormat
+from .formats import check_floating, decode, encode, power_of_two
 
 # %% ../../notebooks/14_mixed_precision.ipynb #block-formats
 import math

@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..data_parallel.replicas import broadcast_from_first, check_same_model
+from ..data_parallel.replicas import broadcast_from_first, check_same_model, usual_bucket_mb
 
 WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")  # an element's update depends on its whole matrix, or on all
 
@@ -82,12 +82,11 @@ class ShardedOptimizer(GradientRounds, torch.optim.Optimizer):
         offload: bool = False,
         **kwargs,
     ):
-        """param_groups: the module's parameters, with options; bucket_mb: MB (10**6 bytes) of parameters a bucket, by
-        default 25, or 1 for each rank where that is more: a rank's piece is what is sent, and small pieces are slow;
-        compute_dtype: what the parameters become, and are gathered in; their values stay in float32, a piece on each
-        rank; grad_dtype: of gradients in buckets, on their way and between micro-batches; offload: the states are on
-        the host, which does the update; **kwargs: the optimizer's. A parameter's `reduce_group` is read as by
-        DataParallel.
+        """param_groups: the module's parameters, with options; bucket_mb: MB (10**6 bytes) of parameters a bucket, see
+        usual_bucket_mb; compute_dtype: what the parameters become, and are gathered in; their values stay in float32, a
+        piece on each rank; grad_dtype: of gradients in buckets, on their way and between micro-batches; offload: the
+        states are on the host, which does the update; **kwargs: the optimizer's. A parameter's `reduce_group` is read
+        as by DataParallel.
 
         Raises ValueError, on all ranks, for arguments that make no sense and for different models or arguments.
         """
@@ -96,7 +95,7 @@ class ShardedOptimizer(GradientRounds, torch.optim.Optimizer):
         self.module = module_or_params if isinstance(module_or_params, nn.Module) else None
         module = nn.ParameterList(trained) if self.module is None else self.module
         self.group, self.stage, self.synchronizes = group or dist.group.WORLD, stage, True
-        bucket_mb = max(25, self.group.size()) if bucket_mb is None else bucket_mb
+        bucket_mb = usual_bucket_mb(self.group.size()) if bucket_mb is None else bucket_mb
         choices = {"optimizer_cls": optimizer_cls.__name__, "stage": stage, "bucket_mb": bucket_mb}
         sizes = param_groups and [len(each["params"]) for each in groups]
         choices |= {"compute_dtype": compute_dtype, "grad_dtype": grad_dtype, "offload": offload, "param_groups": sizes}

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from calls import as_rank
 from course_lib.data_parallel import replicas
 from course_lib.data_parallel.buckets import MODES, make_buckets
 from course_lib.data_parallel.replicas import options, overlap_ratio
@@ -58,15 +57,11 @@ def test_a_bucket_that_is_complete_late_comes_late():
 @pytest.mark.parametrize(("world_size", "given", "megabytes"), [(4, None, 25), (64, None, 64), (64, 3.0, 3.0)])
 def test_buckets_grow_with_the_ranks(world_size, given, megabytes, monkeypatch):
     """A ring sends a bucket in as many pieces as there are ranks: 25 MB over 1,024 would be 24 KB each."""
-    found = []
-    real = replicas.Reducer
+    found, real = [], replicas.Reducer
     monkeypatch.setattr(replicas, "check_same_model", lambda *given: None)
     monkeypatch.setattr(replicas, "Reducer", lambda *given: found.append(given[3]) or real(*given))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
+    with as_rank(0, world_size):
         replicas.DataParallel(nn.Linear(2, 3), bucket_mb=given)
-    finally:
-        dist.destroy_process_group()
     assert found == [megabytes]
 
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from calls import peak_bytes, said, short_corpus
+from calls import as_rank, peak_bytes, said, short_corpus
 from course_lib.collectives.traffic import count_traffic
 from course_lib.context_parallel.model import apply_context_parallel
 from course_lib.data_parallel.replicas import DataParallel, out_of_step, parallel_accumulate
@@ -486,13 +485,10 @@ def test_all_groups_come_from_one_mesh(monkeypatch):
     noted = lambda *given, **named: meshes.append(given[1:]) or make(*given, **named)  # noqa: E731
     monkeypatch.setattr(expert_model, "init_device_mesh", noted)
     monkeypatch.setattr(dist, "get_backend", lambda: "gloo")  # of fake ranks on the CPU
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=128)
-    try:
+    with as_rank(0, 128):
         groups = ExpertGroups.make(16, 2, 4)
         assert meshes == [((2, 2, 8, 4),)]
         assert [each.size() for each in (*groups.exchange, groups.copies, groups.dp, groups.tp)] == [2, 8, 2, 32, 4]
-    finally:
-        dist.destroy_process_group()
 
 
 def test_the_names_of_the_notebook_are_here():

@@ -1,12 +1,14 @@
 """What tests on several ranks ask of a call: peak memory, errors, operations; and a short text to train on."""
 
 import collections
+import contextlib
 import functools
 import inspect
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_lib.single_gpu import training as single_gpu
@@ -50,6 +52,16 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         self.count[function.overloadpacket.__name__] += 1
         return function(*arguments, **(keywords or {}))
+
+
+@contextlib.contextmanager
+def as_rank(rank: int, size: int):
+    """This process is a rank of so many that are not there: nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def new_group(*ranks: int) -> dist.ProcessGroup:

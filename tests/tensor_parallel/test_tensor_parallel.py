@@ -1,6 +1,5 @@
 """Tensor parallelism in one process: degrees, options, formulas, and parts on ranks that are not there. Any machine."""
 
-import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from calls import as_rank
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.single_gpu.hugging_face import from_hf, to_hf
 from course_lib.single_gpu.memory import activation_bytes, param_count
@@ -28,16 +27,6 @@ class Group:
 
     def __init__(self, rank: int, size: int):
         self.rank, self.size = lambda: rank, lambda: size
-
-
-@contextlib.contextmanager
-def as_rank(rank: int, size: int):
-    """This process is a rank of so many that are not there: nothing is sent."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("rank", [0, 37, 1023])

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from calls import as_rank
 from course_lib.single_gpu import training as single_gpu
 from course_lib.zero import optimizer as zero_optimizer
 from course_lib.zero.full_sharding import gather_ratio
@@ -114,9 +114,6 @@ def test_buckets_grow_with_the_ranks(world_size, given, megabytes, monkeypatch):
     real = zero_optimizer.split_into_buckets
     monkeypatch.setattr(zero_optimizer, "check_same_model", lambda *given: None)
     monkeypatch.setattr(zero_optimizer, "split_into_buckets", lambda *given: found.append(given[2]) or real(*given))
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    try:
+    with as_rank(0, world_size):
         zero_optimizer.ZeroOptimizer(torch.nn.Linear(2, 3), torch.optim.SGD, bucket_mb=given, lr=0.1)
-    finally:
-        dist.destroy_process_group()
     assert found == [megabytes]
