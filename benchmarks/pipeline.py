@@ -16,16 +16,24 @@ PyTorch's, each after a barrier and until all ranks are done, and so does PyTorc
 ratio is the noise. Times are rank 0's, medians of PAIRS pairs; "step_peak_mib": the largest of all ranks, of each the
 least of PEAKS; "mib_sent": by all ranks; "error": the largest difference of a gradient's element from PyTorch's, over
 the largest element of that gradient. What does not run is written down with what it said.
+
+"halves": the price of a backward in two halves. In one process, LAYERS of a stage in the middle: F, I and W of M
+micro-batches over F and B, in turn, each HALVES times; of our SplitPass, of PyTorch's stage_backward_input and
+stage_backward_weight, and of layers that keep x and dY and add to .grad by themselves (DualPipe's WeightGradStore).
 """
 
 import dataclasses
+import statistics
 import sys
+import time
 import warnings
 
 import measure
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import _ComputationType
 
 from course_kit.ranks import Ranks
@@ -41,12 +49,15 @@ from course_lib.pipeline.schedules import (
     validate,
     zero_bubble_v,
 )
-from course_lib.pipeline.stages import split_stages
+from course_lib.pipeline.split_backward import SplitPass
+from course_lib.pipeline.stages import StagePass, split_stages
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 
 PAIRS = 15
 PEAKS = 3
 M = 8
+LAYERS, HALVES = 3, 25
+SIZES = {"hidden 16, 8 tokens": (16, 8), "hidden 256, 128 tokens": (256, 128), "hidden 512, 256 tokens": (512, 256)}
 LETTERS = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
 # PyTorch's: stages a rank, whether they lie in a V, and ours
 RIVALS = {
@@ -174,6 +185,109 @@ def compare(name: str, config: ModelConfig, batch: int, seq: int, pairs: int) ->
     return figures
 
 
+class Whole(StagePass):
+    """F and B."""
+
+    def __init__(self, stage: nn.Module, x: torch.Tensor):
+        super().__init__(stage, x, lambda out: out)
+
+    def backwards(self, gradient: torch.Tensor) -> None:
+        self.backward(gradient)
+
+
+class OurHalves(SplitPass):
+    """F, I, W."""
+
+    def __init__(self, stage: nn.Module, x: torch.Tensor):
+        super().__init__(stage, x, lambda out: out)
+
+    def backwards(self, gradient: torch.Tensor) -> None:
+        self.input_gradient(gradient)
+        self.weight_gradients()
+
+
+class TorchHalves:
+    """F, I, W of torch.distributed.pipelining."""
+
+    def __init__(self, stage: nn.Module, x: torch.Tensor):
+        self.stage, self.x = stage, x.detach().requires_grad_()
+        self.out = stage(self.x)
+
+    def backwards(self, gradient: torch.Tensor) -> None:
+        _, groups = stage_backward_input([self.out], [gradient], [self.x], self.stage.parameters())
+        stage_backward_weight(self.stage.parameters(), groups)
+
+
+class Kept(torch.autograd.Function):
+    """x · weightᵀ, whose backward puts off the weight's gradient: it keeps x and its own gradient in `later`."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, later: list) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.later = later
+        return nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        ctx.later.append((weight, x.flatten(0, -2), gradient.flatten(0, -2)))
+        return gradient @ weight, None, None
+
+
+class StoredHalves(Whole):
+    """F, I, W of layers that keep what W needs."""
+
+    @staticmethod
+    def prepare(stage: nn.Module) -> nn.Module:
+        stage.later = []
+        for layer in stage.modules():
+            if isinstance(layer, nn.Linear):
+                layer.forward = lambda x, layer=layer: Kept.apply(x, layer.weight, stage.later)
+        return stage
+
+    def __init__(self, stage: nn.Module, x: torch.Tensor):
+        super().__init__(stage, x)
+        self.later = stage.later
+
+    @torch.no_grad()
+    def backwards(self, gradient: torch.Tensor) -> None:
+        self.backward(gradient)
+        while self.later:
+            weight, x, gradient = self.later.pop()
+            if weight.grad is None:
+                weight.grad = gradient.t() @ x
+            else:
+                weight.grad.addmm_(gradient.t(), x)
+
+
+def halves(hidden: int, tokens: int) -> dict[str, dict[str, float]]:
+    """Of each kind of halves: F, I and W over F and B, the median of all rounds and its quarters, in this process."""
+    config = ModelConfig(LAYERS + 2, hidden, hidden // 64 or 1, hidden // 64 or 1, hidden * 5 // 2, 64)
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    with device:
+        x, gradient = torch.randn(2, 1, tokens, hidden)
+        kinds = {"F and B": Whole, "ours": OurHalves, "torch": TorchHalves, "x and dY kept": StoredHalves}
+        stages = {name: split_stages(Transformer(config), 3)[1] for name in kinds}
+    StoredHalves.prepare(stages["x and dY kept"])
+    rounds = []
+    for _ in range(HALVES):
+        spans = []
+        for name, kind in kinds.items():
+            stages[name].zero_grad()
+            start = time.perf_counter()
+            for _ in range(M):
+                kind(stages[name], x).backwards(gradient)
+            if x.is_cuda:
+                torch.accelerator.synchronize()
+            spans.append(time.perf_counter() - start)
+        rounds.append(spans)
+    found = {"F and B": {"ms": 1e3 / M * statistics.median(spans[0] for spans in rounds)}}
+    for i, name in enumerate(list(kinds)[1:], 1):
+        quarters = statistics.quantiles([spans[i] / spans[0] for spans in rounds])
+        found[name] = dict(zip(("ratio_quarter", "ratio", "ratio_three_quarters"), quarters, strict=True))
+    return found
+
+
 def main(pairs: int = PAIRS) -> None:
     """Measure on this machine, print the figures and write them down."""
     gpus = torch.cuda.device_count()
@@ -181,6 +295,7 @@ def main(pairs: int = PAIRS) -> None:
     figures = {"preset": f"{preset}, not tied", "batch": M, "micro-batches": M, "seq": 2048 if gpus else 128}
     config = dataclasses.replace(PRESETS[preset], tied=False)
     figures["pairs"] = pairs
+    figures["halves"] = {size: halves(*numbers) for size, numbers in SIZES.items()}
     for n in [gpus] if gpus else [2, 4]:
         with Ranks(n, timeout_s=1800) as ranks:
             found = {}
