@@ -12,7 +12,7 @@ Ultra-Scale Playbook (2025), chapters 8, 9 and appendix A3.
 
 # %% auto #0
 __all__ = ['tensor_parallel_time', 'context_parallel_time', 'ranks_of_a_token', 'layer_times', 'gradient_time', 'one_group',
-           'replica_time', 'host_time', 'transfer_time', 'stall_time', 'step_time']
+           'replica_time', 'host_time', 'transfer_time', 'stall_time', 'outer_exchanges', 'step_time']
 
 # %% ../../notebooks/11_best_config.ipynb #step-time-own-imports
 from .clusters import Cluster, latency_steps, link, replica_ring, ring, stride_of
@@ -82,7 +82,9 @@ def layer_times(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: di
         "attention": scores / (cluster.peak_flops * software.attention_efficiency),
         "other kernels": moved / cluster.memory_bandwidth * again,
     }
-    rounds = np.where(full, 1.5, 1) + np.where(software.gathers_again & np.asarray(layout.sequence_parallel), 0.25, 0)
+    split = np.asarray(layout.sequence_parallel)
+    replayed = np.where(split, 3 / 8, 1 / 4)  # all exchanges of a forward but the last: the replay stops before it
+    rounds = 1 + np.where(full, replayed, 0) + np.where(software.gathers_again & split, 1 / 4, 0)
     exchange = tensor_parallel_time(cluster, layout, 2 * tokens * h) * rounds
     times["tensor parallel"] = np.where(tp > 1, exchange, 0)
     times["context parallel"] = np.where(cp > 1, context_parallel_time(config, cluster, layout, tokens, times), 0)
@@ -176,6 +178,15 @@ def stall_time(cluster: Cluster, layout, m) -> np.ndarray:
     return np.where(pipeline | rings, software.stall_s * exchanges, 0)
 
 # %% ../../notebooks/11_best_config.ipynb #step-time-step-time
+def outer_exchanges(config: ModelConfig, cluster: Cluster, layout, tokens) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds a micro-batch of tensor parallelism's exchanges for the embedding, and for the output layer, whose input
+    sequence parallelism may gather again.
+    """
+    tp, again = np.asarray(layout.tp), cluster.software.gathers_again & np.asarray(layout.sequence_parallel)
+    ring = np.where(tp > 1, tensor_parallel_time(cluster, layout, 2 * tokens * config.hidden) / 8, 0)
+    return 2 * ring, (2 + again) * ring
+
+
 def step_time(
     config: ModelConfig, cluster: Cluster, layout, m, seq: int, moe: dict | None = None
 ) -> dict[str, np.ndarray]:
@@ -186,16 +197,20 @@ def step_time(
     head_s = 6 * config.hidden * config.vocab * tokens / tp / (cluster.peak_flops * software.head_efficiency)
     layers = stage_layers(config, pp, software.split, head_in_layers(config))
     fullest = np.maximum(layers["first"], layers["second"])
-    last_is_top = layers["last"] * sum(layer.values()) + head_s > fullest * sum(layer.values())
+    embedding_rings, head_rings = outer_exchanges(config, cluster, layout, tokens)
+    last_is_top = layers["last"] * sum(layer.values()) + head_s + head_rings > fullest * sum(layer.values())
     n = np.where((pp == 1) | ~last_is_top, fullest, layers["last"])
-    head = np.where((pp == 1) | last_is_top, head_s, 0)
+    has_head = (pp == 1) | last_is_top
     parts = {name: n * each for name, each in layer.items()}
-    parts["output layer"] = head
+    parts["output layer"] = np.where(has_head, head_s, 0)
+    parts["tensor parallel"] = parts["tensor parallel"] + np.where(has_head, head_rings, 0)
+    parts["tensor parallel"] = parts["tensor parallel"] + np.where(pp == 1, embedding_rings, 0)
     host = host_time(cluster, layout)
     parts["launch"] = np.maximum(0, n * host - sum(parts.values()))
     parts["transfers"] = moving = transfer_time(config, cluster, layout, seq)
     slot = sum(parts.values())
-    whole = np.maximum(config.layers * sum(layer.values()) + head_s, config.layers * host)
+    outside = embedding_rings + head_s + head_rings
+    whole = np.maximum(config.layers * sum(layer.values()) + outside, config.layers * host)
     whole = whole + pp * moving
     parts = {name: m * part for name, part in parts.items()}
     parts["stalls"] = stall_time(cluster, layout, m)

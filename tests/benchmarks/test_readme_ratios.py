@@ -25,11 +25,15 @@ PLACES = {  # file and keys, "N ranks, gloo" aside, of each number in a row
         )
         for tokens in (1024, 4096)
     },
-    "GPipe, 1F1B, interleaved": ("pipeline", [f"Schedule{x}/{TORCH}" for x in ("GPipe", "1F1B", "Interleaved1F1B")]),
-    "interleaved zero bubble, ZB-V, DualPipeV": (
+    "GPipe, 1F1B, interleaved, ZB-V": (
         "pipeline",
-        [f"Schedule{x}/{TORCH}" for x in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")],
+        [f"Schedule{x}/{TORCH}" for x in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")],
     ),
+    "its interleaved zero bubble and DualPipeV, action by action": (
+        "pipeline",
+        [f"Schedule{x}/same order against torch" for x in ("InterleavedZeroBubble", "DualPipeV")],
+    ),
+    "our ZB-V beside these two": ("pipeline", [f"Schedule{x}/{TORCH}" for x in ("InterleavedZeroBubble", "DualPipeV")]),
     "ZeRO-3 and 1F1B": ("five_d", [f"FSDP2, pipelining, N/{TORCH}"]),
     "ZeRO-3 once a step and tensor parallelism": ("five_d", [f"FSDP2 once a step, DTensor, N/{TORCH}"]),
     "ZeRO-3, tensor parallelism and 1F1B, 8 ranks": ("five_d", [f"FSDP2, DTensor, pipelining, N/{TORCH}"]),
@@ -58,3 +62,12 @@ def test_a_row_says_what_was_measured(label):
         if said:
             assert said == ", ".join(measured(file, ranks, place) for place in places)
     assert row[3]
+
+
+def test_notebook_09_says_what_two_halves_cost():
+    text = (ROOT / "notebooks/09_pipeline.ipynb").read_text("utf-8")
+    halves = json.loads((ROOT / "benchmarks/results/pipeline_cpu.json").read_text())["halves"]
+    labels = {"ours": "ours", "torch": "PyTorch's own halves", "x and dY kept": "layers that keep x and dY for later"}
+    for kind, label in labels.items():
+        numbers = [f"{found[kind]['ratio']:.2f}" for found in halves.values()]
+        assert f"| {' | '.join([label, *numbers])} |" in text

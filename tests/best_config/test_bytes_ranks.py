@@ -27,27 +27,29 @@ BYTES = Cluster("a byte a second", 1e40, 1e40, 1e40, 1.0, 1.0, software=Software
 
 AXES = {"tensor parallel": ("tp",), "context parallel": ("cp",), "transfers": ("pp",)}
 AXES["gradients"] = ("dp", "dp_shard", "dp_replicate")
-LAYOUTS = [  # words, the part that is compared, and how much more the program sends than the planner counts
-    ("dp4", "gradients", 1),
-    ("dp4,zero1", "gradients", 1),
-    ("dp4,zero2", "gradients", 1),
-    ("dp4,zero3", "gradients", 1),
-    ("dp2,pp4,zero3,keep", "gradients", 1),
-    ("dp4,zero3,rep2", "gradients", 1),
-    ("tp4", "tensor parallel", (4 * 2 + 2) / (4 * 2)),  # a sum for the embedding, and one for the head
-    ("tp4,sp", "tensor parallel", (10 * 2 + 5) / (10 * 2)),  # the head's input is gathered again too
+LAYOUTS = [  # words, and the part that is compared
+    ("dp4", "gradients"),
+    ("dp4,zero1", "gradients"),
+    ("dp4,zero2", "gradients"),
+    ("dp4,zero3", "gradients"),
+    ("dp2,pp4,zero3,keep", "gradients"),
+    ("dp4,zero3,rep2", "gradients"),
+    ("tp4", "tensor parallel"),  # embedding and head included
+    ("tp4,full", "tensor parallel"),
+    ("tp4,sp", "tensor parallel"),  # the head's input is gathered again too
     # the replay of a layer stops before its last sum
-    ("dp2,tp2,sp,zero1,full", "tensor parallel", (13 * 2 + 5) / (14 * 2)),
-    ("dp2,cp4,zero1", "context parallel", 1),
-    ("dp2,cp4,ulysses,zero1", "context parallel", 1),
-    ("dp2,pp4,zero1", "transfers", 1),
-    ("pp4,interleaved", "transfers", 1),
-    ("pp4,zb-v", "transfers", 1),
+    ("dp2,tp2,sp,zero1,full", "tensor parallel"),
+    ("tp2,pp2,sp", "tensor parallel"),  # of the last stage: with the head, without the embedding
+    ("dp2,cp4,zero1", "context parallel"),
+    ("dp2,cp4,ulysses,zero1", "context parallel"),
+    ("dp2,pp4,zero1", "transfers"),
+    ("pp4,interleaved", "transfers"),
+    ("pp4,zb-v", "transfers"),
 ]
 
 
-@pytest.mark.parametrize("words, part, more", LAYOUTS, ids=[f"{words} {part}" for words, part, _ in LAYOUTS])
-def test_the_planner_counts_the_bytes_that_the_program_sends(words, part, more):
+@pytest.mark.parametrize("words, part", LAYOUTS, ids=[f"{words} {part}" for words, part in LAYOUTS])
+def test_the_planner_counts_the_bytes_that_the_program_sends(words, part):
     """Within 1%: of a pipeline's second rank, which sends most; of gradients the ranks' mean, as the planner has it."""
     layout = Layout.parse(words)
     config = DEEP if layout.pp > 1 or layout.zero_stage == 3 else OF
@@ -57,7 +59,7 @@ def test_the_planner_counts_the_bytes_that_the_program_sends(words, part, more):
     for rank in stages if part == "gradients" else stages[:2][-1:]:
         sent = dry_run(config, layout, batch, SEQ, rank=rank, lr=1e-3).bytes_sent
         found.append(sum(size for (axes, _), size in sent.items() if axes in AXES[part]))
-    assert sum(found) / len(found) == pytest.approx(more * expected, rel=0.01)
+    assert sum(found) / len(found) == pytest.approx(expected, rel=0.01)
 
 
 def sent_to_experts(moe: dict) -> int:
@@ -77,4 +79,4 @@ def test_the_planner_counts_the_bytes_of_experts(two):
     moe = {"experts": 8, "top_k": 2, "ffn_hidden": 24}
     layout = Layout.parse("dp2,ep2")
     expected = float(estimate(ModelConfig(2, 64, 4, 2, 48, 97), BYTES, layout, 4, 64, moe).time["expert parallel"])
-    assert sum(two(sent_to_experts, moe)) / 2 == pytest.approx(expected, rel=0.1)
+    assert sum(two(sent_to_experts, moe)) / 2 == pytest.approx(expected, rel=0.05)

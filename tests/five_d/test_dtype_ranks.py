@@ -2,7 +2,9 @@
 weight a step, hidden states in 16 bits on their way, and gradients in 32. CPU, gloo.
 """
 
+import contextlib
 import math
+from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
 import torch
@@ -79,7 +81,22 @@ class Casts(TorchDispatchMode):
         return out
 
 
-def casts(layouts: list[str]) -> dict[str, tuple[int, int]]:
+@contextlib.contextmanager
+def backward_in_a_thread(mode: TorchDispatchMode):
+    """Inside, backwards run in a thread of their own under `mode`, as on a GPU: autocast is not nested there."""
+    backward = torch.autograd.backward
+
+    def under_mode(*args, **more) -> None:
+        with mode:
+            backward(*args, **more)
+
+    with ThreadPoolExecutor(1) as thread:
+        elsewhere = lambda *args, **more: thread.submit(under_mode, *args, **more).result()  # noqa: E731
+        with mock.patch.object(torch.autograd, "backward", elsewhere):
+            yield
+
+
+def casts(layouts: list[str], threads: bool = False) -> dict[str, tuple[int, int]]:
     """On a rank, of each layout: elements of float32 weights that a step casts, and those that this rank has."""
     found = {}
     for words in layouts:
@@ -90,7 +107,7 @@ def casts(layouts: list[str]) -> dict[str, tuple[int, int]]:
         assert all(each.dtype == torch.float32 for each in own), words
         units = [*parallel.sharding.units, parallel.sharding.root] if parallel.layout.zero_stage == 3 else []
         flat = [part.shard for unit in units for part in unit.parts] or own
-        with Casts(flat) as counted:
+        with Casts(flat) as counted, backward_in_a_thread(counted) if threads else contextlib.nullcontext():
             parallel.step(*own_batch(parallel, 1))
         found[words] = counted.elements, sum(each.numel() for each in flat)
     return found
@@ -100,6 +117,13 @@ def test_a_weight_is_cast_once_a_step(ranks):
     """Whatever uses it, in 4 micro-batches, recomputed or not. Under autocast, some are cast 4 and 8 times."""
     layouts = ["dp2,tp2,sp,full", "pp2,tp2,zb-h1", "dp2,pp2,ep2", "dp2,pp2,zb-v", "dp2,cp2,full,zero1", "dp2,tp2,zero2"]
     for found in ranks(casts, [*layouts, "dp2,pp2,zero3,keep", "dp2,pp2,ep2,zero3,keep,zb-h1"]):
+        for words, (cast, own) in found.items():
+            assert cast == own > 0, (words, cast, own)
+
+
+def test_a_weight_is_cast_once_a_step_on_a_backward_thread(ranks):
+    """There the end of an autocast in a replayed forward would clear the cache that all threads share."""
+    for found in ranks(casts, ["dp2,tp2,sp,full", "dp2,pp2,full", "dp2,cp2,full,zero1"], True):
         for words, (cast, own) in found.items():
             assert cast == own > 0, (words, cast, own)
 
