@@ -31,19 +31,19 @@ class Software:
     on H100s (`calibration`), but for those that say otherwise; what is kept, and when, is this course's (notebook 10).
     """
 
-    matmul_efficiency: float = 0.678  # of the peak, with many rows
-    half_rows: float = 441.0  # rows, that is tokens, with which it is half as much
+    matmul_efficiency: float = 0.670  # of the peak, with many rows
+    half_rows: float = 419.0  # rows, that is tokens, with which it is half as much
     attention_efficiency: float = 0.35  # of the peak, FlashAttention-2 forward and backward; not fitted
-    layer_traffic: float = 632.0  # bytes that a layer's other kernels move for each element of a hidden state
-    head_efficiency: float = 0.344  # of the peak, output layer and loss
-    nvlink_efficiency: float = 0.785
-    network_efficiency: float = 0.517
-    collective_s: float = 78.1e-6  # a collective inside a node, before its first byte
-    ring_step_s: float = 90.6e-6  # a step of a ring beyond the node
+    layer_traffic: float = 622.0  # bytes that a layer's other kernels move for each element of a hidden state
+    head_efficiency: float = 0.345  # of the peak, output layer and loss
+    nvlink_efficiency: float = 0.810
+    network_efficiency: float = 0.522
+    collective_s: float = 78.5e-6  # a collective inside a node, before its first byte
+    ring_step_s: float = 88.4e-6  # a step of a ring beyond the node
     gradient_step_s: float = 1.354e-3  # a step of data parallelism's rings, all buckets together
     longest_ring: int = 256  # ranks of the largest one that was measured; beyond it, trees (`latency_steps`)
     layer_host_s: float = 4.54e-3  # to launch a layer's kernels, forward and backward
-    step_host_s: float = 47.9e-3
+    step_host_s: float = 49.1e-3
     overlap: float = 1.0  # of a backward, behind which gradients of ZeRO stage 0 are sent; fits give 0.9 to 1
     sharded_overlap: float = 1.0  # the same of stages 1 to 3, and stage 3's gathers behind a whole slot; assumed
     busy_step_s: float = 0.0  # a step of a tensor-parallel ring while a pipeline waits for another node

@@ -89,7 +89,8 @@ def test_full_recomputation_is_a_forward_more():
         none, full = times(words), times(f"{words},full")
         assert full["matrices"] == pytest.approx(none["matrices"] * 4 / 3)
         assert full["attention"] == pytest.approx(none["attention"] * 9 / 7), "of 7 matrix products, 2 are forward"
-        again = 1.75 / 1.25 if "sp" in words else 3 / 2  # sp gathers a quarter more, once
+        # a forward more, but for each layer's last sum; embedding and head send five pieces once, and tp1 none
+        again = (13 * LLAMA.layers + 5) / (10 * LLAMA.layers + 5)
         assert full["tensor parallel"] == pytest.approx(none["tensor parallel"] * again)
         assert full["output layer"] == none["output layer"]
         assert 1.2 < sum(full.values()) / sum(none.values()) < 1.4
@@ -208,8 +209,8 @@ def test_experts_are_shared_out_over_all_replicas():
 
 
 def test_replicas_pay_on_many_nodes_and_not_on_few():
-    """What notebook 11 says of the 8B: eight groups of 64 GPUs on 512; on 16 GPUs there is nothing to gain."""
-    for gpus, best in ((16, 1), (512, 8)):
+    """What notebook 11 says of the 8B: four groups of 128 GPUs on 512; on 16 GPUs there is nothing to gain."""
+    for gpus, best in ((16, 1), (512, 4)):
         table = LayoutTable.of(Layout(dp=gpus, zero_stage=3, replicate=2**n) for n in range(gpus.bit_length() - 3))
         found = estimate(LLAMA, H100, table, 2 * gpus)
         assert found.fits.all() and table[found.mfu.argmax()].replicate == best, (gpus, found.mfu)
