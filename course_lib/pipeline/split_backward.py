@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 
@@ -49,7 +50,6 @@ class Linear(torch.autograd.Function):
 
 # %% ../../notebooks/09_pipeline.ipynb #mode-imports
 from ..tensor_parallel.linear import as_autocast
-from ..zero.sharded_models import places_of
 
 # %% ../../notebooks/09_pipeline.ipynb #split-own-imports
 from .stages import StagePass
@@ -176,18 +176,11 @@ class InputFirst(StagePass):
 
     def run(self, stage: nn.Module, *more) -> torch.Tensor:
         """The stage's output, from stand-ins of its weights."""
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
-        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
-        try:
-            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
-                for _, owner, name in where:
-                    owner._parameters[name] = stand_in
-            with AskedProducts():
-                return stage(self.x, *more)
-        finally:
-            for weight, where in places.items():
-                for _, owner, name in where:
-                    owner._parameters[name] = weight
+        named = {name: weight for name, weight in stage.named_parameters() if weight.requires_grad}
+        stand_ins = {name: weight.detach().requires_grad_() for name, weight in named.items()}
+        self.weights, self.stand_ins = list(named.values()), list(stand_ins.values())
+        with AskedProducts():
+            return functional_call(stage, stand_ins, (self.x, *more))
 
     def cut(self, out: torch.Tensor) -> torch.Tensor:
         """Put off the weights' part of each Function in out's graph that has inputs and weights; note other leaves."""

@@ -462,3 +462,18 @@ def pipeline_ratio(hidden: int, layers: float, bandwidth: float, peak: float, nu
     sent_s = hidden * number_bytes / bandwidth
     computed_s = 2 * 16 * hidden**2 * layers / peak
     return sent_s / computed_s
+
+
+# %% 09.12 two loops, and a call for each gradient
+class SplitPass(InputFirst):
+    @torch.no_grad()
+    def weight_gradients(self) -> None:
+        for later in self.laters:
+            found = later.run()
+            for i, (edge, _) in later.edges.items():
+                if found[i] is not None:
+                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
+        self.laters = []
+        for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
+            if stand_in.grad is not None:
+                torch.autograd.backward([weight], [stand_in.grad])
