@@ -3,7 +3,8 @@
 Products of x [m, k] and w [n, k], transposed; 2 m n k FLOPs. Operands are in 8 bits before the clock starts. BF16:
 torch.mm. scaled_mm: torch._scaled_mm with a scale for each matrix, slow accumulation (the accurate one); fast: with
 the other one. blockwise: torch.nn.functional.scaled_mm with scales of 1 x 128 and 128 x 128 (Hopper and CUDA 12.9). Of
-scales of blocks, ours is the kernel for Hopper; plain: the one without TMA and groups of warps. Errors are distances
+scales of blocks, ours is the kernel for Hopper; plain: the one without TMA and groups of warps. Of scales of rows,
+scaled_mm is torch._scaled_mm with these, where it takes them (GPUs). Errors are distances
 from the product of what our own operands stand for, in a wider type: a column that quantizes otherwise, or not at all,
 has the difference of quantization there.
 
@@ -41,7 +42,7 @@ from course_lib.fp8.quantization import (
     quantize,
 )
 from course_lib.fp8.recipes import by_blocks, per_tensor
-from course_lib.fp8.scaled_matmul import block_scaled_matmul, fp8_matmul
+from course_lib.fp8.scaled_matmul import block_scaled_matmul, fp8_matmul, scales_rows
 
 torchao = importlib.util.find_spec("torchao")
 BLOCKS = {"tensor": TENSOR, "row": ROW, "1 x 128": TILE, "128 x 128": SQUARE}
@@ -81,10 +82,15 @@ def per_matrix(x, w, *rest, fast: bool) -> torch.Tensor:
     return torch._scaled_mm(x_values, w_values.t(), x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=fast)
 
 
+def per_row(x, w, x_values, x_scale, w_values, w_scale, *_) -> torch.Tensor:
+    """torch._scaled_mm with a scale for each row."""
+    return torch._scaled_mm(x_values, w_values.t(), x_scale, w_scale.t(), out_dtype=x.dtype)
+
+
 def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str, str]) -> Case:
     """x in blocks of names[0] times w in blocks of names[1]."""
     blocks = BLOCKS[names[0]], BLOCKS[names[1]]
-    whole = blocks == (TENSOR, TENSOR)
+    pieces = not {TENSOR, ROW} & {*blocks}
 
     @cache  # all columns read the same ones
     def make():
@@ -92,15 +98,17 @@ def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str,
         return x, w, *operands(x, w, blocks)
 
     methods: dict[str, Callable] = {
-        "ours": partial(ours, blocks=blocks, matmul=fp8_matmul if whole else hopper_block_matmul),
+        "ours": partial(ours, blocks=blocks, matmul=hopper_block_matmul if pieces else fp8_matmul),
         "scaled_mm": partial(per_matrix, fast=False),
         "fast": partial(per_matrix, fast=True),
         "BF16": lambda x, w, *_: torch.mm(x, w.t()),
     }
-    if not whole:
+    if blocks == (ROW, ROW) and scales_rows(device, DTYPES[device.type]):
+        methods["scaled_mm"] = per_row
+    if pieces:
         methods["plain"] = partial(ours, blocks=blocks, matmul=block_matmul)
         methods["blockwise"] = partial(ours, blocks=blocks, matmul=block_scaled_matmul)
-    kernel = "product, tensor" if whole else f"product, {names[0]}, {names[1]}"
+    kernel = f"product, {', '.join(dict.fromkeys(names) if not pieces else names)}"
     return Case(
         kernel,
         f"{m:,} x {n:,} x {k:,}",
@@ -115,9 +123,9 @@ def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str,
 
 
 def product_cases(device: torch.device, which: str) -> Iterator[Case]:
-    """One scale a matrix; tiles and squares: forward and the input's gradient; tiles twice: the weight's gradient."""
+    """One scale a matrix; one a row; tiles and squares: forward and the input's gradient; tiles twice: the weight's."""
     for m, n, k in SIZES[which]["products"]:
-        for names in (("tensor", "tensor"), ("1 x 128", "128 x 128"), ("1 x 128", "1 x 128")):
+        for names in (("tensor", "tensor"), ("row", "row"), ("1 x 128", "128 x 128"), ("1 x 128", "1 x 128")):
             yield product_case(device, m, n, k, names)
 
 
@@ -161,7 +169,8 @@ def turned_case(device: torch.device, rows: int, columns: int) -> Case:
     return Case("cast, tiles turned", f"{rows:,} x {columns:,}", make, methods, {"forward": work})
 
 
-BOTH = {"tensor, both": (TENSOR, False), "1 x 128, both": (TILE, False), "1 x 128, both, 2^i": (TILE, True)}
+BOTH = {"tensor, both": (TENSOR, False), "128 x 128, both": (SQUARE, False)}
+BOTH |= {"1 x 128, both": (TILE, False), "1 x 128, both, 2^i": (TILE, True)}
 
 
 def cast_cases(device: torch.device, which: str) -> Iterator[Case]:

@@ -105,11 +105,13 @@ def tests(marked: str, file: str) -> Iterator[dict]:
     if not importlib.util.find_spec("pytest"):
         raise Skipped("pytest is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-m", marked, "-p", "no:cacheprovider", file]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    wide = os.environ | {"COLUMNS": "300"}  # else a test's name leaves no room for its error
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=wide)
     print(done.stdout, done.stderr, flush=True)
     last = done.stdout.rstrip().rpartition("\n")[2]
     counts = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
-    yield {"file": file} | counts
+    told = re.findall(r"^(?:FAILED|ERROR) .*?::(.*)", done.stdout, re.M)  # name and error, a line each
+    yield {"file": file} | counts | ({"failures": [line[:200] for line in told]} if told else {})
     assert done.returncode in (0, 5), last  # 5: none is chosen
     if "skipped" in counts and "passed" not in counts:
         raise Skipped(last)

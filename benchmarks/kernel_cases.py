@@ -9,12 +9,15 @@ the products' FLOPs.
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from kernel_runs import DTYPES, Case, random
 
 from course_lib.kernels.adamw_optimizer import update_many
+from course_lib.kernels.cuda_matmul import CUDA_LADDER, build_matmul
+from course_lib.kernels.elu import elu
 from course_lib.kernels.fused_adamw import adamw_step
 from course_lib.kernels.fused_loss import linear_cross_entropy
 from course_lib.kernels.fused_norm import rms_norm
@@ -42,15 +45,17 @@ SIZES = {  # rows and width of what is normed and so on; rows, hidden and vocabu
         "parameters": [2**28],
         "models": ["SmolLM-135M"],
         "sides": [4096, 8192],
+        "ladder": [],
     },
     "small": {"rows": [(300, 1000)], "loss": [(200, 96, 1000)], "parameters": [10_000], "models": ["debug"],
-              "sides": [200]},
-    "cpu": {"rows": [(4, 128)], "loss": [(6, 32, 50)], "parameters": [300], "models": ["debug"], "sides": [48]},
+              "sides": [200], "ladder": [200]},
+    "cpu": {"rows": [(4, 128)], "loss": [(6, 32, 50)], "parameters": [300], "models": ["debug"], "sides": [48],
+            "ladder": []},
 }  # fmt: skip
 
 
 def row_cases(device: torch.device, rows: int, width: int) -> Iterator[Case]:
-    """Kernels that go over rows of `width` elements: softmax, RMSNorm without and with the residual sum, SwiGLU."""
+    """Kernels that go over rows of `width` elements: softmax, RMSNorm, also with the residual sum, SwiGLU, ELU."""
     size, tensor = f"{rows:,} x {width:,}", rows * width * DTYPES[device.type].itemsize
 
     def inputs(count: int, weight: bool = False):
@@ -78,6 +83,9 @@ def row_cases(device: torch.device, rows: int, width: int) -> Iterator[Case]:
     if liger:
         methods["Liger"] = LigerSiLUMulFunction.apply
     yield Case("swiglu", size, inputs(2), methods, {"forward": 3 * tensor, "backward": 5 * tensor})
+
+    methods = {"ours": elu, "eager": F.elu}
+    yield Case("elu", size, inputs(1), methods, {"forward": 2 * tensor, "backward": 3 * tensor})
 
 
 def rope_case(device: torch.device, rows: int, width: int) -> Case:
@@ -219,6 +227,24 @@ def matmul_case(device: torch.device, side: int) -> Case:
     return Case("matmul", f"{side:,}", make, {"ours": matmul, "eager": torch.mm}, {"forward": 2 * side**3}, "TFLOP/s")
 
 
+def ladder_case(device: torch.device, side: int) -> Case:
+    """The four products of notebook 12 in CUDA C++, in float32: is it right? (counters.py has what they move.)"""
+
+    @cache
+    def built():
+        return build_matmul()
+
+    def make():
+        return tuple(random(side, side + 8, device=device, needs_gradient=False).float() for _ in range(2))
+
+    methods = {
+        "ours": lambda a, b: tuple(built()(name, a, b.t().contiguous()) for name in CUDA_LADDER),
+        "eager": lambda a, b: (a @ b.t(),) * len(CUDA_LADDER),
+    }
+    work = {"forward": len(CUDA_LADDER) * 2 * side**2 * (side + 8)}
+    return Case("CUDA ladder", f"{side:,}", make, methods, work, "TFLOP/s")
+
+
 def cases(device: torch.device, which: str) -> Iterator[Case]:
     """All kernels at all sizes; on a GPU also compiled: for a CPU the compiler writes other code, and takes long."""
     for case in written_cases(device, SIZES[which]):
@@ -241,3 +267,5 @@ def written_cases(device: torch.device, sizes: dict) -> Iterator[Case]:
         yield model_adamw_case(device, preset)
     for side in sizes["sides"]:
         yield matmul_case(device, side)
+    for side in sizes["ladder"]:
+        yield ladder_case(device, side)
