@@ -69,6 +69,11 @@ SECONDS = {"attention": 12, "product": 3, "cast": 2, "linear": 10, "linear_cross
 SECONDS |= {"rungs": 30}
 READY_S = {"attention": 50, "rungs": 90}
 MISSED = {"kernels": kernels.missed, "attention": attention.missed, "fp8": fp8.missed}
+REASONS = {  # of bounds that are missed, where the code has shown one
+    r"attention .* cuDNN": "its groups of warps take turns, by barriers that Triton does not offer (notebook 13)",
+    r"product, 1 x 128": "scales take ordinary cores half of the tensor cores' time, and tiles come without multicast; "
+    "training takes cuBLAS's product (notebook 14b)",
+}
 STEP_AIMS = {"eager": 1.15, "compile": 1.0}
 LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3")  # pipelines send to one rank, which gloo cannot from a GPU
 LARGE = {"cuda": ("bench-1B", 4, 4096, 12), "cpu": ("debug", 1, 8, 2)}  # preset, batch, sequence, steps
@@ -372,14 +377,20 @@ def record(known: dict[str, dict]) -> Iterator[str]:
         if found:
             save(file, shared | figures, gpu)
             yield f"benchmarks/results/{file}_{gpu}.json: {len(found)} rows"
-            yield from (f"missed: {line}" for line in MISSED[file](figures))
+            yield from map(with_reason, MISSED[file](figures))
     if found := rows_of("sectors"):
         save("sectors", shared | {"rows": found}, gpu)
         yield f"benchmarks/results/sectors_{gpu}.json: {len(found)} rows"
     if found := rows_of("step: "):
         save("steps", shared | {"rows": found}, gpu)
         yield f"benchmarks/results/steps_{gpu}.json: {len(found)} rows"
-        yield from (f"missed: {line}" for line in missed_steps(found))
+        yield from map(with_reason, missed_steps(found))
+
+
+def with_reason(line: str) -> str:
+    """What a bound that is missed prints."""
+    known = (reason for pattern, reason in REASONS.items() if re.search(pattern, line))
+    return f"missed: {line}: {next(known, 'the reason is not known')}"
 
 
 def missed_steps(rows: list[dict]) -> list[str]:

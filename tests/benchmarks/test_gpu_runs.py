@@ -233,7 +233,9 @@ def test_recorded_files_are_those_of_the_recorded_run(tmp_path, gpu, monkeypatch
     gpu_jobs, saved, results = __import__("gpu_jobs"), {}, ROOT / "benchmarks/results"
     monkeypatch.setattr(gpu_jobs, "save", lambda name, figures, where: saved.update({f"{name}_{where}": figures}))
     shutil.copy(results / "gpu_run_h200.jsonl", tmp_path / "results.jsonl")
-    assert list(gpu_jobs.record(gpu.read(tmp_path)))
+    missed = [line for line in gpu_jobs.record(gpu.read(tmp_path)) if line.startswith("missed: ")]
+    assert all("notebook 1" in line or line.endswith("the reason is not known") for line in missed)
+    assert "barriers that Triton does not offer" in next(line for line in missed if "cuDNN" in line)
     assert saved.keys() == {"kernels_h200", "attention_h200", "fp8_h200", "steps_h200"}
     for name, figures in saved.items():
         kept = json.loads((results / f"{name}.json").read_text())

@@ -71,3 +71,60 @@ def test_notebook_09_says_what_two_halves_cost():
     for kind, label in labels.items():
         numbers = [f"{found[kind]['ratio']:.2f}" for found in halves.values()]
         assert f"| {' | '.join([label, *numbers])} |" in text
+
+
+# One H200.
+
+
+def on_h200(file: str) -> dict:
+    return json.loads((ROOT / f"benchmarks/results/{file}_h200.json").read_text())
+
+
+def ratios(rows: list[dict], rival: str, *passes: str) -> list[float]:
+    """Our times by a rival's, of rows of these passes."""
+    return [row["ours_against"][rival] for row in rows if row["pass"] in passes and rival in row["ours_against"]]
+
+
+def span(found: list[float]) -> str:
+    return f"{min(found):.2f} to {max(found):.2f}"
+
+
+def test_the_h200s_table_says_what_was_measured():
+    kernels, attention = on_h200("kernels")["rows"], on_h200("attention")["rows"]
+    times = {row["way"]: row["step_s"] for row in on_h200("steps")["rows"]}
+    product = {row["kernel"]: row["ours_against"] for row in on_h200("fp8")["products"]}
+    (layer,) = [row["ours_against"] for row in on_h200("fp8")["layers"] if row["pass"] == "forward and backward"]
+    both = "forward", "backward"
+    blocks = [product[f"product, 1 x 128, {other}"]["blockwise"] for other in ("128 x 128", "1 x 128")]
+    expected = {
+        "a training step": f"{times['kernels'] / times['eager']:.2f}, {times['kernels'] / times['compile']:.2f}",
+        "softmax, RMSNorm": span(ratios(kernels, "compile", *both)),
+        "the same | Liger": span(ratios(kernels, "Liger", *both)),
+        "attention, heads of 128": ", ".join(span(ratios(attention, "flash", name)) for name in both),
+        "the same | cuDNN": ", ".join(span(ratios(attention, "cuDNN", name)) for name in both),
+        "FP8 product": f"{product['product, tensor']['scaled_mm']:.2f}; {blocks[0]:.2f}, {blocks[1]:.2f}",
+        "FP8 layer": f"{layer['BF16']:.2f}; {layer['torchao']:.2f}",
+    }
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    for start, numbers in expected.items():
+        (line,) = [line for line in lines if line.startswith(f"| {start}")]
+        assert line.split("|")[-2].strip() == numbers, line
+
+
+def test_notebook_13_says_how_fast_each_kernel_was():
+    """Of each kernel the best tile sizes that gave the right numbers."""
+    rows = on_h200("hopper_tiles")["attention"]
+    text = (ROOT / "notebooks/13_flash_attention.ipynb").read_text("utf-8").replace("**", "")
+    labels = {
+        "plain": "plain: notebook's own, `cp.async`",
+        "hopper, overlapped": "TMA, overlapped",
+        "hopper, specialised": "TMA, specialised, 128 keys",
+        "SDPA flash": "PyTorch's FlashAttention-2",
+        "cuDNN": "cuDNN",
+    }
+    for kernel, label in labels.items():
+        numbers = []
+        for seq, causal in ((4096, True), (16384, True), (16384, False)):
+            its = [row for row in rows if (row["kernel"], row["s"], row["causal"]) == (kernel, seq, causal)]
+            numbers.append(str(max(row["tflop_per_s"] for row in its if row.get("error", 0) is not None)))
+        assert f"| {' | '.join([label, *numbers])} |" in text, label
