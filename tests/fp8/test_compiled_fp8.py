@@ -242,3 +242,7 @@ def test_casts_take_few_instructions(casts, launched_casts):
         print(f"{use}: {found:.1f} instructions a number, {made.registers} registers")
         if use in PER_NUMBER:
             assert found <= PER_NUMBER[use] * (1.3 if triton.__version__ < "3.7" else 1), use
+
+
+def test_blackwell_takes_the_casts_without_spills_too(launched_casts):
+    assert not {use: made.spilled_bytes for use, made in compiled(launched_casts, 100).items() if made.spilled_bytes}
