@@ -75,7 +75,7 @@ REASONS = {  # of bounds that are missed, where the code has shown one
     "training takes cuBLAS's product (notebook 14b)",
 }
 STEP_AIMS = {"eager": 1.15, "compile": 1.0}
-LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3")  # pipelines send to one rank, which gloo cannot from a GPU
+LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3", "pp2", "pp2,zb-v")
 LARGE = {"cuda": ("bench-1B", 4, 4096, 12), "cpu": ("debug", 1, 8, 2)}  # preset, batch, sequence, steps
 TOLERANCE = 1e-4  # of losses and weights on two ranks, whose sums have another order
 
@@ -325,7 +325,7 @@ def jobs(device_type: str) -> Iterator[Job]:
     yield from sorted(rightness, key=lambda job: bool(re.match("right: (product|rungs)", job.name)))  # Hopper's last
     for file in files_with("mark.gpu") if on_gpu else ["tests/kernels/test_timing.py"]:
         yield beside(f"tests: {Path(file).stem}", functools.partial(tests, "gpu", file), 12)
-    for words in LAYOUTS if on_gpu else ["tp2"]:
+    for words in LAYOUTS if on_gpu else ["tp2", "pp2,zb-v"]:
         yield beside(f"ranks: {words}", functools.partial(two_ranks, words, device), 30, alone=True)
     small_run = [] if on_gpu else "--preset debug --batch 2 --seq 16".split()
     for notebook in ("04_data_parallel", "05_zero", "10_5d") if on_gpu else ("10_5d",):

@@ -1,10 +1,11 @@
 """Three training steps of a layout on ranks of this machine, without ipyparallel or torchrun: for gpu_jobs.py.
 
 A module of its own, for each rank on a GPU is a process that imports it. All may have their tensors on one GPU, over
-gloo.
+gloo: it sums and gathers them where they are, but sends from a CPU's memory alone. So sends go through there.
 """
 
 import tempfile
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,32 @@ from course_lib.single_gpu.model import ModelConfig
 OF = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=96, vocab=97)
 
 
+class Staged:
+    """A send or receive of a copy in the CPU's memory; wait() brings what has come to `tensor`."""
+
+    def __init__(self, operation: dist.P2POp):
+        self.tensor, self.comes = operation.tensor, operation.op is dist.irecv
+        self.copy = torch.empty_like(self.tensor, device="cpu") if self.comes else self.tensor.cpu()
+        self.operation = dist.P2POp(operation.op, self.copy, group=operation.group, group_peer=operation.group_peer)
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.comes:
+            self.tensor.copy_(self.copy)
+
+
+def through_the_cpu(batch_isend_irecv):
+    """`batch_isend_irecv` for gloo and tensors on any device."""
+
+    def start(operations: list[dist.P2POp]) -> list[Staged]:
+        found = [Staged(operation) for operation in operations]
+        for each, work in zip(found, batch_isend_irecv([each.operation for each in found]), strict=True):
+            each.work = work
+        return found
+
+    return start
+
+
 def on_rank(rank: int, words: str, device_type: str, folder: str) -> None:
     """A rank: leaves the losses of three steps, and the weights after them, in the folder."""
     layout = Layout.parse(words)
@@ -26,7 +53,8 @@ def on_rank(rank: int, words: str, device_type: str, folder: str) -> None:
     parallel = parallelize(OF, layout, mesh, lr=1e-3, eps=1e-4)
     tokens = torch.arange(3000) * 31 % OF.vocab
     batches = TokenBatches(tokens, 4 // layout.dp, 16, mesh.dp.rank(), layout.dp)
-    losses = [parallel.step(*(part.to(device_type) for part in next(batches)))[0].item() for _ in range(3)]
+    with mock.patch.object(dist, "batch_isend_irecv", through_the_cpu(dist.batch_isend_irecv)):
+        losses = [parallel.step(*(part.to(device_type) for part in next(batches)))[0].item() for _ in range(3)]
     weights = {name: value.detach().cpu() for name, value in whole_weights(parallel).items()}
     torch.save((losses, weights), f"{folder}/{rank}.pt")
     dist.barrier()
