@@ -2,11 +2,11 @@
 
 Products of x [m, k] and w [n, k], transposed; 2 m n k FLOPs. Operands are in 8 bits before the clock starts. BF16:
 torch.mm. scaled_mm: torch._scaled_mm with a scale for each matrix, slow accumulation (the accurate one); fast: with
-the other one. blockwise: torch.nn.functional.scaled_mm with scales of 1 x 128 and 128 x 128 (Hopper and CUDA 12.9). Of
-scales of blocks, ours is the kernel for Hopper; plain: the one without TMA and groups of warps. Of scales of rows,
-scaled_mm is torch._scaled_mm with these, where it takes them (GPUs). Errors are distances
-from the product of what our own operands stand for, in a wider type: a column that quantizes otherwise, or not at all,
-has the difference of quantization there.
+the other one. blockwise: torch.nn.functional.scaled_mm with scales of 1 x 128, 128 x 128 (Hopper, CUDA 12.9). With
+scales of blocks, ours is the kernel for Hopper; plain: the one without TMA and groups of warps. With a scale for each
+row, scaled_mm has these scales too on a GPU; on a CPU it has one scale a matrix. Errors are distances from the product
+of what our own operands stand for, in a wider type: a column that quantizes otherwise, or not at all, has the
+difference of quantization there.
 
 Casts: bytes that must move (x read, 8 bits and scales written), so that a second pass counts for nothing. eager:
 `quantize`; compile: torch.compile of it.
@@ -123,7 +123,9 @@ def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str,
 
 
 def product_cases(device: torch.device, which: str) -> Iterator[Case]:
-    """One scale a matrix; one a row; tiles and squares: forward and the input's gradient; tiles twice: the weight's."""
+    """One scale a matrix; one a row; tiles times squares (forward, and the input's gradient); tiles times tiles (the
+    weight's gradient).
+    """
     for m, n, k in SIZES[which]["products"]:
         for names in (("tensor", "tensor"), ("row", "row"), ("1 x 128", "128 x 128"), ("1 x 128", "1 x 128")):
             yield product_case(device, m, n, k, names)

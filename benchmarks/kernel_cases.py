@@ -228,7 +228,7 @@ def matmul_case(device: torch.device, side: int) -> Case:
 
 
 def ladder_case(device: torch.device, side: int) -> Case:
-    """The four products of notebook 12 in CUDA C++, in float32: is it right? (counters.py has what they move.)"""
+    """Are notebook 12's four products in CUDA C++ right, in float32? (counters.py has what they move.)"""
 
     @cache
     def built():

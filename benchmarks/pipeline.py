@@ -17,9 +17,10 @@ ratio is the noise. Times are rank 0's, medians of PAIRS pairs; "step_peak_mib":
 least of PEAKS; "mib_sent": by all ranks; "error": the largest difference of a gradient's element from PyTorch's, over
 the largest element of that gradient. What does not run is written down with what it said.
 
-"halves": the price of a backward in two halves. In one process, LAYERS of a stage in the middle: F, I and W of M
-micro-batches over F and B, in turn, each HALVES times; of our SplitPass, of PyTorch's stage_backward_input and
-stage_backward_weight, and of layers that keep x and dY and add to .grad by themselves (DualPipe's WeightGradStore).
+"halves": the price of a backward in two halves. In one process, on a middle stage of LAYERS layers: the time of F, I
+and W over that of F and B, for M micro-batches. Measured for our SplitPass, for PyTorch's stage_backward_input and
+stage_backward_weight, and for layers that keep x and dY and add to .grad themselves, as DualPipe's WeightGradStore
+does. All kinds run in turn, HALVES rounds.
 """
 
 import dataclasses
@@ -261,7 +262,7 @@ class StoredHalves(Whole):
 
 
 def halves(hidden: int, tokens: int) -> dict[str, dict[str, float]]:
-    """Of each kind of halves: F, I and W over F and B, the median of all rounds and its quarters, in this process."""
+    """Of each kind of halves: F, I and W over F and B, the median of all rounds and the quartiles, in this process."""
     config = ModelConfig(LAYERS + 2, hidden, hidden // 64 or 1, hidden // 64 or 1, hidden * 5 // 2, 64)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     with device:

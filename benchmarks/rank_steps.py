@@ -1,7 +1,7 @@
 """Three training steps of a layout on ranks of this machine, without ipyparallel or torchrun: for gpu_jobs.py.
 
 A module of its own, for each rank on a GPU is a process that imports it. All may have their tensors on one GPU, over
-gloo: it sums and gathers them where they are, but sends from a CPU's memory alone. So sends go through there.
+gloo. It sums and gathers tensors on a GPU, but it sends only from the CPU's memory. So sends go through there.
 """
 
 import tempfile
@@ -20,7 +20,7 @@ OF = ModelConfig(layers=2, hidden=64, heads=4, kv_heads=2, ffn_hidden=96, vocab=
 
 
 class Staged:
-    """A send or receive of a copy in the CPU's memory; wait() brings what has come to `tensor`."""
+    """A send or receive by way of a copy in the CPU's memory. After a receive, wait() copies the data to `tensor`."""
 
     def __init__(self, operation: dist.P2POp):
         self.tensor, self.comes = operation.tensor, operation.op is dist.irecv

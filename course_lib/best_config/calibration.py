@@ -16,8 +16,8 @@ predicts it: the error on a model at a size that it was not measured at.
 
 # %% auto #0
 __all__ = ['TIME', 'MEMORY', 'MEMORY_PAIRS', 'FITTED', 'SCALE', 'REACH', 'SPREAD', 'constants_of', 'with_constants', 'log_errors',
-           'scale_of', 'solve', 'slopes', 'spread_of', 'intervals', 'loss', 'unshown', 'untold', 'determine',
-           'accepted', 'edge', 'fit_limit', 'check_runs', 'calibrate', 'fit', 'cross_validate']
+           'scale_of', 'solve', 'slopes', 'spread_of', 'intervals', 'loss', 'untold', 'determine', 'accepted', 'edge',
+           'fit_limit', 'check_runs', 'calibrate', 'fit', 'cross_validate']
 
 # %% ../../notebooks/11_best_config.ipynb #calibration-own-imports
 from .clusters import Cluster
@@ -132,12 +132,6 @@ def loss(runs: list[MeasuredRun], cluster: Cluster, what: str, scale: float) -> 
     return scale**2 * np.log1p((log_errors(runs, cluster, what) / scale) ** 2).sum()
 
 # %% ../../notebooks/11_best_config.ipynb #calibration-facts
-def unshown(runs: list[MeasuredRun]) -> str:
-    """Why the runs do not show a constant at all."""
-    same = [f"{name} {values[0]}" for name, values in facts_of(runs).items() if len(values) == 1]
-    return "these runs do not show it" + (f": all have {', '.join(same)}" if same else "")
-
-
 def untold(runs: list[MeasuredRun], free: list[str], covariance: np.ndarray, row: int) -> str:
     """Why the runs do not tell a constant."""
     size = np.sqrt(np.diag(covariance))
@@ -145,17 +139,22 @@ def untold(runs: list[MeasuredRun], free: list[str], covariance: np.ndarray, row
     together[row] = 0
     if together.max() > 0.9:
         return f"these runs do not tell it from {free[together.argmax()]}"
-    return "these runs show it too little" if size[row] < 100 else unshown(runs)
+    if size[row] < 100:
+        return "these runs show it too little"
+    same = [f"{name} {values[0]}" for name, values in facts_of(runs).items() if len(values) == 1]
+    return "these runs do not show it" + (f": all have {', '.join(same)}" if same else "")
 
 # %% ../../notebooks/11_best_config.ipynb #calibration-determine
 def determine(runs: list[MeasuredRun], cluster: Cluster, what: str) -> tuple[Cluster, list[Constant]]:
-    """Fit what the runs tell, one constant less at a time, the one that they tell least. Of memory, whose peak is the
-    highest of several, only what shows from the beginning: a peak that no run has could become any run's.
+    """Fit what the runs tell, one constant less at a time, the one that they tell least. Of memory, a constant that
+    changes no prediction at the start is not fitted: a GPU's peak is that of its fullest stage, and were the constant
+    raised far enough, another stage would become the fullest.
     """
     start = constants_of(cluster, what)
     shows = np.any(slopes(runs, cluster, list(start), what) != 0, axis=0) | (what == "step_s")
     free = [name for name, shown in zip(start, shows, strict=True) if shown]
-    fitted, scale, settled, why = cluster, math.inf, set(), {name: unshown(runs) for name in start if name not in free}
+    fitted, scale, settled = cluster, math.inf, set()
+    why = {name: "no run's peak depends on it" for name in start if name not in free}
     while (now := scale_of(runs, fitted, what)) < 0.7 * scale:
         fitted, scale = solve(runs, fitted, free, what, now), now
     while True:

@@ -179,8 +179,8 @@ def stall_time(cluster: Cluster, layout, m) -> np.ndarray:
 
 # %% ../../notebooks/11_best_config.ipynb #step-time-step-time
 def outer_exchanges(config: ModelConfig, cluster: Cluster, layout, tokens) -> tuple[np.ndarray, np.ndarray]:
-    """Seconds a micro-batch of tensor parallelism's exchanges for the embedding, and for the output layer, whose input
-    sequence parallelism may gather again.
+    """Seconds of tensor parallelism's exchanges for one micro-batch: at the embedding, and at the output layer. With
+    sequence parallelism the output layer's input may be gathered a second time.
     """
     tp, again = np.asarray(layout.tp), cluster.software.gathers_again & np.asarray(layout.sequence_parallel)
     ring = np.where(tp > 1, tensor_parallel_time(cluster, layout, 2 * tokens * config.hidden) / 8, 0)

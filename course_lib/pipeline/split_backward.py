@@ -5,8 +5,8 @@ its inputs and once for its weights: together the FLOPs of one backward. One tha
 and its weights' gradients wait. What is no Function and is no large product either (norms, biases, embeddings;
 products of batched_experts), and what torch.compile has made, belongs to the first half. Activations are freed by the
 first half, but for what the second one needs: a Function's saved tensors and its gradient. While a stage runs, its
-weights are stand-ins: leaves with the same values. Their gradients go to the weights in the second half alone, so that
-hooks on a weight fire once, after it.
+weights are stand-ins: leaves with the same values. The weights get their gradients in the second half alone, so a hook
+on a weight fires once, in that half.
 
 Full recomputation: a Function saves after it has multiplied, so the replay makes a block's last product once more,
 which PyTorch's checkpoint skips otherwise. Qi et al. 2023, Zero Bubble Pipeline Parallelism, §2.
@@ -122,7 +122,7 @@ def weights_of(node, stand_ins: set) -> dict[int, tuple[GradientEdge, torch.Tens
 
 # %% ../../notebooks/09_pipeline.ipynb #later
 class WeightHalf(torch.autograd.Function):
-    """A number of a graph of its own, whose backward is `later.run`: its gradients go to `weights`."""
+    """A number without a meaning. Its backward runs `later`, and autograd takes the gradients to `weights`."""
 
     @staticmethod
     def forward(ctx, later: "Later", *weights: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ class Later:
             node = weak()
             del node.apply
             kept = Kept(node, inputs)
-            with torch._C.DisableTorchFunction():  # no mode looks at what a backward calls
+            with torch._C.DisableTorchFunction():  # faster: AskedProducts has no answer to give here
                 found = kept.backward(gradients)
             kept.needs_input_grad = tuple(i in edges for i in range(len(inputs)))
             asked = all(found[i] is None for i in edges)  # it has made no more than it was asked for
@@ -158,7 +158,9 @@ class Later:
         node.apply = first_half
 
     def half(self, weight_of: dict) -> torch.Tensor | None:
-        """A WeightHalf for the weights, by stand-in; None where a cast or a transpose lies before one."""
+        """A WeightHalf that gives the weights their gradients; None where one is cast or transposed before its use.
+        weight_of: the weight of each stand-in.
+        """
         if any(not hasattr(edge.node, "variable") for edge, _ in self.edges.values()):
             return None
         with torch.enable_grad():
@@ -224,6 +226,7 @@ class SplitPass(InputFirst):
             for i, (edge, _) in later.edges.items():
                 if found[i] is not None:
                     torch.autograd.backward([edge], [found[i]], retain_graph=True)
-        first = {weight_of[stand_in]: stand_in.grad for stand_in in self.stand_ins if stand_in.grad is not None}
-        torch.autograd.backward([*halves, *first], [*(half.detach() for half in halves), *first.values()])
+        early = {weight_of[stand_in]: stand_in.grad for stand_in in self.stand_ins if stand_in.grad is not None}
+        gradients = [*halves, *early.values()]  # a WeightHalf ignores its own: any number will do
+        torch.autograd.backward([*halves, *early], gradients)
         self.stand_ins = self.weights = ()

@@ -29,11 +29,14 @@ PLACES = {  # file and keys, "N ranks, gloo" aside, of each number in a row
         "pipeline",
         [f"Schedule{x}/{TORCH}" for x in ("GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble")],
     ),
-    "its interleaved zero bubble and DualPipeV, action by action": (
+    "PyTorch's interleaved zero bubble and DualPipeV, the same actions in our runner": (
         "pipeline",
         [f"Schedule{x}/same order against torch" for x in ("InterleavedZeroBubble", "DualPipeV")],
     ),
-    "our ZB-V beside these two": ("pipeline", [f"Schedule{x}/{TORCH}" for x in ("InterleavedZeroBubble", "DualPipeV")]),
+    "our ZB-V in the place of these two, another schedule": (
+        "pipeline",
+        [f"Schedule{x}/{TORCH}" for x in ("InterleavedZeroBubble", "DualPipeV")],
+    ),
     "ZeRO-3 and 1F1B": ("five_d", [f"FSDP2, pipelining, N/{TORCH}"]),
     "ZeRO-3 once a step and tensor parallelism": ("five_d", [f"FSDP2 once a step, DTensor, N/{TORCH}"]),
     "ZeRO-3, tensor parallelism and 1F1B, 8 ranks": ("five_d", [f"FSDP2, DTensor, pipelining, N/{TORCH}"]),
@@ -73,7 +76,7 @@ def test_notebook_09_says_what_two_halves_cost():
         assert f"| {' | '.join([label, *numbers])} |" in text
 
 
-# One H200.
+# README's second table, of one H200.
 
 
 def on_h200(file: str) -> dict:
@@ -112,7 +115,7 @@ def test_the_h200s_table_says_what_was_measured():
 
 
 def test_notebook_13_says_how_fast_each_kernel_was():
-    """Of each kernel the best tile sizes that gave the right numbers."""
+    """For each kernel, the fastest tile sizes whose results were right."""
     rows = on_h200("hopper_tiles")["attention"]
     text = (ROOT / "notebooks/13_flash_attention.ipynb").read_text("utf-8").replace("**", "")
     labels = {

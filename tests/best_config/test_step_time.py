@@ -89,7 +89,7 @@ def test_full_recomputation_is_a_forward_more():
         none, full = times(words), times(f"{words},full")
         assert full["matrices"] == pytest.approx(none["matrices"] * 4 / 3)
         assert full["attention"] == pytest.approx(none["attention"] * 9 / 7), "of 7 matrix products, 2 are forward"
-        # a forward more, but for each layer's last sum; embedding and head send five pieces once, and tp1 none
+        # a layer has 10 exchanges, and 3 more in a replay; embedding and head have 5 together; without tp all are 0
         again = (13 * LLAMA.layers + 5) / (10 * LLAMA.layers + 5)
         assert full["tensor parallel"] == pytest.approx(none["tensor parallel"] * again)
         assert full["output layer"] == none["output layer"]

@@ -83,7 +83,7 @@ class Casts(TorchDispatchMode):
 
 @contextlib.contextmanager
 def backward_in_a_thread(mode: TorchDispatchMode):
-    """Inside, backwards run in a thread of their own under `mode`, as on a GPU: autocast is not nested there."""
+    """Inside, each backward runs in another thread, as on a GPU. That thread is outside of the step's autocast."""
     backward = torch.autograd.backward
 
     def under_mode(*args, **more) -> None:
@@ -122,7 +122,7 @@ def test_a_weight_is_cast_once_a_step(ranks):
 
 
 def test_a_weight_is_cast_once_a_step_on_a_backward_thread(ranks):
-    """There the end of an autocast in a replayed forward would clear the cache that all threads share."""
+    """If a replayed forward entered and left autocast there, it would clear the cache of casts of all threads."""
     for found in ranks(casts, ["dp2,tp2,sp,full", "dp2,pp2,full", "dp2,cp2,full,zero1"], True):
         for words, (cast, own) in found.items():
             assert cast == own > 0, (words, cast, own)
