@@ -19,6 +19,7 @@ __all__ = ['Linear', 'GroupedProduct', 'AskedProducts', 'Kept', 'weight_behind',
            'InputFirst', 'SplitPass']
 
 # %% ../../notebooks/09_pipeline.ipynb #ex-09-11
+import collections
 import weakref
 
 import torch
@@ -26,7 +27,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 
@@ -50,6 +50,7 @@ class Linear(torch.autograd.Function):
 
 # %% ../../notebooks/09_pipeline.ipynb #mode-imports
 from ..tensor_parallel.linear import as_autocast
+from ..zero.sharded_models import places_of
 
 # %% ../../notebooks/09_pipeline.ipynb #split-own-imports
 from .stages import StagePass
@@ -127,7 +128,7 @@ class WeightHalf(torch.autograd.Function):
     @staticmethod
     def forward(ctx, later: "Later", *weights: torch.Tensor) -> torch.Tensor:
         ctx.later = later
-        return weights[0].new_empty(())
+        return torch.zeros((), device=weights[0].device)
 
     @staticmethod
     def backward(ctx, _) -> tuple:
@@ -148,8 +149,7 @@ class Later:
             node = weak()
             del node.apply
             kept = Kept(node, inputs)
-            with torch._C.DisableTorchFunction():  # faster: AskedProducts has no answer to give here
-                found = kept.backward(gradients)
+            found = kept.backward(gradients)
             kept.needs_input_grad = tuple(i in edges for i in range(len(inputs)))
             asked = all(found[i] is None for i in edges)  # it has made no more than it was asked for
             self.run = (lambda: kept.backward(gradients)) if asked else lambda: found
@@ -166,6 +166,13 @@ class Later:
         with torch.enable_grad():
             return WeightHalf.apply(self, *(weight_of[stand_in] for _, stand_in in self.edges.values()))
 
+    def to_stand_ins(self) -> None:
+        """Add the weights' gradients to those of their stand-ins."""
+        found = self.run()
+        for i, (edge, _) in self.edges.items():
+            if found[i] is not None:
+                torch.autograd.backward([edge], [found[i]], retain_graph=True)
+
 # %% ../../notebooks/09_pipeline.ipynb #split-pass-frame
 class InputFirst(StagePass):
     """A StagePass whose backward stops at the input's gradient; `laters` has what is left, in the same order on all
@@ -178,11 +185,18 @@ class InputFirst(StagePass):
 
     def run(self, stage: nn.Module, *more) -> torch.Tensor:
         """The stage's output, from stand-ins of its weights."""
-        named = {name: weight for name, weight in stage.named_parameters() if weight.requires_grad}
-        stand_ins = {name: weight.detach().requires_grad_() for name, weight in named.items()}
-        self.weights, self.stand_ins = list(named.values()), list(stand_ins.values())
-        with AskedProducts():
-            return functional_call(stage, stand_ins, (self.x, *more))
+        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
+        self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
+        try:
+            for stand_in, where in zip(self.stand_ins, places.values(), strict=True):
+                for _, owner, name in where:
+                    owner._parameters[name] = stand_in
+            with AskedProducts():
+                return stage(self.x, *more)
+        finally:
+            for weight, where in places.items():
+                for _, owner, name in where:
+                    owner._parameters[name] = weight
 
     def cut(self, out: torch.Tensor) -> torch.Tensor:
         """Put off the weights' part of each Function in out's graph that has inputs and weights; note other leaves."""
@@ -217,16 +231,23 @@ class SplitPass(InputFirst):
     def weight_gradients(self) -> None:
         """W: adds to the weights' gradients, and fires their hooks."""
         weight_of, halves = dict(zip(self.stand_ins, self.weights, strict=True)), []
+        uses = collections.Counter(stand_in for later in self.laters for _, stand_in in later.edges.values())
+
+        def hand_over(halves: list[torch.Tensor], stand_ins: list[torch.Tensor]) -> None:
+            early = {weight_of[each]: each.grad for each in stand_ins if each.grad is not None}
+            torch.autograd.backward([*halves, *early], [*(half.detach() for half in halves), *early.values()])
+            for each in stand_ins:
+                each.grad = None
+
         while self.laters:
             later = self.laters.pop()
-            if (half := later.half(weight_of)) is not None:
+            own, half = [stand_in for _, stand_in in later.edges.values()], later.half(weight_of)
+            if half is None:
+                later.to_stand_ins()
+            else:
                 halves.append(half)
-                continue
-            found = later.run()
-            for i, (edge, _) in later.edges.items():
-                if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
-        early = {weight_of[stand_in]: stand_in.grad for stand_in in self.stand_ins if stand_in.grad is not None}
-        gradients = [*halves, *early.values()]  # a WeightHalf ignores its own: any number will do
-        torch.autograd.backward([*halves, *early], gradients)
+            copied = half is None or not all(weight_of[each].is_leaf for each in own)  # gradients on their way are kept
+            if copied and all(uses[each] == 1 for each in own):
+                hand_over([halves.pop()] if half is not None else [], own)
+        hand_over(halves, self.stand_ins)
         self.stand_ins = self.weights = ()

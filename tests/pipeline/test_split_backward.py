@@ -91,6 +91,14 @@ def twice(model: Transformer) -> Transformer:
     return model
 
 
+def two_names(model: Transformer) -> Transformer:
+    """The MLPs are one module, of several names."""
+    for block in model.blocks:
+        block.mlp = model.blocks[0].mlp
+        block.again = block.mlp.up_proj
+    return model
+
+
 def with_own(model: Transformer, function) -> Transformer:
     for block in model.blocks:
         block.mlp = Own(block.mlp, function)
@@ -129,6 +137,7 @@ CASES = {
     "biases": (lambda: with_biases(whole_model(OF)), 3, 1),
     "dropout": (lambda: whole_model(DROPOUT), 3, 1),
     "weights used twice": (lambda: twice(whole_model(OF)), 3, 1),
+    "modules of two names": (lambda: two_names(whole_model(OF)), 3, 1),
     "partly frozen": (lambda: frozen(whole_model(OF)), 3, 1),
     "experts": (lambda: whole_model(OF, SOFTMAX), 3, 1),
     "experts one by one": (lambda: looped(whole_model(OF, SOFTMAX)), 3, 1),
@@ -432,3 +441,69 @@ def test_a_linear_layer_by_itself():
             done.weight_gradients()
             for one, other in zip((found, weight.grad, bias.grad), expected, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+class Logged(torch.autograd.Function):
+    """x · weight, element by element, which notes when it makes its weight's gradient."""
+
+    log = []
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            Logged.log.append("made")
+            return None, (gradient * x).sum(0)
+        return gradient * weight, None
+
+
+class Scales(nn.Module):
+    """Some of these, one after another; cast: by copies of the weights in another dtype, which forward makes."""
+
+    def __init__(self, cast: bool):
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(4) for _ in range(3))
+        self.cast = cast
+
+    def forward(self, x):
+        for weight in self.weights:
+            x = Logged.apply(x, weight.double() if self.cast else weight)
+        return x
+
+
+@pytest.mark.parametrize("kind", ["leaves", "copies made before", "copies made in forward"])
+def test_w_has_one_gradient_at_a_time(kind):
+    """Each is with its weight before the next one is made: else W would hold a second gradient of every weight."""
+    stage = Scales(kind == "copies made in forward")
+    weights = list(stage.weights)
+    if kind == "copies made before":  # as CastWeights does
+        for name, weight in list(stage.weights._parameters.items()):
+            stage.weights._parameters[name] = weight.bfloat16()
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(lambda _: Logged.log.append("there"))
+    x = torch.randn(2, 4, dtype=torch.bfloat16 if kind == "copies made before" else torch.float32)
+    done = SplitPass(stage, x, lambda out: out)
+    done.input_gradient(torch.ones_like(done.out))
+    Logged.log.clear()
+    done.weight_gradients()
+    assert Logged.log == ["made", "there"] * 3
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_under_anomaly_mode():
+    """Nothing in W is made of memory that has no values yet."""
+    torch.use_deterministic_algorithms(True)  # such memory is full of NaN then
+    try:
+        with torch.autograd.set_detect_anomaly(True, check_nan=True):
+            part = Part("a stage in the middle")
+            done = part.forward(SplitPass)
+            done.input_gradient(part.gradient)
+            done.weight_gradients()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(gradient.isfinite().all() for gradient in part.gradients().values())
