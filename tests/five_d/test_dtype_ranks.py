@@ -4,6 +4,7 @@ weight a step, hidden states in 16 bits on their way, and gradients in 32. CPU, 
 
 import contextlib
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -90,8 +91,14 @@ def backward_in_a_thread(mode: TorchDispatchMode):
         with mode:
             backward(*args, **more)
 
+    here = threading.get_ident()
     with ThreadPoolExecutor(1) as thread:
-        elsewhere = lambda *args, **more: thread.submit(under_mode, *args, **more).result()  # noqa: E731
+
+        def elsewhere(*args, **more) -> None:
+            if threading.get_ident() != here:  # a hook of a backward that is there already
+                return backward(*args, **more)
+            return thread.submit(under_mode, *args, **more).result()
+
         with mock.patch.object(torch.autograd, "backward", elsewhere):
             yield
 
