@@ -443,25 +443,6 @@ def test_a_linear_layer_by_itself():
                 torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-class Logged(torch.autograd.Function):
-    """x · weight, element by element, which notes when it makes its weight's gradient."""
-
-    log = []
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        if ctx.needs_input_grad[1]:
-            Logged.log.append("made")
-            return None, (gradient * x).sum(0)
-        return gradient * weight, None
-
-
 class Scales(nn.Module):
     """Some of these, one after another; cast: by copies of the weights in another dtype, which forward makes."""
 
@@ -472,7 +453,7 @@ class Scales(nn.Module):
 
     def forward(self, x):
         for weight in self.weights:
-            x = Logged.apply(x, weight.double() if self.cast else weight)
+            x = Scaled.apply(x, weight.double() if self.cast else weight)
         return x
 
 
@@ -485,13 +466,13 @@ def test_w_has_one_gradient_at_a_time(kind):
         for name, weight in list(stage.weights._parameters.items()):
             stage.weights._parameters[name] = weight.bfloat16()
     for weight in weights:
-        weight.register_post_accumulate_grad_hook(lambda _: Logged.log.append("there"))
-    x = torch.randn(2, 4, dtype=torch.bfloat16 if kind == "copies made before" else torch.float32)
+        weight.register_post_accumulate_grad_hook(lambda _: Scaled.asked.append("there"))
+    x = torch.randn(1, 2, 4, dtype=torch.bfloat16 if kind == "copies made before" else torch.float32)
     done = SplitPass(stage, x, lambda out: out)
     done.input_gradient(torch.ones_like(done.out))
-    Logged.log.clear()
+    Scaled.asked.clear()
     done.weight_gradients()
-    assert Logged.log == ["made", "there"] * 3
+    assert Scaled.asked == [(False, True), "there"] * 3
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
