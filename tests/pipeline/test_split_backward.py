@@ -462,7 +462,7 @@ def test_w_has_one_gradient_at_a_time(kind):
     """Each is with its weight before the next one is made: else W would hold a second gradient of every weight."""
     stage = Scales(kind == "copies made in forward")
     weights = list(stage.weights)
-    if kind == "copies made before":  # as CastWeights does
+    if kind == "copies made before":  # operations on the weights, that autograd would run last
         for name, weight in list(stage.weights._parameters.items()):
             stage.weights._parameters[name] = weight.bfloat16()
     for weight in weights:
