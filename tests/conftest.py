@@ -1,10 +1,12 @@
 """What several test modules share."""
 
+import gc
 import signal
 import socket
 
 import pytest
 import torch
+from triton.runtime.autotuner import Autotuner
 
 from course_kit.ranks import Ranks, processes
 
@@ -15,10 +17,18 @@ processes.ANSWER_S = 30.0  # a rank of a busy machine may say late where it is; 
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     for item in items:
         if hasattr(getattr(item, "module", None), "DEVICE"):
             item.add_marker("device")
+    if config.option.markexpr == "device" and torch.cuda.is_available() and block_bytes() >= FIRST_CONFIGURATIONS:
+        for kernel in (each for each in gc.get_objects() if type(each) is Autotuner):
+            kernel.configs = kernel.configs[:1]  # as in the interpreter: only results count, and compiling takes long
+
+
+def block_bytes() -> int:
+    """Shared memory that a block may have on this GPU."""
+    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin
 
 
 @pytest.fixture
@@ -30,6 +40,7 @@ def port():
         yield held.getsockname()[1]
 
 
+FIRST_CONFIGURATIONS = 160 * 2**10  # bytes of shared memory that each kernel's first configuration is content with
 POOLS: list[Ranks] = []  # those of the tests that only call them
 DEADLINE_S = 300  # against a hang: a call with all schedules takes over a minute beside two other workers
 
@@ -38,11 +49,11 @@ def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu"):
         if not torch.cuda.is_available():
             pytest.skip("needs CUDA")
-        if "ranks" in item.path.stem:
-            pytest.importorskip("ipyparallel")  # a GPU node may not have it
     # Tests of ranks come first. Then ranks that wait for a call would cost each some 200th of a core.
     if "ranks" not in item.path.stem and not {"ranks", "two"} & set(item.fixturenames):
         put_away()
+    elif torch.cuda.is_available():
+        pytest.importorskip("ipyparallel")  # a GPU node may not have it
 
 
 def put_away() -> None:

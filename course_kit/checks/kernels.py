@@ -39,9 +39,10 @@ def run_guarded(kernel, run, *inputs):
     """
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     kernel, _ = first_configuration(kernel, {})
+    inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
     with record_launches() as launches, stray_loads() as strays, GuardBands() as guards:
         try:
-            result = run(*[guards.guarded(x.to(device)) if torch.is_tensor(x) else x for x in inputs])
+            result = run(*[guards.guarded(x) if torch.is_tensor(x) else x for x in inputs])
         except TritonError as error:  # it wraps what a kernel raises: a blank one should say that it is blank
             if "NotImplementedError()" in str(error):
                 raise NotImplementedError from None

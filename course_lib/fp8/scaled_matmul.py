@@ -71,14 +71,14 @@ def row_scaled_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> tor
 
 
 def scales_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
-    """Whether cuBLAS multiplies these: on Hopper, from CUDA 12.9 on; tiles, or a square and a tile, not both in e5m2;
-    sides that 16 divides.
+    """Whether cuBLAS multiplies these: on Hopper, from CUDA 12.9 on; tiles, or a square and a tile, in e4m3 both; sides
+    that 16 divides.
     """
     (m, k), n, device = a.values.shape, len(b.values), a.values.device
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
     cuda = hopper and torch.version.cuda and tuple(map(int, torch.version.cuda.split("."))) >= (12, 9)
     blocks = {a.block, b.block} <= {TILE, SQUARE} and TILE in (a.block, b.block)
-    types = out_dtype != torch.float64 and torch.float8_e4m3fn in (a.values.dtype, b.values.dtype)
+    types = out_dtype != torch.float64 and a.values.dtype == b.values.dtype == torch.float8_e4m3fn
     return bool(cuda and blocks and types and hasattr(F, "scaled_mm") and not (m % 16 or n % 16 or k % 16))
 
 

@@ -15,6 +15,7 @@ from course_kit.gpu.transactions import count_transactions
 from course_lib.context_parallel.blocks import plain_forward
 from course_lib.flash_attention import first as flash_first
 from course_lib.flash_attention.first import first_attention, first_attention_kernel
+from kernel_traffic import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}  # of the largest element
@@ -78,6 +79,7 @@ def test_one_launch_of_a_program_for_each_head():
     assert guards.largest_bytes == 2 * 96 * 3 * 16 * 4  # out: the scores would be six times as many
 
 
+@interpreted
 @pytest.mark.parametrize("causal", [True, False])
 def test_what_moves_is_the_order_of_work(causal):
     """Keys and values once; queries, out, m and l once for each tile of keys that they see."""

@@ -69,19 +69,19 @@ def test_random_shapes_in_float64_are_exact():
 def most(case: Case, name: str, usual: float, size: float, dtype) -> float:
     """The RMS error allowed on one shape, where SDPA's is `usual` and the result's RMS is `size`.
 
-    1.1 of SDPA's for out, 1.5 for gradients (2 in float32, where the processor's order of sums decides), and eps/8 of
+    1.1 of SDPA's for out, 1.5 for gradients (2 in float32 and on a GPU, where its order of sums decides), and eps/8 of
     the result, half of what one rounding makes. Shapes of a few numbers have other luck in each order of summation;
     with one key dp and delta cancel, but for float32's rounding.
     """
     if min(case.s_q, case.s_k) < 16:
         return 3 * usual + 8 * torch.finfo(torch.float32).eps
-    times = 1.1 if name == "out" else 2 if dtype == torch.float32 else 1.5
+    times = 1.1 if name == "out" else 2 if dtype == torch.float32 or DEVICE == "cuda" else 1.5
     return times * usual + torch.finfo(dtype).eps / 8 * size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_random_shapes_are_as_precise_as_pytorchs_own(dtype):
-    """RMS errors against float64: over all shapes, within 1.05 of SDPA's; on each, as `most`."""
+    """RMS errors against float64: over all shapes, within 1.05 of SDPA's (1.15 on a GPU); on each, as `most`."""
     squares = {name: [0.0, 0.0] for name in NAMES}
     for seed, case in enumerate(random_cases(40)):
         given = inputs(case, dtype, seed)
@@ -92,7 +92,7 @@ def test_random_shapes_are_as_precise_as_pytorchs_own(dtype):
             assert error <= most(case, name, usual, rms(expected), dtype), (name, case)
             squares[name] = [squares[name][0] + error**2, squares[name][1] + usual**2]
     for name, (error, usual) in squares.items():
-        assert math.sqrt(error / usual) <= 1.05, name
+        assert math.sqrt(error / usual) <= (1.05 if DEVICE == "cpu" else 1.15), name
 
 
 @pytest.mark.parametrize("dtype, lse_dtype", [

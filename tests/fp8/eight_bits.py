@@ -10,6 +10,7 @@ from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quanti
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = [E4M3, E5M2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TENSOR_CORE = 32 * 2.0**-14  # of the sum of magnitudes: what 32 products lose, each cut to 14 bits of the largest
 BLOCKS = [TENSOR, ROW, TILE, SQUARE, (WHOLE, 1), (3, 7)]
 
 

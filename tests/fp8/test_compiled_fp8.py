@@ -2,6 +2,7 @@
 numbers and are promoted by one or two float32 instructions, tiles by TMA, no spills. Triton's compiler, on the CPU.
 """
 
+import re
 from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from course_kit.gpu.ablations import undone
 from course_kit.gpu.compiled import Compiled
 from course_kit.gpu.instructions import Instruction, find_jumps, kind_of, machine_code, parse
 from course_kit.gpu.launches import Launch, record_launches
+from course_lib.fp8.cast_kernels import quantize_kernel
 from course_lib.fp8.casts import FUSED_BLOCKS, quantize_both
 from course_lib.fp8.hopper import HOPPER_BLOCK_CONFIGURATIONS, hopper_block_matmul_kernel
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE
@@ -242,6 +244,25 @@ def test_casts_take_few_instructions(casts, launched_casts):
         print(f"{use}: {found:.1f} instructions a number, {made.registers} registers")
         if use in PER_NUMBER:
             assert found <= PER_NUMBER[use] * (1.3 if triton.__version__ < "3.7" else 1), use
+
+
+def shifted_halves(made: Compiled) -> set[str]:
+    """Registers of 16 bits with two 8-bit numbers, of which a shift takes the upper one."""
+    pairs = re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32\s+(%rs\d+)", made.ptx)
+    return set(pairs) & set(re.findall(r"shr\.[us]16\s+%rs\d+, (%rs\d+), 8", made.ptx))
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, block", [((256, 256), torch.float32, TENSOR), ((300, 400), torch.bfloat16, SQUARE)]
+)
+def test_no_byte_is_taken_from_half_a_word(shape, dtype, block):
+    """On the first GPU every fourth number of a transpose was another: ptxas reads such a half before it is there."""
+    with record_launches() as launches:
+        quantize_both(torch.zeros(shape, dtype=dtype), E4M3, block)
+    launch = launches[-1]
+    control = replace(launch, kernel=undone(quantize_kernel, {"in_words(x.to(dtype))": "x.to(dtype)"}))
+    ours, without = compile_launches([launch, control])
+    assert not shifted_halves(ours) and shifted_halves(without)
 
 
 def test_blackwell_takes_the_casts_without_spills_too(launched_casts):

@@ -77,6 +77,16 @@ def test_the_result_is_that_of_quantize(dtype, source, block, power_of_two):
         assert_quantizes(matrix(rows, columns, source, wide=1.0), dtype, block, power_of_two)
 
 
+@pytest.mark.parametrize("block", FUSED_BLOCKS, ids=str)
+@pytest.mark.parametrize(
+    "dtype, source", [(E4M3, torch.float32), (E5M2, torch.float32), (E4M3, torch.bfloat16)], ids=str
+)
+def test_rows_of_whole_vectors(dtype, source, block):
+    """Where a thread has several numbers in one register, straight and turned; and where it has them straight alone."""
+    for rows, columns in ((128, 256), (68, 144)):
+        assert_quantizes(matrix(rows, columns, source, wide=1.0), dtype, block)
+
+
 @pytest.mark.parametrize("dtype, block", [(E4M3, TILE), (E5M2, SQUARE), (E5M2, ROW), (E4M3, TENSOR)], ids=str)
 def test_numbers_that_are_none_and_blocks_of_zeros(dtype, block):
     """NaN and infinities become NaN and don't count in the scale; a block of zeros has the scale 1."""

@@ -20,11 +20,12 @@ from course_lib.fp8.hopper import (
     hopper_block_matmul_op,
 )
 from course_lib.fp8.quantization import SQUARE, TENSOR, TILE, Quantized, dequantize, quantize
+from eight_bits import TENSOR_CORE
 
 interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="counts in Triton's interpreter")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-OF_A_SUM = 2e-7 if DEVICE == "cpu" else 2**-13  # relative to the sum of magnitudes
+OF_A_SUM = 2e-7 if DEVICE == "cpu" else TENSOR_CORE  # relative to the sum of magnitudes
 
 
 def operand(rows: int, k: int, block: tuple[int, int], dtype: torch.dtype = E4M3, seed: int = 0) -> Quantized:

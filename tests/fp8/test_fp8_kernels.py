@@ -24,7 +24,7 @@ from course_lib.fp8.kernels import (
     has_pieces,
 )
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quantized, quantize
-from eight_bits import DEVICE, E4M3, E5M2, any_codes, stands_for
+from eight_bits import DEVICE, E4M3, E5M2, TENSOR_CORE, any_codes, stands_for
 
 interpreted_only = pytest.mark.skipif(
     not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart"
@@ -33,7 +33,7 @@ needs_fp8 = pytest.mark.skipif(
     DEVICE == "cuda" and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no e4m3"
 )
 # float32's rounding of sums in the interpreter. On an H100 a piece of 128 is summed with some 14 bits.
-ROUNDING = 2.0**-24 if DEVICE == "cpu" else 2.0**-14
+OF_A_SUM = 32 * 2.0**-24 if DEVICE == "cpu" else TENSOR_CORE  # 128 numbers one after the other, then the pieces
 MIXES = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2), (E5M2, E5M2)]
 SHAPES = [(1, 128, 1), (7, 5, 3), (70, 300, 65)]  # m, k, n
 
@@ -43,7 +43,7 @@ def assert_product(found: torch.Tensor, a: Quantized, b: Quantized) -> None:
     left, right = stands_for(a).cpu(), stands_for(b).cpu().t()
     exact, terms = left @ right, left.abs() @ right.abs()
     last_bit = torch.finfo(found.dtype).eps / 2 if found.dtype != torch.float32 else 0
-    bound = 32 * ROUNDING * terms + last_bit * exact.abs()  # 128 numbers one after the other, then the pieces
+    bound = OF_A_SUM * terms + last_bit * exact.abs()
     assert found.shape == exact.shape and found.is_contiguous()
     assert ((found.cpu().double() - exact).abs() <= bound).all(), (a.block, b.block, found.shape)
 

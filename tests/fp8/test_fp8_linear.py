@@ -28,7 +28,7 @@ from course_lib.fp8.linear import (
 from course_lib.fp8.operands import Cast, Casts
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
 from course_lib.fp8.recipes import by_blocks, per_tensor
-from eight_bits import DEVICE, E4M3, E5M2, Products, scale_of_each, seeded, stands_for, uneven
+from eight_bits import DEVICE, E4M3, E5M2, TENSOR_CORE, Products, scale_of_each, seeded, stands_for, uneven
 
 ROWS = Casts(*[Cast(E4M3, ROW, power_of_two=True)] * 3)
 CASTS = {
@@ -41,6 +41,7 @@ CASTS = {
 how = pytest.mark.parametrize("casts", CASTS.values(), ids=CASTS)
 LEADING, IN, OUT = (2, 75), 140, 130  # no multiple of 16, more than a block
 DTYPES = [torch.float32, torch.bfloat16]
+OF_A_SUM = 16 * 2**-24 if DEVICE == "cpu" else TENSOR_CORE  # relative to the sum of magnitudes
 
 
 def a_layer(casts: Casts, bias: bool = False, dtype: torch.dtype = torch.float32) -> Fp8Linear:
@@ -93,7 +94,7 @@ def test_out_and_gradients_are_those_of_the_quantized_operands(casts, dtype):
     ):
         assert our.shape == like.shape and our.dtype == dtype, name
         rounded = exact.abs() * (torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0)
-        assert ((our.double().view_as(exact) - exact).abs() <= 16 * 2**-24 * terms + rounded).all(), name
+        assert ((our.double().view_as(exact) - exact).abs() <= OF_A_SUM * terms + rounded).all(), name
 
 
 def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -133,7 +134,7 @@ def test_three_products_and_one_quantization_of_x(casts):
     """In float64 what is multiplied is emulated; here nothing is: the operands of torch._scaled_mm have 8 bits."""
     layer, x = a_layer(casts), an_input()
     with mock.patch.object(fp8_linear, "fp8_matmul", wraps=fp8_linear.fp8_matmul) as products:
-        with mock.patch.object(fp8_operands, "quantize", wraps=fp8_operands.quantize) as casted:
+        with mock.patch.object(fp8_linear, "cast_matrix", wraps=fp8_linear.cast_matrix) as casted:
             out = layer(x)
             assert products.call_count == 1 and casted.call_count == 2
             out.backward(a_gradient())
@@ -195,7 +196,7 @@ def test_layers_with_one_input_quantize_and_keep_it_once():
     casters = [LayerCasters(per_tensor()).to(DEVICE) for _ in range(3)]
     weights = [(uneven(n, IN, seed=n) / 100).requires_grad_() for n in (40, 24, 24)]
     x = an_input()
-    with mock.patch.object(fp8_operands, "quantize", wraps=fp8_operands.quantize) as casted:
+    with mock.patch.object(fp8_linear, "cast_matrix", wraps=fp8_linear.cast_matrix) as casted:
         outs = Fp8Products.apply(x, None, casters, *weights)
         assert casted.call_count == 1 + 3
     kept = kept_by(lambda: Fp8Products.apply(x, None, casters, *weights), weights)
@@ -504,7 +505,7 @@ def test_a_stored_weight_by_rows_is_turned_with_its_scale():
     _, dx, _ = run(store(layer), x, gradient)
     dy = by_cast(gradient.flatten(0, -2), ROWS.gradient)
     exact = dy @ by_cast(stands.t(), ROWS.weight).t()
-    torch.testing.assert_close(dx.flatten(0, -2).double(), exact, rtol=1e-4, atol=1e-5 * exact.abs().max().item())
+    torch.testing.assert_close(dx.flatten(0, -2).double(), exact, rtol=1e-4, atol=OF_A_SUM * exact.abs().max().item())
 
 
 def test_the_gradient_of_a_stored_weight_has_more_bits():
@@ -554,7 +555,8 @@ def test_kernels_quantize_as_pytorchs_operators_do(casts, monkeypatch):
     if casts.input.block == TENSOR:  # an amax, then 8 bits: x once, dy both ways from one look, w again in backward
         amaxes, quantizations = ({shape: looks[name, shape] for shape in (x_shape, w_shape, dy_shape)}
                                  for name in ("amax_kernel", "quantize_kernel"))  # fmt: skip
-        assert amaxes == {x_shape: 3, w_shape: 3, dy_shape: 3}
+        looked = 1 if casts.input.history and DEVICE == "cuda" else 3  # then scales are known after the first step
+        assert amaxes == dict.fromkeys((x_shape, w_shape, dy_shape), looked)
         assert quantizations == {x_shape: 3, w_shape: 6, dy_shape: 3}
     if casts.gradient.block == TILE:  # both ways from one look
         assert looks["quantize_kernel", dy_shape] == 3 and looks["quantize_kernel", w_shape] == 6

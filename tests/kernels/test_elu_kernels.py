@@ -36,12 +36,13 @@ def test_error_is_hardly_larger_than_pytorchs(shape, dtype):
     x, grad = numbers(2, *shape, dtype=dtype)
     exact = both_ways(F.elu, x, grad, torch.float64)
     ours, theirs = both_ways(elu, x, grad, dtype), both_ways(F.elu, x, grad, dtype)
+    off = 2**-21 + (2**-23 * x.double().abs() if DEVICE == "cuda" else 0)  # its exp rounds x log2(e) first
     for found, other, right in zip(ours, theirs, exact, strict=True):
         error, other_error = (found - right).abs(), (other - right).abs()
         if dtype == torch.float32:
-            assert (error <= 2**-21 * right.abs()).all()
+            assert (error <= off * right.abs()).all()
         else:  # rounded once, from float32: no number of this dtype is nearer
-            assert (error <= other_error + 2**-21 * right.abs()).all()
+            assert (error <= other_error + off * right.abs()).all()
 
 
 def test_near_zero_no_digit_is_lost():
@@ -60,7 +61,9 @@ def test_special_numbers_are_as_pytorchs(dtype, alpha):
     ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     found, expected = elu(ours, alpha), F.elu(theirs, alpha)
     torch.testing.assert_close(found, expected, equal_nan=True)
-    assert found.isnan().equal(expected.isnan()) and found.signbit()[:2].equal(expected.signbit()[:2])
+    assert found.isnan().equal(expected.isnan())
+    if alpha >= 0 or DEVICE == "cpu":  # CUDA's F.elu multiplies 0 by alpha
+        assert found.signbit()[:2].equal(expected.signbit()[:2])
     found.backward(torch.ones_like(found))
     expected.backward(torch.ones_like(expected))
     torch.testing.assert_close(ours.grad, theirs.grad, equal_nan=True)

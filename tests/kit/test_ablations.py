@@ -13,6 +13,7 @@ from course_kit.gpu.transactions import count_transactions
 from course_lib.context_parallel.blocks import plain_forward
 from course_lib.flash_attention.forward import flash_forward_kernel, head_sizes, strides_of
 from course_lib.kernels.rounding import cast, widen
+from kernel_traffic import interpreted
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TILES = {"BLOCK_Q": 32, "BLOCK_K": 16, "num_warps": 4, "num_stages": 1}
@@ -110,6 +111,7 @@ def test_attention_without_an_idea_is_attention(step, causal):
         assert (ours.double() - true).abs().max() <= 1e-5 * true.abs().max()
 
 
+@interpreted
 def test_every_tile_visited_loads_them_all():
     """16 tiles of keys in place of 10, for four tiles of queries."""
     q = torch.randn(1, 64, 1, 16, device=DEVICE)

@@ -5,8 +5,15 @@ from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
+import triton
 
 from course_kit.gpu.transactions import observed
+
+NUMPY, TRITON = (tuple(map(int, each.__version__.split(".")[:2])) for each in (np, triton))
+interpreted = pytest.mark.skipif(
+    TRITON < (3, 7) and NUMPY >= (2, 4), reason="Triton 3.6's interpreter wants a NumPy before 2.4"
+)
 
 
 @contextlib.contextmanager
