@@ -56,6 +56,7 @@ class Caster(Float32Buffers):
         self.known, self.asked = False, 0  # asked: the steps until `update_scales` looks at the history again
         self.given: torch.Tensor | None = None
         self.kept: tuple[torch.Tensor, int, BothWays] | None = None  # of what, in which version, and in 8 bits
+        self.found: tuple[torch.Tensor, int, torch.Tensor] | None = None  # of which history, in which version, the scale
         self.register_buffer("stored_scale", None)
 
     def _load_from_state_dict(self, *args):
@@ -88,14 +89,20 @@ class Caster(Float32Buffers):
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None, both: bool) -> Quantized:
         """x in 8 bits, by the scale where there is one; both: with its transpose, where that comes with one look."""
         if scale is None and self.given is None and self.known and has_kernels(x, self.cast.block):
-            scale = self.next_scale(x.new_zeros((1, 1), dtype=torch.float32))  # the history's: no amax is asked for
+            scale = self.scale_of_history()
             if self.training:
                 straight, turned, amax = quantize_delayed(x, scale, self.cast.dtype, both)
-                self.amax.copy_(torch.maximum(self.amax, amax.view(1)))
+                torch.maximum(self.amax, amax.view(1), out=self.amax)
                 return with_turned(straight, turned) if both else straight
         if scale is None:
             scale = self.given if self.given is not None else self.known_scale(x)
         return cast_matrix(x, self.cast, scale, self.groups(), both=both)
+
+    def scale_of_history(self) -> torch.Tensor:
+        """The scale that the history says, which needs no amax: worked out once a step."""
+        if self.found is None or self.found[0] is not self.history or self.found[1] != self.history._version:
+            self.found = self.history, self.history._version, self.next_scale(self.history.new_zeros(1, 1))
+        return self.found[2]
 
     def once(self, x: torch.Tensor) -> BothWays:
         """x in 8 bits, both ways: as it was kept, or made and kept."""

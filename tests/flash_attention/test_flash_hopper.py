@@ -228,6 +228,7 @@ def test_heads_of_64_are_not_for_the_split_kernel_on_a_gpu():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_product_with_values_is_under_way_during_the_softmax(compiled, head_dim):
+    skip_where_refused(head_dim, False)
     steps = r"ttng\.warp_group_dot_wait|ttng\.warp_group_dot(?= )|math\.exp2"
     of_scores, wait, of_values, *softmax = re.findall(steps, loop_of(compiled[head_dim, True]))
     assert (of_scores, wait, of_values) == ("ttng.warp_group_dot", "ttng.warp_group_dot_wait", "ttng.warp_group_dot")

@@ -5,6 +5,7 @@ Triton's interpreter (and its compiler, for the counts) on the CPU, or a GPU wit
 import pytest
 import torch
 import triton
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_kit.checks.guard_bands import GuardBands, guarded
 from course_kit.gpu.launches import record_launches
@@ -130,6 +131,32 @@ def test_a_scale_that_is_given(block):
     infinite = torch.tensor([[1e38, 1.0]], device=DEVICE)
     small = torch.full((1, 1), 1e-3, device=DEVICE)
     assert_same(quantize_fused(infinite, scale=small), quantize(infinite, scale=small))  # 1e41 is NaN
+
+
+class Seen(TorchDispatchMode):
+    """`with Seen() as found:` lists the names of our operators inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names += [func._schema.name] * (func.namespace == "course")
+        return func(*args, **(kwargs or {}))
+
+
+def test_casts_are_operators_only_where_somebody_watches(monkeypatch):
+    """A counter, a compiler; else the host is spared the operator, and results are the same."""
+    x = matrix(35, 133)
+    with Seen() as found:
+        watched = quantize_both(x)
+    assert found.names == ["course::block_amax", "course::quantize"]
+    compiled = torch.compile(quantize_both, backend="eager", fullgraph=True)(x)
+    monkeypatch.setattr(fp8_casts, "quantize_operator", None)
+    monkeypatch.setattr(fp8_casts, "amax_operator", None)
+    for plain, *others in zip(quantize_both(x), watched, compiled, strict=True):
+        for other in others:
+            assert_same(other, plain)
 
 
 def test_delayed_scaling_gets_both_and_the_amax_from_one_look():

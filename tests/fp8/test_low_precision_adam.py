@@ -66,7 +66,7 @@ def test_in_float32_it_is_torchs_adamw(with_master):
     for our, their in zip(ours, theirs, strict=True):
         torch.testing.assert_close(our, their, rtol=0, atol=CLOSE)
         for name in ("exp_avg", "exp_avg_sq", "step"):
-            torch.testing.assert_close(optimizer.state[our][name], expected.state[their][name], rtol=1e-6, atol=0)
+            torch.testing.assert_close(optimizer.state[our][name], expected.state[their][name], rtol=10 * CLOSE, atol=0)
 
 
 BYTES = {FP32: (4, 0, 0), BF16: (2, 0, 0), FP16: (2, 4, 0), E4M3: (1, 0, 4), E5M2: (1, 0, 4)}  # number, tensor, block
