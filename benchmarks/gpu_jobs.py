@@ -71,6 +71,9 @@ READY_S = {"attention": 50, "rungs": 90}
 MISSED = {"kernels": kernels.missed, "attention": attention.missed, "fp8": fp8.missed}
 REASONS = {  # why a bound is missed, where we have an explanation
     r"attention .* cuDNN": "its groups of warps take turns, by barriers that Triton does not offer (notebook 13)",
+    r"elu, forward": "30 instructions a number, nearly as long to issue as its bytes take",
+    r"linear .* torchao": "casts that turn a matrix too had registers for 8 warps an SM and ran at a third of a copy's "
+    "speed; since then for 16, not measured again",
     r"product, 1 x 128": "applying the scales keeps ordinary cores busy for over half of the products' time (616 issue "
     "slots for 1,024 clocks, counted in the machine code), and tiles come without multicast; training uses cuBLAS's",
 }

@@ -18,7 +18,7 @@ __all__ = ['SCALE_FLOOR', 'EACH', 'PIECE', 'MATRIX', 'OWN', 'MEASURED', 'GIVEN',
            'scale_of_amax', 'divide', 'round_piece', 'quantize_piece', 'quantize_kernel', 'amax_kernel']
 
 # %% ../../notebooks/14b_fp8.ipynb #fp8-cast-kernels-own-imports
-from .rounding import cast_fp8, widen_fp8
+from .rounding import cast_fp8, widen_first, widen_fp8
 from .quantization import SMALLEST_SCALE
 
 # %% ../../notebooks/14b_fp8.ipynb #cast-pieces
@@ -154,7 +154,7 @@ def quantize_kernel(
     inside = (row < rows) & (column < columns)
     loaded = tl.load(x + row * x_row + column, inside, other=0.0)
     if x_scale is None:
-        piece = widen(loaded)
+        piece = widen(loaded) if turned is None else widen_first(loaded)
     else:  # a piece is as wide as a tile, or half
         of_row = x_scale + row * x_step_row + first_column // 128 * x_step_column
         piece = widen_fp8(loaded) * tl.load(of_row, row < rows, other=0.0)

@@ -56,7 +56,7 @@ class Caster(Float32Buffers):
         self.known, self.asked = False, 0  # asked: the steps until `update_scales` looks at the history again
         self.given: torch.Tensor | None = None
         self.kept: tuple[torch.Tensor, int, BothWays] | None = None  # of what, in which version, and in 8 bits
-        self.found: tuple[torch.Tensor, int, torch.Tensor] | None = None  # of which history, in which version, the scale
+        self.found: tuple[torch.Tensor, int, torch.Tensor] | None = None  # the scale of a history, and its version
         self.register_buffer("stored_scale", None)
 
     def _load_from_state_dict(self, *args):

@@ -234,7 +234,7 @@ def test_recorded_files_are_those_of_the_recorded_run(tmp_path, gpu, monkeypatch
     monkeypatch.setattr(gpu_jobs, "save", lambda name, figures, where: saved.update({f"{name}_{where}": figures}))
     shutil.copy(results / "gpu_run_h200.jsonl", tmp_path / "results.jsonl")
     missed = [line for line in gpu_jobs.record(gpu.read(tmp_path)) if line.startswith("missed: ")]
-    ends = "(notebook 13)", "training uses cuBLAS's", "the reason is not known"
+    ends = "(notebook 13)", "training uses cuBLAS's", "bytes take", "not measured again", "the reason is not known"
     assert all(line.endswith(ends) for line in missed)
     assert "barriers that Triton does not offer" in next(line for line in missed if "cuDNN" in line)
     assert saved.keys() == {"kernels_h200", "attention_h200", "fp8_h200", "steps_h200"}
@@ -251,3 +251,31 @@ def test_failed_tests_are_named(tmp_path, monkeypatch):
     assert next(rows) == {"file": str(file), "failed": 1, "passed": 1, "failures": ["test_off - assert 1 == 2"]}
     with pytest.raises(AssertionError, match="1 failed, 1 passed"):
         next(rows)
+
+
+SANITIZER = """#!{python}
+import subprocess, sys
+subprocess.run(sys.argv[sys.argv.index("20") + 1 :], check=True)
+print("========= Error: Race reported between Read access at kernel+0x130 in {file}:{line}")
+print("=========     and Write access at kernel+0x60f0 in {file}:{line} [20 hazards]")
+print("========= RACECHECK SUMMARY: {found} hazards displayed ({found} errors, 0 warnings)")
+"""
+
+
+@pytest.mark.parametrize("found, passes", [(1, True), (2, False)])
+def test_reads_of_tritons_dispatch_are_told_from_races(tmp_path, monkeypatch, found, passes):
+    """A stand-in for racecheck: one of its hazards is at a kernel's first line."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    gpu_jobs, program = __import__("gpu_jobs"), tmp_path / "compute-sanitizer"
+    lines = (ROOT / "course_lib/fp8/hopper.py").read_text().splitlines()
+    (line,) = [number for number, text in enumerate(lines, 1) if text.startswith("def hopper_block_matmul_kernel")]
+    program.write_text(SANITIZER.format(python=sys.executable, file="hopper.py", line=line, found=found))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    rows = gpu_jobs.sanitized("racecheck", "cpu", ["memory"])
+    assert next(rows) == {"tool": "racecheck", "kernels": 1, "found": found - 1, "of Triton's dispatch": 1}
+    if passes:
+        assert not list(rows)
+    else:
+        with pytest.raises(AssertionError, match="1 errors; 1 of 1 passed"):
+            next(rows)
