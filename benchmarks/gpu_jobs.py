@@ -7,10 +7,10 @@
     ranks: LAYOUT      two ranks with tensors on one GPU, over gloo, against one rank: losses and weights after 3 steps
     launcher: NAME     a notebook's program by the launcher, NCCL on one rank
     memory             a memory profile, and what the allocator says of the same step
+    tests of kernels: FILE    the kernels' tests, compiled and on the GPU (pytest -m device)
     ready: FILE: KERNEL SIZE  compiles it all for the next, and holds it against PyTorch at this size
     FILE: KERNEL SIZE  kernels.py, attention.py, fp8.py: times against the rivals, the headline sizes first
     step               bench-1B: eager, compiled, with the kernels, in FP8: seconds, tokens/s, MFU, peak memory
-    tests of kernels: FILE    the kernels' tests, compiled and on the GPU (pytest -m device)
     sanitizer: TOOL    compute-sanitizer over every kernel, small
     sectors            what ncu counts against what count_transactions predicts (counters.py)
 """
@@ -72,8 +72,8 @@ MISSED = {"kernels": kernels.missed, "attention": attention.missed, "fp8": fp8.m
 REASONS = {  # why a bound is missed, where we have an explanation
     r"attention .* cuDNN": "its groups of warps take turns, by barriers that Triton does not offer (notebook 13)",
     r"elu, forward": "30 instructions a number, nearly as long to issue as its bytes take",
-    r"linear .* torchao": "casts that turn a matrix too had registers for 8 warps an SM and ran at a third of a copy's "
-    "speed; since then for 16, not measured again",
+    r"linear .* torchao": "casts that also turn a matrix left room for 8 warps an SM, and ran at a third of a copy's "
+    "speed; now there is room for 20, not measured again",
     r"product, 1 x 128": "applying the scales keeps ordinary cores busy for over half of the products' time (616 issue "
     "slots for 1,024 clocks, counted in the machine code), and tiles come without multicast; training uses cuBLAS's",
 }
@@ -279,8 +279,8 @@ def sanitizer() -> str | None:
 
 
 def of_dispatch(report: str) -> int:
-    """How many of racecheck's hazards are reads at a kernel's first line: there warps that Triton splits off wait for
-    their work, and read what it is between two barriers that racecheck does not count (seen in the PTX).
+    """How many of racecheck's hazards are reads at a kernel's first line. There warps that Triton splits off wait, and
+    read their task between two barriers (seen in the PTX). Racecheck does not count these barriers.
     """
     reads = re.findall(r"Race reported between Read access at \w+\+0x\w+ in (\w+\.py):(\d+)", report)
     lines = {(path.name, number) for path in (ROOT / "course_lib").rglob("*.py")
@@ -347,6 +347,9 @@ def jobs(device_type: str) -> Iterator[Job]:
     for notebook in ("04_data_parallel", "05_zero", "10_5d") if on_gpu else ("10_5d",):
         yield beside(f"launcher: {notebook}", functools.partial(launcher, notebook, ["--steps", "3", *small_run]), 25)
     yield beside("memory", functools.partial(memory, device), 15)
+    for file in files_with(r"^DEVICE = |^from \w+ import .*\bDEVICE\b|^    DEVICE,$") if on_gpu else ():
+        name = f"tests of kernels: {Path(file).stem}"
+        yield beside(name, functools.partial(tests, "device", file), 60, limit_s=400)
     timed, ahead = {}, {}
     for file, each, case in cases(device, device_type):
         name, kind = f"{file}: {case.kernel} {case.size}", re.match(r"\w+", case.kernel)[0]
@@ -361,9 +364,6 @@ def jobs(device_type: str) -> Iterator[Job]:
         yield Job(f"step: {way}", functools.partial(step, way, device), 35 if way == "compile" else 8)
     yield from (ahead[name] for name in others if on_gpu)
     yield from (timed[name] for name in others)
-    for file in files_with(r"^DEVICE = |^from \w+ import .*\bDEVICE\b|^    DEVICE,$") if on_gpu else ():
-        name = f"tests of kernels: {Path(file).stem}"
-        yield beside(name, functools.partial(tests, "device", file), 120, limit_s=400)
     for tool in ("memcheck", "racecheck"):
         for file, of_file in small.items():
             its_run = functools.partial(sanitized, tool, device_type, [job.name for job in of_file])

@@ -47,18 +47,19 @@ def sharing(block: tuple[int, int]) -> tuple[int, int]:
 
 
 def shape_of_piece(blocks: list[tuple[int, int]], turned: bool, columns: int | None = None) -> dict[str, int]:
-    """Rows and columns of x that a program holds, and its warps; 32 elements a thread, and 64 where it finds two scales
-    for each, which would not fit the registers of twice as many threads. blocks: those of its results, in the order of
-    x. columns: a row's, where a program has to have all of it.
+    """Rows and columns of x that a program holds, and its warps. A thread has 32 elements, or 64 where each gets two
+    scales: twice as many threads would have too few registers each. blocks: those of the results, in the order of x.
+    columns: a row's, where a program has to have all of it.
 
-    Each row of a piece is whole lines of memory, 128 bytes or more. Each row of a turned one is a line, or half of one
-    where no block asks for 128 rows: then two programs fit on an SM, and one computes while the other waits for memory.
+    Each row of a piece is whole lines of memory, 128 bytes of 16-bit numbers or more. Each row of a turned one is a
+    line, or half of one where no block asks for 128 rows: of such small pieces four or five fit on an SM, and some
+    compute while others wait for memory.
     """
     if columns is not None:
         rows, columns, num_warps = shape_of_work(columns)
         return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
-    rows = 128 if any(block[0] == 128 for block in blocks) else 64 if turned and len(blocks) == 2 else 32
-    rows, columns = (128, 64) if turned and len(blocks) == 1 and blocks[0][1] != 128 else (rows, 128)
+    rows = 128 if any(block[0] == 128 for block in blocks) else 64 if turned else 32
+    columns = 64 if turned and all(block[1] != 128 for block in blocks) else 128
     elements = 64 if len(set(blocks)) == 2 else 32
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": rows * columns // elements // 32}
 
@@ -78,8 +79,8 @@ def new_scales(x: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> to
 
 # %% ../../notebooks/14b_fp8.ipynb #amax-operator
 def watched() -> bool:
-    """Whether somebody follows what PyTorch runs: a compiler, fake tensors, a counter. Only they need a kernel to be an
-    operator. A call of one takes the host 0.1 ms, and a step has hundreds.
+    """Whether a compiler, fake tensors or a counter follows PyTorch's calls. Only they need a kernel to be an operator.
+    Calling an operator takes the host 0.1 ms, and a step has hundreds of casts.
     """
     return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
 

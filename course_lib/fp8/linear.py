@@ -99,7 +99,7 @@ class Caster(Float32Buffers):
         return cast_matrix(x, self.cast, scale, self.groups(), both=both)
 
     def scale_of_history(self) -> torch.Tensor:
-        """The scale that the history says, which needs no amax: worked out once a step."""
+        """The scale by the recorded amaxes; x's own is not needed. Worked out again only when the history changes."""
         if self.found is None or self.found[0] is not self.history or self.found[1] != self.history._version:
             self.found = self.history, self.history._version, self.next_scale(self.history.new_zeros(1, 1))
         return self.found[2]

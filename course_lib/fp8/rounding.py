@@ -49,8 +49,9 @@ def largest_code(dtype) -> int:
 
 @triton.jit
 def widen_first(x):
-    """x as float32, by an instruction that Triton does not look into. Of a piece that is turned it would otherwise turn
-    the shorter numbers before it, and compute all that follows twice: in both layouts, with twice the registers.
+    """x as float32, by an instruction that Triton cannot see into. Otherwise, where a piece is turned, Triton turns the
+    16-bit numbers before it widens them. All that follows is then computed twice, once a layout, with twice the
+    registers.
     """
     if interpreted() or x.dtype == tl.float32:
         return widen(x)
@@ -62,8 +63,8 @@ def widen_first(x):
 
 @triton.jit
 def in_words(codes):
-    """codes of 8 bits as they are, four in a register of 32. From halves of it, two codes each, that Triton 3.6 stores
-    as a word and byte by byte, its ptxas (12.8) takes a byte before it is there.
+    """codes of 8 bits, unchanged, four in a register of 32. Triton 3.6 would keep two in half a register, and store the
+    halves both as a word and byte by byte. Its assembler (ptxas 12.8) then takes a byte before the half is there.
     """
     words = codes.to(tl.uint8, bitcast=True)
     words = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=tl.uint8, is_pure=True, pack=4)

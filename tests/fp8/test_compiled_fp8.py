@@ -218,12 +218,12 @@ def test_casts_hold_all_in_registers_and_load_16_bytes_at_once(casts):
         assert made.spilled_bytes == 0, (block, made.registers)
         pieces = [each for each in made.accesses if each.operation == "tt.load" and min(each.shape, default=1) > 1]
         assert {each.bytes_per_thread for each in pieces} == ({16} if (block, number) != (ROW, 0) else set()), block
-        if (block, number) == (TENSOR, 1):  # quantized once, in one layout: two programs fit on an SM
-            assert occupancy(GPUS["H100"], 32 * made.num_warps, made.registers, made.shared_bytes).blocks_per_sm >= 2
+        if (block, number) == (TENSOR, 1):  # quantized once, in one layout
+            assert occupancy(GPUS["H100"], 32 * made.num_warps, made.registers, made.shared_bytes).blocks_per_sm >= 4
 
 
 # Instructions a number at most, by block, powers of two, and number of the launch. (IEEE divisions: 29, 35, 72.)
-PER_NUMBER = {(TENSOR, False, 0): 11, (TENSOR, False, 1): 22, (TILE, False, 0): 44.5, (TILE, True, 0): 42}
+PER_NUMBER = {(TENSOR, False, 0): 11, (TENSOR, False, 1): 24, (TILE, False, 0): 44.5, (TILE, True, 0): 42}
 PER_NUMBER |= {(SQUARE, False, 0): 31}
 
 
