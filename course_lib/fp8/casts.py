@@ -78,11 +78,13 @@ def new_scales(x: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> to
     return make((across, down), dtype=torch.float32).t() if block == TILE else make((down, across), dtype=torch.float32)
 
 # %% ../../notebooks/14b_fp8.ipynb #amax-operator
-def watched() -> bool:
-    """Whether a compiler, fake tensors or a counter follows PyTorch's calls. Only they need a kernel to be an operator.
-    Calling an operator takes the host 0.1 ms, and a step has hundreds of casts.
+def watched(x: torch.Tensor) -> bool:
+    """Whether a compiler, a counter or the like follows what PyTorch does with x, or x has no numbers. Only then a
+    kernel has to be an operator. Calling an operator takes the host 0.1 ms, and a step has hundreds of casts.
     """
-    return torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    followed = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+    transformed = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
+    return followed or transformed or x.is_meta or type(x) is not torch.Tensor
 
 
 def amax_now(x: torch.Tensor, block_rows: int, block_columns: int, transposed: bool) -> torch.Tensor:
@@ -109,9 +111,9 @@ def _(x, block_rows, block_columns, transposed):
     return x.new_empty(blocks_of(shape, (block_rows, block_columns))[:2], dtype=torch.float32)
 
 
-def block_amaxes(*given) -> torch.Tensor:
-    """As `amax_now`, seen by whoever watches."""
-    return (amax_operator if watched() else amax_now)(*given)
+def block_amaxes(x: torch.Tensor, *given) -> torch.Tensor:
+    """`amax_now`, as an operator where x is watched."""
+    return (amax_operator if watched(x) else amax_now)(x, *given)
 
 # %% ../../notebooks/14b_fp8.ipynb #cast-outputs
 class CastOutputs(NamedTuple):
@@ -164,9 +166,9 @@ def _(x, scale, amax, dtype, block_rows, block_columns, power_of_two, straight, 
     return tuple(cast_outputs(x, dtype, (block_rows, block_columns), straight, turned, scale is not None, record))
 
 
-def quantized(*given) -> CastOutputs:
-    """As `quantize_now`, seen by whoever watches."""
-    return CastOutputs(*(quantize_operator if watched() else quantize_now)(*given))
+def quantized(x: torch.Tensor, *given) -> CastOutputs:
+    """`quantize_now`, as an operator where x is watched."""
+    return CastOutputs(*(quantize_operator if watched(x) else quantize_now)(x, *given))
 
 
 def launch_quantize(

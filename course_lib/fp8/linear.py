@@ -22,7 +22,7 @@ __all__ = ['Caster', 'DelayedCaster', 'LayerCasters', 'gradient_dtype', 'Fp8Forw
            'update_scales', 'find_known', 'quantized_once']
 
 # %% ../../notebooks/14b_fp8.ipynb #fp8-linear-own-imports
-from .casts import quantize_delayed, turn_tiles
+from .casts import quantize_delayed, turn_tiles, watched
 from .operands import BothWays, Cast, Casts, Float32Buffers, Split, amax_of, cast_matrix, has_kernels
 from .operands import turns_by_kernel, with_turned
 from .quantization import SQUARE, TENSOR, TILE, WHOLE, Quantized, dequantize, scale_of
@@ -89,7 +89,7 @@ class Caster(Float32Buffers):
     def quantize(self, x: torch.Tensor, scale: torch.Tensor | None, both: bool) -> Quantized:
         """x in 8 bits, by the scale where there is one; both: with its transpose, where that comes with one look."""
         if scale is None and self.given is None and self.known and has_kernels(x, self.cast.block):
-            scale = self.scale_of_history()
+            scale = self.scale_of_history(x)
             if self.training:
                 straight, turned, amax = quantize_delayed(x, scale, self.cast.dtype, both)
                 torch.maximum(self.amax, amax.view(1), out=self.amax)
@@ -98,11 +98,15 @@ class Caster(Float32Buffers):
             scale = self.given if self.given is not None else self.known_scale(x)
         return cast_matrix(x, self.cast, scale, self.groups(), both=both)
 
-    def scale_of_history(self) -> torch.Tensor:
-        """The scale by the recorded amaxes; x's own is not needed. Worked out again only when the history changes."""
-        if self.found is None or self.found[0] is not self.history or self.found[1] != self.history._version:
-            self.found = self.history, self.history._version, self.next_scale(self.history.new_zeros(1, 1))
-        return self.found[2]
+    def scale_of_history(self, x: torch.Tensor) -> torch.Tensor:
+        """The scale by the recorded amaxes; x's own is not needed. Worked out once a step, where nobody follows."""
+        recorded = x.is_cuda and torch.cuda.is_current_stream_capturing()  # into a CUDA graph
+        once = not (recorded or watched(x.detach()) or torch.is_inference_mode_enabled())
+        if once and self.found and self.found[0] is self.history and self.found[1] == self.history._version:
+            return self.found[2]
+        scale = self.next_scale(self.history.new_zeros(1, 1))
+        self.found = (self.history, self.history._version, scale) if once else None
+        return scale
 
     def once(self, x: torch.Tensor) -> BothWays:
         """x in 8 bits, both ways: as it was kept, or made and kept."""
@@ -283,6 +287,7 @@ def update_scales(model: nn.Module) -> None:
     find_known([caster for caster in delayed if caster.amax.is_cuda])
     for caster in delayed:
         caster.update()
+        caster.found = None
 
 
 def find_known(casters: list[DelayedCaster]) -> None:

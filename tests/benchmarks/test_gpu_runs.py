@@ -253,11 +253,13 @@ def test_failed_tests_are_named(tmp_path, monkeypatch):
         next(rows)
 
 
+KERNEL = "hopper_block_matmul_kernel"
 SANITIZER = """#!{python}
 import subprocess, sys
 subprocess.run(sys.argv[sys.argv.index("20") + 1 :], check=True)
-print("========= Error: Race reported between Read access at kernel+0x130 in {file}:{line}")
-print("=========     and Write access at kernel+0x60f0 in {file}:{line} [20 hazards]")
+for line in range({line}, {line} + {found}):
+    print("========= Error: Race reported between Read access at", f"{kernel}+0x130 in hopper.py:{{line}}")
+    print("=========     and Write access at {kernel}+0x60f0 in hopper.py:112 [20 hazards]")
 print("========= RACECHECK SUMMARY: {found} hazards displayed ({found} errors, 0 warnings)")
 """
 
@@ -268,8 +270,8 @@ def test_reads_of_tritons_dispatch_are_told_from_races(tmp_path, monkeypatch, fo
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     gpu_jobs, program = __import__("gpu_jobs"), tmp_path / "compute-sanitizer"
     lines = (ROOT / "course_lib/fp8/hopper.py").read_text().splitlines()
-    (line,) = [number for number, text in enumerate(lines, 1) if text.startswith("def hopper_block_matmul_kernel")]
-    program.write_text(SANITIZER.format(python=sys.executable, file="hopper.py", line=line, found=found))
+    (line,) = [number for number, text in enumerate(lines, 1) if text.startswith(f"def {KERNEL}(")]
+    program.write_text(SANITIZER.format(python=sys.executable, kernel=KERNEL, line=line, found=found))
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     rows = gpu_jobs.sanitized("racecheck", "cpu", ["memory"])

@@ -562,6 +562,37 @@ def test_kernels_quantize_as_pytorchs_operators_do(casts, monkeypatch):
         assert looks["quantize_kernel", dy_shape] == 3 and looks["quantize_kernel", w_shape] == 6
 
 
+def test_a_historys_scale_is_worked_out_once_a_step_and_is_never_stale(monkeypatch):
+    """Not from one step to the next, not after a load in place, and not by tensors of an inference mode."""
+    for module in (fp8_linear, fp8_operands):
+        monkeypatch.setattr(module, "has_kernels", lambda x, block: block in FUSED_BLOCKS)
+    layer, x = a_layer(per_tensor(history=3), dtype=torch.bfloat16), an_input(torch.bfloat16)
+    caster = layer.casters.input
+    with mock.patch.object(DelayedCaster, "next_scale", autospec=True, side_effect=DelayedCaster.next_scale) as asked:
+        for step in range(4):
+            caster.known = step > 0  # as `find_known` says on a GPU
+            run(layer, x, a_gradient(torch.bfloat16))
+            asked.reset_mock()
+            layer(x), layer(x)
+            assert sum(call.args[0] is caster for call in asked.call_args_list) == (0 if step else 2)
+            update_scales(layer)
+
+    def scale() -> float:
+        return caster(x.detach().view(-1, IN)).scale.item()
+
+    largest = x.abs().max().item()
+    assert scale() == pytest.approx(largest / 448)
+    with torch.no_grad():
+        caster.history.fill_(1000.0)
+    assert scale() == pytest.approx(1000 / 448)
+    caster.history.data.fill_(1e6)  # as a learner's `update` might
+    update_scales(layer)
+    assert scale() == pytest.approx(1e6 / 448)
+    with torch.inference_mode():
+        layer.eval()(x)
+    run(layer.train(), x, a_gradient(torch.bfloat16))
+
+
 def test_both_ways_by_a_scale_that_is_there():
     x = uneven(150, IN, torch.bfloat16, 4)
     for block in (TENSOR, SQUARE):
