@@ -6,7 +6,6 @@ import socket
 
 import pytest
 import torch
-from triton.runtime.autotuner import Autotuner
 
 from course_kit.ranks import Ranks, processes
 
@@ -22,6 +21,8 @@ def pytest_collection_modifyitems(config, items):
         if hasattr(getattr(item, "module", None), "DEVICE"):
             item.add_marker("device")
     if config.option.markexpr == "device" and torch.cuda.is_available() and block_bytes() >= FIRST_CONFIGURATIONS:
+        from triton.runtime.autotuner import Autotuner  # not above: `suite` says first how Triton runs
+
         for kernel in (each for each in gc.get_objects() if type(each) is Autotuner):
             kernel.configs = kernel.configs[:1]  # as in the interpreter: only results count, and compiling takes long
 
