@@ -53,7 +53,7 @@ def test_the_library_needs_torch_triton_and_numpy_alone(tmp_path):
     """A cluster's node has no more, and the plan of `make gpu` prints there."""
     own = ["course_lib", "course_kit", *(path.stem for path in (ROOT / "benchmarks").glob("*.py"))]
     torchs = "torch torchgen functorch triton numpy sympy mpmath networkx jinja2 markupsafe filelock fsspec".split()
-    torchs += ["typing_extensions", "setuptools", "_distutils_hack", "packaging"]
+    torchs += ["typing_extensions", "setuptools", "pkg_resources", "_distutils_hack", "packaging"]
     (tmp_path / "sitecustomize.py").write_text(f"""
 import sys
 from importlib.machinery import PathFinder
