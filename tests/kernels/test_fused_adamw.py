@@ -72,9 +72,10 @@ def test_trajectory_is_torchs_to_a_bit_or_two(numel, dtype, settings):
         step += 1
         adamw_step(master, grad, exp_avg, exp_avg_sq, step, **settings, weights=weights)
     exact, theirs = (torch_steps(start, grads, kind, **settings) for kind in (torch.float64, torch.float32))
+    last_bits = 2 if DEVICE == "cpu" else 3
     for ours, other, right in zip((master, exp_avg, exp_avg_sq), theirs, exact, strict=True):
         error, other_error = (ours.double() - right).abs(), (other - right).abs()
-        assert error.max() <= 2 * other_error.max() + 3 * FLOAT32 * right.abs().max()
+        assert error.max() <= 2 * other_error.max() + last_bits * FLOAT32 * right.abs().max()
     assert torch.equal(weights, master.bfloat16())
 
 
@@ -203,7 +204,7 @@ def test_optimizer_trains_as_torchs_with_one_launch_a_group():
     assert names == ["adamw_kernel"] * (6 + 2) + ["adamw_many_kernel"] * 3 * 2
     with GuardBands() as guards:
         optimizer.step()
-    tables = {"aten.detach_", "aten.lift_fresh", "aten.to"}
+    tables = {"aten.detach_", "aten.lift_fresh"} | ({"aten.to"} if DEVICE == "cuda" else set())
     computed = {name for name in guards.operations if not name.startswith("profiler.")}
     assert computed - tables == {"aten._foreach_add_"}  # the steps' numbers, and no more
     assert guards.largest_bytes <= 3 * 6 * 8  # addresses: nothing of the parameters' size
