@@ -51,20 +51,32 @@ def any_codes(rows: int, k: int, dtype: torch.dtype, block: tuple[int, int], see
     return Quantized(chosen.view(dtype).to(DEVICE), scale.to(DEVICE), block)
 
 
+def format_of(x: torch.Tensor) -> torch.dtype:
+    """The dtype of x; for a float32 tensor the 8-bit format that has all of its numbers, if there is one.
+
+    Without FP8 tensor cores, 8-bit codes are multiplied in float32.
+    """
+    if x.dtype == torch.float32 and not x.is_meta:
+        return next((dtype for dtype in (E4M3, E5M2) if torch.equal(x.to(dtype).float(), x)), x.dtype)
+    return x.dtype
+
+
 class Products(TorchDispatchMode):
-    """`with Products() as found:` lists the dtypes of the operands of each product of matrices inside, in order."""
+    """`with Products() as found:` lists the operands of each matrix multiplication inside, and their formats."""
 
     NAMES = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "linear"}
 
     def __init__(self):
         super().__init__()
         self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []
+        self.operands: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.split("::")[-1]
         if name in self.NAMES:
             left, right = args[1:3] if name in ("addmm", "baddbmm") else args[:2]
-            self.dtypes.append((left.dtype, right.dtype))
+            self.dtypes.append((format_of(left), format_of(right)))
+            self.operands.append((left, right))
         return func(*args, **(kwargs or {}))
 
 

@@ -14,6 +14,7 @@ from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, qu
 from course_lib.fp8.scaled_matmul import (
     cut_towards_zero,
     emulated_matmul,
+    float32_matmul,
     fp8_matmul,
     has_scaled_mm,
     padded_to_16,
@@ -27,22 +28,25 @@ ROUNDING = 2.0**-24  # of float32, relative
 OUT_DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 MIXES = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)]
 SHAPES = [(1, 1, 1), (3, 5, 7), (17, 33, 20), (16, 32, 48), (40, 300, 130)]  # m, k, n
-scaled_here = pytest.mark.skipif(not has_scaled_mm(torch.device(DEVICE)), reason="no FP8 products on this GPU")
+scaled_here = pytest.mark.skipif(not has_scaled_mm(torch.device(DEVICE)), reason="no FP8 tensor cores here")
+
+
+def of_a_sum(k: int) -> float:
+    """The error bound of a sum of k exact terms and of its two scales, relative to the sum of the terms' magnitudes.
+
+    A library chooses the order of the sum, and k - 1 roundings bound every order (Higham 2002, Accuracy and Stability
+    of Numerical Algorithms, section 4.2). Tensor cores add with about 14 bits.
+    """
+    return (k + 1) * ROUNDING if DEVICE == "cpu" else TENSOR_CORE
 
 
 def assert_product(found: torch.Tensor, a: Quantized, b: Quantized, out_dtype: torch.dtype) -> None:
-    """Of float64's, within float32's rounding of a sum of k terms (by their magnitudes), and one to out_dtype.
-
-    A processor's library chooses the order of the sum, whose error grows with the root of k (Higham and Mary 2019, A
-    New Approach to Probabilistic Rounding Error Analysis). A GPU's tensor cores add with some 14 bits.
-    """
+    """Of float64's, within float32's rounding of a sum of k terms (by their magnitudes), and one to out_dtype."""
     left, right = stands_for(a), stands_for(b).t()
     exact, terms = left @ right, left.abs() @ right.abs()
     last_bit = torch.finfo(out_dtype).eps / 2 if out_dtype != torch.float32 else 0
     smallest = torch.finfo(out_dtype).smallest_normal * torch.finfo(out_dtype).eps
-    roundings = max(8, 2 * left.shape[1] ** 0.5)
-    of_a_sum = roundings * ROUNDING if DEVICE == "cpu" else TENSOR_CORE
-    bound = of_a_sum * terms + last_bit * exact.abs() + smallest
+    bound = of_a_sum(left.shape[1]) * terms + last_bit * exact.abs() + smallest
     assert found.dtype == out_dtype and found.shape == exact.shape and found.is_contiguous()
     assert ((found.double() - exact).abs() <= bound).all(), (a.block, b.block, found.shape)
 
@@ -115,18 +119,24 @@ def test_scales_that_change_along_k_are_emulated_in_float64():
         assert products.dtypes == [(torch.float64, torch.float64)], blocks
 
 
-def test_where_the_hardware_has_no_8_bit_product_it_is_emulated(monkeypatch):
-    monkeypatch.setattr(scaled_matmul, "has_scaled_mm", lambda device: False)
-    a, b = any_codes(33, 50, E4M3, TENSOR), any_codes(20, 50, E4M3, TENSOR, seed=1)
-    with Products() as products:
-        found = fp8_matmul(a, b)
-    assert products.dtypes == [(torch.float64, torch.float64)]
-    assert_product(found, a, b, torch.float32)
+@pytest.mark.parametrize("blocks", list(itertools.product([TENSOR, ROW], repeat=2)), ids=str)
+def test_without_8_bit_tensor_cores_the_codes_are_multiplied_in_float32(blocks, monkeypatch):
+    """`torch._scaled_mm` is never called on a CPU: there it may be a reference loop, 600 times slower than float32."""
+    monkeypatch.setattr(scaled_matmul, "has_scaled_mm", lambda device: has_scaled_mm(torch.device("cpu")))
+    a, b = any_codes(33, 50, E5M2, blocks[0]), any_codes(20, 50, E4M3, blocks[1], seed=1)
+    for out_dtype in OUT_DTYPES:
+        with Products() as products:
+            found = fp8_matmul(a, b, out_dtype)
+        (left, right), (codes_a, codes_b) = products.operands[0], (a.values.float(), b.values.float())
+        assert len(products.operands) == 1 and left.dtype == right.dtype == torch.float32
+        assert torch.equal(left, codes_a) and torch.equal(right, codes_b.t())
+        if out_dtype != torch.float16:  # whose range these numbers leave
+            assert_product(found, a, b, out_dtype)
 
 
 @pytest.mark.parametrize("block", [TENSOR, ROW, TILE], ids=str)
 def test_autocast_changes_no_bit(block):
-    """The CPU's `torch._scaled_mm` multiplies float32 inside: autocast would make it bf16."""
+    """On a CPU the codes are multiplied in float32: autocast would make that bf16."""
     a, b = any_codes(33, 50, E4M3, block), any_codes(20, 50, E4M3, block, seed=1)
     for out_dtype in OUT_DTYPES[:2]:
         plain = fp8_matmul(a, b, out_dtype)
@@ -138,7 +148,7 @@ def test_autocast_changes_no_bit(block):
 def test_which_gpus_have_it(capability, able, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert has_scaled_mm(torch.device("cuda")) == able
-    assert has_scaled_mm(torch.device("cpu")) and not has_scaled_mm(torch.device("meta"))
+    assert not has_scaled_mm(torch.device("cpu")) and not has_scaled_mm(torch.device("meta"))
 
 
 GPUS_AND_KERNELS = [
@@ -206,31 +216,36 @@ def test_padding_adds_zeros_and_copies_only_where_it_must(dtype):
     assert padded_to_16(whole) is whole
 
 
-@scaled_here
-def test_emulated_and_hardware_differ_by_float32s_rounding():
+def test_emulated_and_summed_in_float32_differ_by_the_rounding_of_the_sum():
     """Relative to the sum of the terms' magnitudes: both are exact but for the sum's rounding."""
     a, b = any_codes(64, 512, E4M3, TENSOR), any_codes(64, 512, E4M3, TENSOR, seed=1)
     terms = stands_for(a).abs() @ stands_for(b).abs().t()
-    apart = (
-        (row_scaled_matmul(a, b, torch.float32) - emulated_matmul(a, b, torch.float32)).double().abs() / terms
-    ).max()
-    most = 8 * ROUNDING if DEVICE == "cpu" else TENSOR_CORE
-    assert apart <= most
+    multiply = row_scaled_matmul if has_scaled_mm(torch.device(DEVICE)) else float32_matmul
+    apart = ((multiply(a, b, torch.float32) - emulated_matmul(a, b, torch.float32)).double().abs() / terms).max()
+    assert 0 < apart <= of_a_sum(512) + ROUNDING
     exact = stands_for(a) @ stands_for(b).t()
     assert torch.equal(emulated_matmul(a, b, torch.float32), exact.float()), "the emulation is rounded once"
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="then a CPU knows one scale a matrix alone")
 @pytest.mark.parametrize("blocks", [(ROW, ROW), (ROW, TENSOR), (TENSOR, ROW)])
 def test_rows_are_scaled_by_the_product_itself_where_it_can(blocks, monkeypatch):
-    """As on a GPU; odd sizes, which are padded, and scales that are the same for all rows."""
+    """As on a GPU, by a stand-in for `torch._scaled_mm` that takes what cuBLAS does; odd sizes, which are padded, and
+    scales that are the same for all rows.
+    """
+
+    def scaled_mm(left, right, of_rows, of_columns, out_dtype):
+        (m, k), n = left.shape, right.shape[1]
+        assert right.shape[0] == k and not (m % 16 or n % 16 or k % 16) and right.t().is_contiguous()
+        assert of_rows.shape == (m, 1) and of_columns.shape == (1, n)
+        products.append(out_dtype)
+        return (left.double() @ right.double() * of_rows * of_columns).to(out_dtype)
+
     a, b = (quantize(torch.randn(rows, 75) * torch.rand(rows, 1), block=each) for rows, each in zip((37, 50), blocks))
     expected, products = emulated_matmul(a, b, torch.float64), []
-    scaled_mm = torch._scaled_mm
     monkeypatch.setattr(scaled_matmul, "scales_rows", lambda device, dtype: dtype == torch.bfloat16)
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **kw: (products.append(kw), scaled_mm(*args, **kw))[1])
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     found = row_scaled_matmul(a, b, torch.bfloat16)
-    assert products == [{"out_dtype": torch.bfloat16}], "no float32 product, no scales afterwards"
+    assert products == [torch.bfloat16], "no float32 product, no scales afterwards"
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-4)
     assert scales_rows(torch.device("cuda"), torch.bfloat16) and not scales_rows(torch.device("cuda"), torch.float32)
 
