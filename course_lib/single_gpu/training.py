@@ -163,7 +163,7 @@ def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
     add("--lr", type=float, default=2e-3)
     add("--dtype", default=precision, choices=["fp32", "bf16"], help="of the matrix products")
     add("--seed", type=int, default=0)
-    add("--dataset", help="a Hugging Face data set, by name or folder; needs --tokenizer")
+    add("--dataset", help="a Hugging Face data set, by name or folder (a text file is a document); needs --tokenizer")
     add("--tokenizer", help="a Hugging Face tokenizer, by name or folder")
     add("--out", type=out_file, help="a JSON file for the records of all steps")
     return parser
