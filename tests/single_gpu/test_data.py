@@ -372,6 +372,35 @@ def test_a_text_file_is_one_document_with_its_newlines(tmp_path, tokenizer_folde
     assert capsys.readouterr().out == ""
 
 
+def test_files_that_load_dataset_leaves_out_are_told(tmp_path, tokenizer_folder, capsys, monkeypatch):
+    """By its rules: one file with "train" in its name makes those without it vanish; the rarer kind of file does."""
+    books, mixed = tmp_path / "books", tmp_path / "mixed"
+    (books / "deep").mkdir(parents=True)
+    for name in ("train_of_thought.txt", "crime.txt", "deep/zola.txt", "README.md", ".hidden", "LICENSE"):
+        (books / name).write_text("goes")
+    told = "files are in no split, by name or kind: crime.txt, deep/zola.txt\n"
+    assert hf_tokens(str(books), tokenizer_folder)[0].tolist() == [4, 0]
+    assert capsys.readouterr().out == f"{books}: 2 of 3 {told}"
+    monkeypatch.chdir(tmp_path)
+    hf_tokens("books", tokenizer_folder)
+    assert capsys.readouterr().out == f"books: 2 of 3 {told}"
+    mixed.mkdir()
+    for name in ("a.txt", "b.txt", "c.jsonl"):
+        (mixed / name).write_text("goes" if name[-1] == "t" else '{"text": "where"}')
+    assert hf_tokens(str(mixed), tokenizer_folder)[0].tolist() == [4, 0, 4, 0]
+    assert capsys.readouterr().out == f"{mixed}: 1 of 3 files are in no split, by name or kind: c.jsonl\n"
+    for number in range(3):
+        (books / f"{number}.txt").write_text("goes")
+    hf_tokens(str(books), tokenizer_folder)
+    more = told.replace("crime.txt, deep/zola.txt", "0.txt, 1.txt, 2.txt, ...")
+    assert capsys.readouterr().out == f"{books}: 5 of 6 {more}"
+    for number in range(3):
+        (books / f"{number}.txt").unlink()
+    (books / "test.txt").write_text("where")
+    assert hf_tokens(str(books), tokenizer_folder)[0].tolist() == [4, 0], "a file for tests is in a split"
+    assert capsys.readouterr().out == f"{books}: 2 of 4 {told}"
+
+
 MAKES = """
 import sys, time, torch
 from pathlib import Path
