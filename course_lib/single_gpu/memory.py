@@ -122,7 +122,7 @@ def layer_activations(
     config: ModelConfig, seq: int, e: int = 2, flash: bool = True, fused_norm: bool = True
 ) -> dict[str, int]:
     """Bytes a token that one layer of `Transformer` keeps for backward; e: bytes of an element; seq: tokens that a
-    token can see. For models without norms of q and k.
+    token can see. Without norms of q and k, which activation_bytes adds.
     """
     h, width, kv = config.hidden, config.attention_width, config.kv_heads * config.head_dim
     if flash:
@@ -168,6 +168,8 @@ def activation_bytes(
         kept["attention"] = e * (2 * width + 2 * kv)
     copies = max(1, tp // config.kv_heads)  # K/V heads cannot be split below one
     inside = kept["attention"] + kept["mlp"] + e * 2 * kv * (copies - 1)
+    if config.qk_norm:  # q and k before their norms, and a number for each head
+        inside += (e if fused_norm else 8) * (width + kv * copies) + 4 * (config.heads + config.kv_heads * copies)
     layer = (kept["norms"] + kept["norm outputs"]) / outside + inside / tp
     if recompute == "products":  # of what is split: Q, K, V, gate, up, and the output of a flash core
         core = e * width + 4 * config.heads if flash else 0
