@@ -11,15 +11,15 @@ The step's parts are in `step_time` and `step_memory`, the constants in `cluster
 
 # %% auto #0
 __all__ = ['RISK', 'MOE_SIZES', 'PIPELINE_STARVES', 'OUT_OF_MEMORY', 'RISKY', 'SETTINGS', 'Estimate', 'is_size',
-           'check_moe_sizes', 'check_job', 'active', 'runs_ahead', 'estimate', 'divisors', 'check_settings', 'Ranking',
-           'search', 'why_not']
+           'check_moe_sizes', 'check_job', 'runs_ahead', 'estimate', 'divisors', 'check_settings', 'Ranking', 'search',
+           'why_not']
 
 # %% ../../notebooks/11_best_config.ipynb #best-config-own-imports
 from .clusters import Cluster
 from .layouts import SCHEDULES, degree_rules, degrees, first_reason, setting_rules, with_settings
 from .tables import LayoutTable
 from .stage_loads import fills_stages
-from .step_memory import expert_sizes, head_in_layers, step_memory
+from .step_memory import head_in_layers, step_memory
 from .step_time import host_time, layer_times, step_time
 
 # %% ../../notebooks/11_best_config.ipynb #best-config-imports
@@ -29,6 +29,7 @@ from numbers import Integral
 
 import numpy as np
 
+from ..expert_parallel.mixture import active_config
 from ..expert_parallel.router import Routing
 from ..five_d.layouts import Layout, check_words
 from ..single_gpu.model import ModelConfig
@@ -136,13 +137,6 @@ def check_job(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, seq:
         )
 
 # %% ../../notebooks/11_best_config.ipynb #best-config-active
-def active(config: ModelConfig, moe: dict | None) -> ModelConfig:
-    """The model with an MLP as wide as what a token uses of the experts: for FLOPs."""
-    if moe is None:
-        return config
-    return dataclasses.replace(config, ffn_hidden=expert_sizes(config, moe)[0] // (3 * config.hidden))
-
-
 def runs_ahead(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: dict | None = None) -> np.ndarray:
     """Whether the host runs ahead of the GPU, so that buffers wait for it. Not where it waits itself: for the network,
     in large jobs and rings over many nodes, or, in a pipeline of two stages, for kernels to be launched.
@@ -175,7 +169,7 @@ def estimate(
         time=step_time(config, cluster, layout, m, seq, moe),
         tokens=batch * seq,
         gpus=np.asarray(layout.ranks),
-        flops=flops_per_token(active(config, moe), seq),
+        flops=flops_per_token(active_config(config, moe), seq),
         usable_bytes=cluster.memory_bytes - cluster.software.unusable_bytes,
         memory_spread=software.memory_spread,
         peak_flops=cluster.peak_flops,

@@ -2,7 +2,7 @@
 
     parameters, gradients, optimizer states    of a stage: N bytes a parameter each, split by ZeRO over dp x cp
                                                (zero3 with replicas: over the ranks of one of them)
-    activations    layers x micro-batches in flight x tokens x 2 bytes x (kept_hidden h + kept_ffn f) / tp
+    activations    layers x micro-batches in flight x tokens x 2 bytes x elements of kept_elements
     logits         of the last stage
     buffers        gathered hidden states that wait for the GPU, while the host runs ahead of it
 
@@ -39,8 +39,7 @@ def expert_sizes(config: ModelConfig, moe: dict | None) -> tuple[int, int, int]:
 
 def head_in_layers(config: ModelConfig) -> float:
     """FLOPs of the output layer over those of a layer's matrices, as nanotron counts them."""
-    h = config.hidden
-    return config.vocab * h / (4 * h * h + 3 * h * config.ffn_hidden)
+    return config.vocab / (4 * config.attention_width + 3 * config.ffn_hidden)
 
 
 def stage_parameters(
@@ -72,7 +71,8 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
     whole = software.kept_whole * h / outside
     keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
+    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+    inside = others * config.attention_width + keys + software.kept_ffn * width
     return whole + inside / tp
 
 # %% ../../notebooks/11_best_config.ipynb #step-memory-routed-elements

@@ -45,7 +45,7 @@ def context_parallel_time(config: ModelConfig, cluster: Cluster, layout, tokens,
     again = np.where(np.asarray(layout.recompute) == "full", 1, 0)
     keys = 2 * tokens * 2 * kv
     rings = (cp - 1) * ((4 + again) * keys / bandwidth + (3 + again) * latency)
-    exchanged = 2 * tokens * (2 * config.hidden / tp + 2 * kv) * (cp - 1) / cp
+    exchanged = 2 * tokens * (2 * config.attention_width / tp + 2 * kv) * (cp - 1) / cp
     all_to_all = (2 + again) * (exchanged / bandwidth + 2 * latency)
     ulysses = np.asarray(layout.cp_method) == "ulysses"
     return np.where(ulysses, all_to_all, np.maximum(0, rings - times["attention"]))
@@ -68,7 +68,8 @@ def layer_times(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: di
     selective = np.asarray(layout.recompute) == "selective"
     again = np.where(full, 4 / 3, np.where(selective, 1 + software.selective_again / 3, 1.0))  # a forward more, or part
     dense = (parts["q_o"] + expert_sizes(config, moe)[0]) / tp + parts["kv"] / np.minimum(tp, config.kv_heads)
-    scores = 7 * seq * h * tokens / tp * np.where(full | (selective & (software.selective_again == 0)), 9 / 7, 1)
+    scores = 7 * seq * config.attention_width * tokens / tp
+    scores = scores * np.where(full | (selective & (software.selective_again == 0)), 9 / 7, 1)
     rate = cluster.product_flops * software.matmul_efficiency
     products = 6 * tokens * dense / rate * (1 + software.half_rows / tokens)
     if moe is not None:  # an expert has fewer rows: its share of the tokens of ep ranks

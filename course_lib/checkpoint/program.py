@@ -19,6 +19,7 @@ import time
 import tomllib
 from pathlib import Path
 
+from ..expert_parallel.mixture import active_config
 from ..single_gpu import training as single_gpu
 from ..single_gpu.data import TokenBatches
 from ..single_gpu.model import PRESETS
@@ -201,9 +202,6 @@ def main(argv: list[str] | None = None) -> list[dict]:
     mesh = build_mesh(layout)
     settings = {"seed": chosen.seed, "dtype": torch.bfloat16 if chosen.dtype == "bf16" else torch.float32}
     parallel = parallelize(config, layout, mesh, moe=chosen.moe, **settings, lr=chosen.lr, **single_gpu.ADAMW)
-    active = config
-    if chosen.moe:
-        active = dataclasses.replace(config, ffn_hidden=chosen.top_k * (chosen.expert_hidden or config.ffn_hidden))
     batches = TokenBatches(tokens, chosen.batch // layout.dp, chosen.seq, mesh.dp.rank(), layout.dp, chosen.seed)
     if rank == 0:
         print(f"{chosen.preset}, layout {layout}: {layout.ranks} ranks, {len(tokens):,} tokens of text")
@@ -215,7 +213,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if run.step >= chosen.steps:
         run.say(f"nothing is left to do: {run.step} steps are done, --steps is {chosen.steps}")
     log, records = Log(chosen.out if rank == 0 else None, more=run.step > 0), []
-    for record in train(parallel, batches, chosen, active, run.step):
+    for record in train(parallel, batches, chosen, active_config(config, chosen.moe), run.step):
         records.append(record)
         run.say(single_gpu.describe(record))
         log.add(record)

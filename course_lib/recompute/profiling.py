@@ -24,9 +24,9 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
     """
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed

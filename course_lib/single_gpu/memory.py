@@ -122,13 +122,13 @@ def layer_activations(
     config: ModelConfig, seq: int, e: int = 2, flash: bool = True, fused_norm: bool = True
 ) -> dict[str, int]:
     """Bytes a token that one layer of `Transformer` keeps for backward; e: bytes of an element; seq: tokens that a
-    token can see. For models whose heads add up to h, without norms of q and k.
+    token can see. Without norms of q and k, which activation_bytes adds.
     """
-    h, kv = config.hidden, config.kv_heads * config.head_dim
+    h, width, kv = config.hidden, config.attention_width, config.kv_heads * config.head_dim
     if flash:
-        attention = e * (2 * h + 2 * kv) + 4 * config.heads
+        attention = e * (2 * width + 2 * kv) + 4 * config.heads
     else:
-        attention = e * (4 * h + config.heads * seq)
+        attention = e * (4 * width + config.heads * seq)
     return {
         "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
         "norm outputs": 2 * e * h,
@@ -161,17 +161,19 @@ def activation_bytes(
     """
     if recompute not in ("none", "selective", "products", "full"):
         raise ValueError(f"recompute={recompute!r}: it is none, selective, products or full")
-    tokens, h, kv = batch * seq / cp, config.hidden, config.kv_heads * config.head_dim
+    tokens, h, width, kv = batch * seq / cp, config.hidden, config.attention_width, config.kv_heads * config.head_dim
     outside = tp if sp else 1  # what the region between two blocks is divided by
     kept = layer_activations(config, seq, e, flash, fused_norm)
     if recompute == "selective" and not flash:  # a flash core has dropped its scores already
-        kept["attention"] = e * (2 * h + 2 * kv)
+        kept["attention"] = e * (2 * width + 2 * kv)
     copies = max(1, tp // config.kv_heads)  # K/V heads cannot be split below one
     inside = kept["attention"] + kept["mlp"] + e * 2 * kv * (copies - 1)
+    if config.qk_norm:  # q and k before their norms, and a number for each head
+        inside += (e if fused_norm else 8) * (width + kv * copies) + 4 * (config.heads + config.kv_heads * copies)
     layer = (kept["norms"] + kept["norm outputs"]) / outside + inside / tp
     if recompute == "products":  # of what is split: Q, K, V, gate, up, and the output of a flash core
-        core = e * h + 4 * config.heads if flash else 0
-        layer = 3 * e * h / outside + (e * (h + 2 * kv * copies + 2 * config.ffn_hidden) + core) / tp
+        core = e * width + 4 * config.heads if flash else 0
+        layer = 3 * e * h / outside + (e * (width + 2 * kv * copies + 2 * config.ffn_hidden) + core) / tp
     elif recompute == "full":
         layer = e * h / outside
     head = ((kept["norms"] + kept["norm outputs"]) / 2) / outside + 4 * config.vocab / tp

@@ -62,6 +62,11 @@ class ModelConfig:
         """d, the size of one head."""
         return self.hidden // self.heads if self.head_size is None else self.head_size
 
+    @property
+    def attention_width(self) -> int:
+        """a·d, the width of q and of attention's output: `hidden` where head_size is None, twice that in Qwen3-0.6B."""
+        return self.heads * self.head_dim
+
 
 PRESETS = {
     "debug": ModelConfig(2, 64, 4, 2, 176, 256, tied=True),
@@ -123,7 +128,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.dropout = config.head_dim, config.dropout
         self.rope, self.core = apply_rope, causal_attention
-        width, kv_width = config.heads * config.head_dim, config.kv_heads * config.head_dim  # width is h in most models
+        width, kv_width = config.attention_width, config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden, width, config.qkv_bias)  # [a*d, h]
         self.k_proj = nn.Linear(config.hidden, kv_width, config.qkv_bias)  # [kv*d, h]
         self.v_proj = nn.Linear(config.hidden, kv_width, config.qkv_bias)  # [kv*d, h]

@@ -1,6 +1,6 @@
 """Train a model on one device: the step, the loop, and how well the device was used (MFU).
 
-A step's forward and backward need 6N + 12·L·h·s floating-point operations a token (Chowdhery et al. 2022, PaLM,
+A step's forward and backward need 6N + 12·L·a·d·s floating-point operations a token (Chowdhery et al. 2022, PaLM,
 appendix B). MFU is that, times tokens per second, over what the device can do at most. For memory see `memory`.
 """
 
@@ -32,8 +32,8 @@ from torch import nn
 
 # %% ../../notebooks/01_single_gpu.ipynb #ex-01-12
 def flops_per_token(config: ModelConfig, seq: int) -> float:
-    """Floating-point operations of forward and backward for one token: 6N + 12·L·h·s (PaLM, appendix B)."""
-    return 6 * param_count(config) + 12 * config.layers * config.hidden * seq
+    """Floating-point operations of forward and backward for one token: 6N + 12·L·a·d·s (PaLM, appendix B)."""
+    return 6 * param_count(config) + 12 * config.layers * config.attention_width * seq
 
 
 def mfu(config: ModelConfig, seq: int, tokens_per_s: float, peak: float) -> float:
@@ -163,7 +163,7 @@ def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
     add("--lr", type=float, default=2e-3)
     add("--dtype", default=precision, choices=["fp32", "bf16"], help="of the matrix products")
     add("--seed", type=int, default=0)
-    add("--dataset", help="a Hugging Face data set, by name or folder; needs --tokenizer")
+    add("--dataset", help="a Hugging Face data set, by name or folder (a text file is a document); needs --tokenizer")
     add("--tokenizer", help="a Hugging Face tokenizer, by name or folder")
     add("--out", type=out_file, help="a JSON file for the records of all steps")
     return parser

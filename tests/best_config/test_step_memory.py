@@ -16,6 +16,7 @@ from some_layouts import EXPERTS, some_rows
 SEQ = 512
 STATES = ("parameters", "gradients", "optimizer states")
 LLAMA, TIED = PRESETS["llama3-8B"], PRESETS["llama3.2-1B"]
+QWEN = ModelConfig(36, 2560, 32, 8, 9728, 151936, head_size=128)  # as Qwen3-4B, untied: 32 heads of 128 are 1.6 h
 H100 = CLUSTERS["H100"]
 
 
@@ -26,7 +27,7 @@ def counted(config: ModelConfig, policy: str = "bf16") -> Cluster:
     keys = 2 * config.kv_heads * config.head_dim  # step_memory adds K and V itself, and counts the 2 h of them in
     weights, gradients, optimizer = POLICIES[policy]
     return H100.with_software(
-        kept_whole=whole, kept_hidden=whole + 2 + (kept["attention"] / 2 - keys) / h,
+        kept_whole=whole, kept_hidden=whole + 2 + (kept["attention"] / 2 - keys) / config.attention_width,
         kept_ffn=kept["mlp"] / 2 / config.ffn_hidden, logit_bytes=(4.0, 4.0), held=(0.0, 0.0), reserved_bytes=0.0,
         weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer,
     )  # fmt: skip
@@ -57,7 +58,9 @@ def test_the_states_are_those_of_notebook_01(config, policy):
         }
 
 
-@pytest.mark.parametrize("config", [LLAMA, TIED, PRESETS["bench-8B"]], ids=["untied", "tied", "all heads"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, TIED, PRESETS["bench-8B"], QWEN], ids=["untied", "tied", "all heads", "wide heads"]
+)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_the_activations_are_those_of_notebook_01(config, recompute):
     """Two things are small, and left out: the output of the last norm, and the numbers of tokens, targets and angles.

@@ -241,6 +241,25 @@ def test_rings_of_context_hide_behind_attention_and_ulysses_does_not():
     assert long["context parallel"] == 0 and long["attention"] > long["matrices"]
 
 
+@pytest.mark.parametrize("words", ["dp1", "tp8,sp", "cp4", "full"])
+def test_attention_takes_the_width_of_all_heads(words):
+    """At the same hidden size twice as wide heads take twice the time, and 32 heads of 128 as much whatever h is."""
+    wide = dataclasses.replace(LLAMA, head_size=2 * LLAMA.head_dim)
+    assert times(words, wide)["attention"] == pytest.approx(2 * times(words)["attention"], rel=1e-12)
+    qwen = dataclasses.replace(LLAMA, hidden=2048, head_size=128)  # as Qwen3-30B-A3B
+    assert times(words, qwen)["attention"] == times(words)["attention"]
+
+
+def test_ulysses_sends_the_width_of_all_heads():
+    """Of q and the output, and of K and V; the hidden state stays where it is."""
+    free = H100.with_software(collective_s=0.0, ring_step_s=0.0)
+    wide = dataclasses.replace(LLAMA, head_size=2 * LLAMA.head_dim)
+    found = [times("cp4,ulysses", config, free)["context parallel"] for config in (LLAMA, wide)]
+    assert found[1] == pytest.approx(2 * found[0], rel=1e-12) and found[0] > 0
+    narrow = dataclasses.replace(LLAMA, hidden=2048, head_size=128)
+    assert times("cp4,ulysses", narrow, free)["context parallel"] == found[0]
+
+
 def test_rings_of_context_send_whole_heads():
     bare = H100.with_software(attention_efficiency=1e9, ring_step_s=0.0)
     eight, sixteen = (times(f"cp2,tp{tp},sp", cluster=bare)["context parallel"] for tp in (8, 16))

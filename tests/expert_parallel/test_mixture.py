@@ -7,7 +7,7 @@ from torch import nn
 
 from calls import said
 from course_lib.expert_parallel.experts import loop_experts
-from course_lib.expert_parallel.mixture import MoE, apply_moe, from_hf, mixture_params
+from course_lib.expert_parallel.mixture import MoE, active_config, apply_moe, from_hf, mixture_params
 from course_lib.expert_parallel.router import Router, routers_of
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu.model import MLP, PRESETS, ModelConfig, Transformer, init_parameter, loss
@@ -184,6 +184,15 @@ def test_mixture_params_are_those_of_the_model(of, sizes, options):
     with torch.device("meta"):
         dense = sum(p.numel() for p in Transformer(model.active_config).parameters())
     assert total - idle == dense + of.layers * sizes[0] * of.hidden  # and the routers
+
+
+def test_the_active_config_of_arguments_is_the_models():
+    """Other arguments of apply_moe play no part; without a mixture it is the config itself."""
+    some = ({"top_k": 2}, {"top_k": 3, "ffn_hidden": None, "shared": 0}, {"top_k": 1, "ffn_hidden": 16, "shared": 2})
+    for moe in some:
+        found = active_config(TINY, {"experts": 8, "seed": 3, "balance": 0.1, **moe})
+        assert found == meta(8, of=TINY, **moe).active_config
+    assert active_config(TINY, None) is TINY
 
 
 def test_the_published_sizes_of_mixtral_and_deepseek_v3():

@@ -16,6 +16,8 @@ from torch import nn
 
 from calls import peak_bytes, said, short_corpus
 from course_kit.ranks import Ranks
+from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.planner import estimate
 from course_lib.checkpoint import program as five_d
 from course_lib.checkpoint.program import main, options, parallelize, whole_weights
 from course_lib.collectives.traffic import count_traffic
@@ -27,7 +29,8 @@ from course_lib.five_d.meshes import build_mesh
 from course_lib.pipeline.norm import gradients_of
 from course_lib.recompute.modes import IGNORED, summed_loss
 from course_lib.single_gpu.data import TokenBatches
-from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer
+from course_lib.single_gpu.training import flops_per_token
 from course_lib.tensor_parallel.shards import TensorShard
 from course_lib.zero.full_sharding import FullyShard
 from course_lib.zero.sharded_parameters import find_blocks
@@ -610,6 +613,30 @@ def test_main_trains_a_mixture(ranks):
     for records in ranks(trained_by_main, [*ARGUMENTS, *more, "--steps", "6", "--lr", "0.01", "--peak-tflops", "0.1"]):
         assert records[-1]["loss"] < records[0]["loss"] - 0.3
         assert all(0 < record["mfu"] < 1 for record in records)
+
+
+def runs_of_a_mixture(runs: list[list[str]]) -> list[dict]:
+    return [trained_by_main([*ARGUMENTS, *argv, "--steps", "1", "--peak-tflops", "1"])[0] for argv in runs]
+
+
+def test_the_mfu_of_a_mixture_counts_what_a_token_goes_through(ranks):
+    """By hand: top_k and the shared experts. The planner and the model say the same."""
+    runs, expected = [], []
+    seq, vocab, h, layers = 16, 256, 64, 2  # of preset debug, with bytes as tokens: 4 heads of 16, 2 of K and V, tied
+    for top_k, width, shared in ((1, 32, 0), (1, 32, 1), (2, 32, 2), (2, None, 1)):
+        sizes = ["--layout", "dp2,ep2,tp2", "--batch", "4", "--experts", "4", "--top-k", str(top_k)]
+        sizes += ["--shared", str(shared)] + ([] if width is None else ["--expert-hidden", str(width)])
+        runs.append(sizes)
+        layer = 2 * h * 64 + 2 * h * 32 + 2 * h + (top_k + shared) * 3 * h * (width or 176)
+        expected.append(6 * (vocab * h + layers * layer + h) + 12 * layers * 4 * 16 * seq)
+        moe = {"experts": 4, "top_k": top_k, "ffn_hidden": width, "shared": shared}
+        assert estimate(PRESETS["debug"], CLUSTERS["H100"], Layout(), 4, seq, moe).flops == expected[-1]
+        with torch.device("meta"):
+            model = apply_moe(Transformer(PRESETS["debug"]), **moe)
+        assert flops_per_token(model.active_config, seq) == expected[-1]
+    for records in ranks(runs_of_a_mixture, runs):
+        found = [record["mfu"] * 1e12 / record["tokens_per_s"] for record in records]
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 def test_main_refuses_a_layout_of_other_ranks(ranks):

@@ -28,6 +28,7 @@ CONFIGS = {
     "untied": ModelConfig(3, 96, 6, 2, 100, 300),
     "as many K/V heads": ModelConfig(1, 64, 4, 4, 88, 256, tied=True),
     "one K/V head": ModelConfig(2, 64, 8, 1, 200, 50),
+    "heads wider than hidden": ModelConfig(2, 48, 6, 2, 100, 300, head_size=16),
 }
 
 
@@ -54,7 +55,7 @@ def test_kept_products_run_no_product_again():
 
 @pytest.mark.parametrize("preset", ["debug", "SmolLM-135M", "llama3.2-1B", "llama3-8B", "llama3-70B", "bench-80B"])
 def test_needed_flops_are_palms_rule_without_norms_and_an_untied_embedding(preset):
-    """6N + 12Lhs, exactly: 2N of forward and 4N of backward, for the weights that are in a matrix product."""
+    """6N + 12Lads, exactly: 2N of forward and 4N of backward, for the weights that are in a matrix product."""
     config, seq = PRESETS[preset], 4096
     rule = flops_per_token(config, seq)
     idle = (2 * config.layers + 1) * config.hidden + (0 if config.tied else config.vocab * config.hidden)

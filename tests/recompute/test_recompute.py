@@ -37,6 +37,8 @@ from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, causa
 torch.set_num_threads(1)
 CONFIG = ModelConfig(3, 64, 4, 2, 96, 256)
 WIDE = ModelConfig(5, 96, 6, 2, 100, 300)
+WIDE_HEADS = ModelConfig(3, 48, 6, 2, 100, 256, head_size=16)  # q is twice as wide as the hidden state
+QWEN = dataclasses.replace(WIDE_HEADS, qk_norm=True)
 CUDA_CONFIG = ModelConfig(4, 256, 4, 2, 704, 1024)
 LOSS = 8  # bytes: the mean loss, and the count of targets that it keeps
 MODES = {
@@ -304,7 +306,7 @@ def test_policies_answer_for_every_operation(policy):
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("core", [causal_attention, plain_core], ids=["flash", "plain"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("config", [CONFIG, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("config", [CONFIG, WIDE, WIDE_HEADS, QWEN], ids=["narrow", "wide", "wide heads", "Qwen3"])
 def test_kept_bytes_are_those_of_the_formula(config, dtype, core, mode):
     model = apply_recompute(with_core(Transformer(config).to(dtype), core), mode)
     inputs, targets = sequences(3, 41)
@@ -769,14 +771,15 @@ def test_main_ends_with_hfu_where_the_peak_is_known(short_corpus, monkeypatch, c
 
 @pytest.mark.parametrize("flash", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kept_products_are_those_of_the_formula(dtype, flash):
+@pytest.mark.parametrize("config", [CONFIG, WIDE_HEADS, QWEN], ids=["narrow", "wide heads", "Qwen3"])
+def test_kept_products_are_those_of_the_formula(config, dtype, flash):
     """But for the loss and its number of targets, 4 bytes each."""
-    model = apply_recompute(Transformer(CONFIG).to(dtype), "selective", keep_products)
+    model = apply_recompute(Transformer(config).to(dtype), "selective", keep_products)
     for block in model.blocks:
         block.attention.core = block.attention.core if flash else plain_core
-    inputs, targets = sequences(3, 40, CONFIG.vocab)
+    inputs, targets = sequences(3, 40, config.vocab)
     kept = kept_bytes(model, lambda: loss(model(inputs.clone()), targets.clone()))
-    formula = activation_bytes(CONFIG, 3, 40, dtype.itemsize, "products", flash, fused_norm=False)
+    formula = activation_bytes(config, 3, 40, dtype.itemsize, "products", flash, fused_norm=False)
     assert kept - formula == pytest.approx(8, abs=1e-6)
 
 

@@ -110,14 +110,14 @@ def layer_activations(
     config: ModelConfig, seq: int, e: int = 2, flash: bool = True, fused_norm: bool = True
 ) -> dict[str, int]:
     """Bytes a token that one layer of `Transformer` keeps for backward."""
-    hidden = config.hidden
+    hidden, width = config.hidden, config.heads * config.head_dim
     a_norm = e * hidden + 4 if fused_norm else 4 * hidden + 4 * hidden + 4
     if flash:
-        q_and_out, k_and_v, lse = 2 * hidden * e, 2 * config.kv_heads * config.head_dim * e, 4 * config.heads
+        q_and_out, k_and_v, lse = 2 * width * e, 2 * config.kv_heads * config.head_dim * e, 4 * config.heads
         attention = q_and_out + k_and_v + lse
     else:
         scores = config.heads * seq * e
-        attention = scores + hidden * e * 4
+        attention = scores + width * e * 4
     return {"mlp": config.ffn_hidden * e * 4, "attention": attention, "norm outputs": hidden * e * 2, "norms": a_norm * 2}
 
 
@@ -161,7 +161,7 @@ def evaluate_fixed(model, batches, count):
 # %% 01.12 twice forward, and once more
 def flops_per_token(config: ModelConfig, seq: int) -> float:
     """Floating-point operations of forward and backward for one token."""
-    forward = 2 * param_count(config) + 4 * config.layers * config.hidden * seq
+    forward = 2 * param_count(config) + 4 * config.layers * config.attention_width * seq
     return 3 * forward
 
 

@@ -170,7 +170,7 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
     """FLOPs of the matrix products of forward and backward on batch x seq tokens: (needed, executed)."""
     parts, tokens, h = parameter_parts(config), batch * seq, config.hidden
     weights = sum(parts[name] for name in ("q_o", "kv", "mlp"))
-    scores = 2 * h * seq  # q k^T of a token, and p v again
+    scores = 2 * config.heads * config.head_dim * seq  # q k^T of a token, and p v again
     forward = config.layers * (2 * weights + 2 * scores) + 2 * h * config.vocab
     backward = 2 * forward
     again = config.layers * scores  # a flash kernel's

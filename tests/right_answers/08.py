@@ -105,8 +105,8 @@ def apply_moe(
         for name, parameter in mixture.named_parameters():
             init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
         block.mlp = mixture
-    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
-    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
+    model.active_config = active_config(model.config, sizes)
     return model
 
 

@@ -63,7 +63,7 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
         width = expert_sizes(config, moe)[0] / 3 / config.hidden
     norms = config.hidden * kept.kept_whole / np.where(layout.sequence_parallel, tp, 1)
     keys_and_values = 2 * config.head_dim * np.maximum(config.kv_heads / tp, 1)
-    queries = config.hidden * (kept.kept_hidden - kept.kept_whole - 2) / tp
+    queries = config.heads * config.head_dim * (kept.kept_hidden - kept.kept_whole - 2) / tp
     return norms + keys_and_values + queries + kept.kept_ffn * width / tp
 
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
-from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus, hf_tokens, mapped_once
+from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus, hf_tokens, mapped_once, text_parts
 
 # windows, seq, batch of one rank, ranks; windows that batch * ranks divides, and odd ones
 CASES = [(24, 5, 2, 3), (100, 10, 2, 3), (17, 3, 4, 1), (7, 1, 2, 5), (3, 8, 2, 4), (1, 4, 3, 2)]
@@ -221,7 +221,7 @@ def test_tokens_of_a_hugging_face_data_set(dataset_folder, tokenizer_folder):
 
 
 def test_another_column_and_fewer_documents(dataset_folder, tokenizer_folder):
-    tokens, _ = hf_tokens(dataset_folder, tokenizer_folder, column="body", max_documents=1)
+    tokens, _ = hf_tokens(dataset_folder, tokenizer_folder, column="body", documents=1)
     assert tokens.tolist() == [1, 1, 1, 3, 0]
 
 
@@ -240,16 +240,165 @@ def test_a_data_set_is_read_once_and_a_folder_that_changes_again(dataset_folder,
     from transformers import PreTrainedTokenizerFast
 
     with mock.patch.object(PreTrainedTokenizerFast, "__call__", autospec=True) as calls:
-        calls.side_effect = lambda self, text: {"input_ids": [len(text)]}
+        calls.side_effect = lambda self, text, **more: {"input_ids": [len(text)]}
         first, _ = hf_tokens(dataset_folder, tokenizer_folder)
         again, _ = hf_tokens(dataset_folder, tokenizer_folder)
         assert calls.call_count == 3 and torch.equal(first, again)
-        hf_tokens(dataset_folder, tokenizer_folder, max_documents=2)
+        hf_tokens(dataset_folder, tokenizer_folder, documents=2)
         assert calls.call_count == 5, "another choice is another file"
         file = Path(dataset_folder) / "train.jsonl"
         file.write_text(json.dumps({"text": "goes"}))
         assert hf_tokens(dataset_folder, tokenizer_folder)[0].tolist() == [4, 0] and calls.call_count == 6
     assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+def json_lines(folder: Path, texts: list) -> str:
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(folder)
+
+
+def test_all_documents_arrive_and_nothing_is_said(tmp_path, tokenizer_folder, capsys):
+    folder = json_lines(tmp_path / "many", ["goes", "where memory"] * 5_001)
+    tokens, _ = hf_tokens(folder, tokenizer_folder)
+    assert torch.equal(tokens, torch.tensor([4, 0, 2, 3, 0] * 5_001, dtype=torch.int32))
+    assert capsys.readouterr().out == ""
+
+
+def test_what_a_limit_cuts_is_told_by_every_run(tmp_path, tokenizer_folder, capsys):
+    folder = json_lines(tmp_path / "some", ["goes"] * 250)
+    for limit, line in ((120, "120 of 250 documents"), (1, "1 of 250 documents"), (250, ""), (251, "")):
+        for _ in range(2):  # the second one maps the file of the first
+            tokens, _ = hf_tokens(folder, tokenizer_folder, documents=limit)
+            assert tokens.tolist() == [4, 0] * min(limit, 250)
+            assert capsys.readouterr().out == (f"{folder}: {line}\n" if line else "")
+    for limit in (0, -1):
+        with pytest.raises(ValueError, match=f"documents {limit}: 1 or more"):
+            hf_tokens(folder, tokenizer_folder, documents=limit)
+
+
+def test_a_limit_does_not_read_a_whole_data_set_by_name(tokenizer_folder, monkeypatch, capsys):
+    """To count what is left would download it."""
+    import datasets
+
+    read = []
+
+    def rows():
+        for number in range(1_000):
+            read.append(number)
+            yield {"text": "goes"}
+
+    made = datasets.IterableDataset.from_generator(rows)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: made)
+    tokens, _ = hf_tokens("somebody/texts", tokenizer_folder, documents=150)
+    assert tokens.tolist() == [4, 0] * 150 and len(read) <= 152
+    assert capsys.readouterr().out == "somebody/texts: the first 150 documents; it has more\n"
+
+
+def test_documents_without_text_are_left_out_and_counted(tmp_path, tokenizer_folder, capsys):
+    folder = json_lines(tmp_path / "holes", ["goes", None, "", "where", None])
+    assert hf_tokens(folder, tokenizer_folder)[0].tolist() == [4, 0, 2, 0]
+    assert capsys.readouterr().out == f"{folder}: 3 of 5 documents have no text and are left out\n"
+    assert hf_tokens(folder, tokenizer_folder, documents=4)[0].tolist() == [4, 0, 2, 0]
+    assert capsys.readouterr().out == (
+        f"{folder}: 4 of 5 documents\n{folder}: 2 of 4 documents have no text and are left out\n"
+    )
+    folder = json_lines(tmp_path / "nothing", ["", "", ""])
+    assert hf_tokens(folder, tokenizer_folder)[0].numel() == 0
+    assert capsys.readouterr().out == f"{folder}: 3 of 3 documents have no text and are left out\n"
+
+
+def test_only_rank_0_tells(tmp_path, tokenizer_folder, monkeypatch, capsys):
+    folder = json_lines(tmp_path / "some", ["goes"] * 3)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    for rank, told in ((1, ""), (0, f"{folder}: 2 of 3 documents\n"), (3, "")):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        hf_tokens(folder, tokenizer_folder, documents=2)
+        assert capsys.readouterr().out == told
+
+
+def test_a_long_document_is_tokenized_part_by_part_into_the_same_tokens(tmp_path, tokenizer_folder):
+    """A tokenizer of GPT's kind. Of the special tokens a document has those of one text."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    llama_3 = r"\s*[\r\n]+|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
+    of_words = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(llama_3), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])
+    text = corpus(30_000) + "\r\n \n\n  λ.\n\nx" * 100 + "y" * 900 + " a b\n c\nd\n"
+    for number, splits in enumerate((of_words, pre_tokenizers.ByteLevel(add_prefix_space=False))):
+        words = Tokenizer(models.BPE())
+        words.pre_tokenizer = splits
+        trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<begin>", "<end>"], show_progress=False)
+        words.train_from_iterator([text], trainer)
+        words.post_processor = processors.TemplateProcessing("<begin> $A", special_tokens=[("<begin>", 0)])
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<begin>", eos_token="<end>")
+        expected = tokenizer(text)["input_ids"]
+        for size in (1, 50, 1_000, 20_000):
+            parts = list(text_parts(text, size))
+            found = [token for part in parts for token in tokenizer(part, add_special_tokens=False)["input_ids"]]
+            assert "".join(parts) == text and [0, *found] == expected
+            assert max(map(len, parts)) < size + 3_000, "the text's longest run without a place to cut has 2,107"
+        tokenizer.save_pretrained(tmp_path / "words_of_bytes")
+        folder = json_lines(tmp_path / f"texts_{number}", [text, "x"])
+        with mock.patch("course_lib.single_gpu.data.text_parts", lambda text: text_parts(text, 500)):
+            tokens, _ = hf_tokens(folder, str(tmp_path / "words_of_bytes"))
+        assert tokens.tolist() == [*expected, 1, *tokenizer("x")["input_ids"], 1]
+
+
+@pytest.mark.parametrize("text", ["", "x", "x" * 500, " \n" * 300])
+def test_a_text_without_a_place_to_cut_is_one_part(text):
+    assert list(text_parts(text, 10)) == [text]
+
+
+def test_a_text_file_is_one_document_with_its_newlines(tmp_path, tokenizer_folder, capsys):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from tokenizers.decoders import ByteLevel
+    from transformers import PreTrainedTokenizerFast
+
+    of_bytes = {letter: number for number, letter in enumerate(["<end>", *pre_tokenizers.ByteLevel.alphabet()])}
+    words = Tokenizer(models.BPE(of_bytes, merges=[]))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(tmp_path / "of_bytes")
+    (tmp_path / "books").mkdir()
+    books = ["Chapter 1\n\nIt was\n  a night.\n", "one line", "λ\n" * 300]
+    for number, book in enumerate(books):
+        (tmp_path / "books" / f"{number}.txt").write_text(book)
+    tokens, tokenizer = hf_tokens(str(tmp_path / "books"), str(tmp_path / "of_bytes"))
+    assert int((tokens == tokenizer.eos_token_id).sum()) == len(books)
+    assert tokenizer.decode(tokens.tolist()).split("<end>") == [*books, ""]
+    assert capsys.readouterr().out == ""
+
+
+def test_files_that_load_dataset_leaves_out_are_told(tmp_path, tokenizer_folder, capsys, monkeypatch):
+    """By its rules: one file with "train" in its name makes those without it vanish; the rarer kind of file does."""
+    books, mixed = tmp_path / "books", tmp_path / "mixed"
+    (books / "deep").mkdir(parents=True)
+    for name in ("train_of_thought.txt", "crime.txt", "deep/zola.txt", "README.md", ".hidden", "LICENSE"):
+        (books / name).write_text("goes")
+    told = "files are in no split, by name or kind: crime.txt, deep/zola.txt\n"
+    assert hf_tokens(str(books), tokenizer_folder)[0].tolist() == [4, 0]
+    assert capsys.readouterr().out == f"{books}: 2 of 3 {told}"
+    monkeypatch.chdir(tmp_path)
+    hf_tokens("books", tokenizer_folder)
+    assert capsys.readouterr().out == f"books: 2 of 3 {told}"
+    mixed.mkdir()
+    for name in ("a.txt", "b.txt", "c.jsonl"):
+        (mixed / name).write_text("goes" if name[-1] == "t" else '{"text": "where"}')
+    assert hf_tokens(str(mixed), tokenizer_folder)[0].tolist() == [4, 0, 4, 0]
+    assert capsys.readouterr().out == f"{mixed}: 1 of 3 files are in no split, by name or kind: c.jsonl\n"
+    for number in range(3):
+        (books / f"{number}.txt").write_text("goes")
+    hf_tokens(str(books), tokenizer_folder)
+    more = told.replace("crime.txt, deep/zola.txt", "0.txt, 1.txt, 2.txt, ...")
+    assert capsys.readouterr().out == f"{books}: 5 of 6 {more}"
+    for number in range(3):
+        (books / f"{number}.txt").unlink()
+    (books / "test.txt").write_text("where")
+    assert hf_tokens(str(books), tokenizer_folder)[0].tolist() == [4, 0], "a file for tests is in a split"
+    assert capsys.readouterr().out == f"{books}: 2 of 4 {told}"
 
 
 MAKES = """

@@ -277,6 +277,9 @@ CONFIGS = {
     "grouped": ModelConfig(2, 64, 4, 2, 176, 256, tied=True),
     "odd": ModelConfig(3, 42, 3, 1, 50, 77),
     "multi-head": ModelConfig(1, 40, 5, 5, 33, 300),
+    "heads wider than hidden": ModelConfig(2, 40, 6, 2, 33, 300, head_size=16),
+    "heads narrower than hidden": ModelConfig(2, 48, 4, 1, 50, 77, head_size=6),
+    "norms of q and k": ModelConfig(2, 40, 6, 2, 33, 300, tied=True, head_size=16, qk_norm=True),  # as Qwen3
 }
 
 

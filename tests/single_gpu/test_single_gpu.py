@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
 from course_lib.single_gpu.memory import param_count
-from course_lib.single_gpu.model import PRESETS, Transformer, loss
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.single_gpu.training import (
     PEAK_TFLOPS,
     flops_per_token,
@@ -150,6 +151,28 @@ def test_attention_is_linear_in_the_sequence():
     config = PRESETS["llama3-8B"]
     assert flops_per_token(config, 0) == 6 * param_count(config)
     assert flops_per_token(config, 8192) - flops_per_token(config, 4096) == 12 * 32 * 4096 * 4096
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ModelConfig(2, 48, 6, 2, 96, 131, tied=True, head_size=16, qk_norm=True),
+        ModelConfig(2, 48, 6, 2, 96, 131, head_size=4),
+        ModelConfig(3, 64, 4, 2, 176, 256, tied=True),
+    ],
+    ids=["heads wider than hidden", "heads narrower than hidden", "heads as wide"],
+)
+def test_flops_are_those_that_pytorch_counts(config):
+    """FlopCounterMode counts matrix products, attention unmasked, as PaLM does: on the meta device q k^T and scores v
+    run as plain products. Beside these 6N has the norms, and the rows of an untied embedding.
+    """
+    batch, seq = 2, 24
+    with torch.device("meta"):
+        model, words = Transformer(config), torch.zeros(batch, seq, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        loss(model(words), words).backward()
+    idle = (2 * config.layers + 1) * config.hidden + (0 if config.tied else config.vocab * config.hidden)
+    assert counter.get_total_flops() == batch * seq * (flops_per_token(config, seq) - 6 * idle)
 
 
 def test_mfu_of_the_playbooks_1b_run():

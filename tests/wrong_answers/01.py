@@ -632,8 +632,8 @@ def gpt_layer_bytes(hidden, heads, seq, recompute="none"):
 
 # %% 01.8 three tensors of width f
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
-    h, kv = config.hidden, config.kv_heads * config.head_dim
-    attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    h, width, kv = config.hidden, config.attention_width, config.kv_heads * config.head_dim
+    attention = e * (2 * width + 2 * kv) + 4 * config.heads if flash else e * (4 * width + config.heads * seq)
     return {
         "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
         "norm outputs": 2 * e * h,
@@ -644,8 +644,8 @@ def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
 
 # %% 01.8 flash keeps no row statistics
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
-    h, kv = config.hidden, config.kv_heads * config.head_dim
-    attention = e * (2 * h + 2 * kv) if flash else e * (4 * h + config.heads * seq)
+    h, width, kv = config.hidden, config.attention_width, config.kv_heads * config.head_dim
+    attention = e * (2 * width + 2 * kv) if flash else e * (4 * width + config.heads * seq)
     return {
         "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
         "norm outputs": 2 * e * h,
@@ -656,8 +656,8 @@ def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
 
 # %% 01.8 as many K/V heads as heads
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
-    h = config.hidden
-    attention = e * 4 * h + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    h, width = config.hidden, config.attention_width
+    attention = e * 4 * width + 4 * config.heads if flash else e * (4 * width + config.heads * seq)
     return {
         "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
         "norm outputs": 2 * e * h,
@@ -668,8 +668,8 @@ def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
 
 # %% 01.8 plain attention keeps K and V of its few heads only
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
-    h, kv = config.hidden, config.kv_heads * config.head_dim
-    attention = e * (2 * h + 2 * kv) + (4 * config.heads if flash else e * config.heads * seq)
+    h, width, kv = config.hidden, config.attention_width, config.kv_heads * config.head_dim
+    attention = e * (2 * width + 2 * kv) + (4 * config.heads if flash else e * config.heads * seq)
     return {
         "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
         "norm outputs": 2 * e * h,
@@ -680,8 +680,8 @@ def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
 
 # %% 01.8 forgets what the norms return
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
-    h, kv = config.hidden, config.kv_heads * config.head_dim
-    attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    h, width, kv = config.hidden, config.attention_width, config.kv_heads * config.head_dim
+    attention = e * (2 * width + 2 * kv) + 4 * config.heads if flash else e * (4 * width + config.heads * seq)
     return {
         "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
         "norm outputs": 0,
@@ -692,8 +692,8 @@ def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
 
 # %% 01.8 always 16-bit
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
-    h, kv, e = config.hidden, config.kv_heads * config.head_dim, 2
-    attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    h, width, kv, e = config.hidden, config.attention_width, config.kv_heads * config.head_dim, 2
+    attention = e * (2 * width + 2 * kv) + 4 * config.heads if flash else e * (4 * width + config.heads * seq)
     return {
         "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
         "norm outputs": 2 * e * h,
@@ -704,8 +704,8 @@ def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
 
 # %% 01.8 the output counted again as the input of the output projection
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
-    h, kv = config.hidden, config.kv_heads * config.head_dim
-    attention = e * (3 * h + 2 * kv) + 4 * config.heads if flash else e * (5 * h + config.heads * seq)
+    h, width, kv = config.hidden, config.attention_width, config.kv_heads * config.head_dim
+    attention = e * (3 * width + 2 * kv) + 4 * config.heads if flash else e * (5 * width + config.heads * seq)
     return {
         "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
         "norm outputs": 2 * e * h,
@@ -716,8 +716,8 @@ def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
 
 # %% 01.8 a fused norm keeps as much as the chain of operations
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
-    h, kv = config.hidden, config.kv_heads * config.head_dim
-    attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    h, width, kv = config.hidden, config.attention_width, config.kv_heads * config.head_dim
+    attention = e * (2 * width + 2 * kv) + 4 * config.heads if flash else e * (4 * width + config.heads * seq)
     return {
         "norms": 2 * (8 * h + 4),
         "norm outputs": 2 * e * h,
@@ -874,7 +874,7 @@ def evaluate_fixed(model, batches, count):
 
 # %% 01.12 forward only: 2N
 def flops_per_token(config, seq):
-    return 2 * param_count(config) + 4 * config.layers * config.hidden * seq
+    return 2 * param_count(config) + 4 * config.layers * config.attention_width * seq
 
 
 def mfu(config, seq, tokens_per_s, peak):
@@ -892,7 +892,7 @@ def mfu(config, seq, tokens_per_s, peak):
 
 # %% 01.12 half the attention, as if the causal half were subtracted
 def flops_per_token(config, seq):
-    return 6 * param_count(config) + 6 * config.layers * config.hidden * seq
+    return 6 * param_count(config) + 6 * config.layers * config.attention_width * seq
 
 
 def mfu(config, seq, tokens_per_s, peak):
@@ -903,7 +903,7 @@ def mfu(config, seq, tokens_per_s, peak):
 def flops_per_token(config, seq):
     return (
         6 * (param_count(config) + config.tied * config.vocab * config.hidden)
-        + 12 * config.layers * config.hidden * seq
+        + 12 * config.layers * config.attention_width * seq
     )
 
 
@@ -913,7 +913,7 @@ def mfu(config, seq, tokens_per_s, peak):
 
 # %% 01.12 in percent
 def flops_per_token(config, seq):
-    return 6 * param_count(config) + 12 * config.layers * config.hidden * seq
+    return 6 * param_count(config) + 12 * config.layers * config.attention_width * seq
 
 
 def mfu(config, seq, tokens_per_s, peak):
@@ -922,7 +922,7 @@ def mfu(config, seq, tokens_per_s, peak):
 
 # %% 01.12 upside down
 def flops_per_token(config, seq):
-    return 6 * param_count(config) + 12 * config.layers * config.hidden * seq
+    return 6 * param_count(config) + 12 * config.layers * config.attention_width * seq
 
 
 def mfu(config, seq, tokens_per_s, peak):
@@ -931,7 +931,7 @@ def mfu(config, seq, tokens_per_s, peak):
 
 # %% 01.12 FLOPs of a whole sequence
 def flops_per_token(config, seq):
-    return seq * (6 * param_count(config) + 12 * config.layers * config.hidden * seq)
+    return seq * (6 * param_count(config) + 12 * config.layers * config.attention_width * seq)
 
 
 def mfu(config, seq, tokens_per_s, peak):
@@ -1084,13 +1084,13 @@ def saved_bytes(module, forward):
 
 # %% 01.8 right in sum, but Q's part stands with the MLP
 def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
-    h, kv = config.hidden, config.kv_heads * config.head_dim
-    attention = e * (h + 2 * kv) + 4 * config.heads if flash else e * (3 * h + config.heads * seq)
+    h, width, kv = config.hidden, config.attention_width, config.kv_heads * config.head_dim
+    attention = e * (width + 2 * kv) + 4 * config.heads if flash else e * (3 * width + config.heads * seq)
     return {
         "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
         "norm outputs": 2 * e * h,
         "attention": attention,
-        "mlp": 4 * e * config.ffn_hidden + e * h,
+        "mlp": 4 * e * config.ffn_hidden + e * width,
     }
 
 
@@ -1165,7 +1165,7 @@ def mfu(config, seq, tokens_per_s, peak):
 
 # %% 01.12 the MFU that is expected
 def flops_per_token(config, seq):
-    return 6 * param_count(config) + 12 * config.layers * config.hidden * seq
+    return 6 * param_count(config) + 12 * config.layers * config.attention_width * seq
 
 
 def mfu(config, seq, tokens_per_s, peak):
@@ -1474,3 +1474,24 @@ def evaluate_fixed(model, batches, count):
             total = total + loss(model(inputs), targets)
     model.train(was)
     return total / count
+
+
+# %% 01.8 Q and the output as wide as the hidden state, whatever the heads add up to
+def layer_activations(config, seq, e=2, flash=True, fused_norm=True):
+    h, kv = config.hidden, config.kv_heads * config.head_dim
+    attention = e * (2 * h + 2 * kv) + 4 * config.heads if flash else e * (4 * h + config.heads * seq)
+    return {
+        "norms": 2 * ((e * h if fused_norm else 8 * h) + 4),
+        "norm outputs": 2 * e * h,
+        "attention": attention,
+        "mlp": 4 * e * config.ffn_hidden,
+    }
+
+
+# %% 01.12 attention as wide as the hidden state, whatever the heads add up to
+def flops_per_token(config, seq):
+    return 6 * param_count(config) + 12 * config.layers * config.hidden * seq
+
+
+def mfu(config, seq, tokens_per_s, peak):
+    return tokens_per_s * flops_per_token(config, seq) / peak

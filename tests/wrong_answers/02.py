@@ -827,9 +827,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention)
     return batch * seq * needed, batch * seq * executed
@@ -845,9 +845,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention) + head
     return batch * seq * needed, batch * seq * executed
@@ -863,7 +863,7 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
     executed = needed
     if recompute == "full":
@@ -881,9 +881,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 2 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 2 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed
@@ -901,7 +901,7 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
     attention, head = 0, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed
@@ -917,9 +917,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * parts["head"]
+    attention, head = 4 * config.attention_width * seq, 2 * parts["head"]
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed
@@ -935,9 +935,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 4 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 4 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed
@@ -953,9 +953,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 0
+    attention, head = 4 * config.attention_width * seq, 0
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed
@@ -971,9 +971,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 2 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed
@@ -989,9 +989,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = config.layers * (products + attention) + head
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed
@@ -1007,9 +1007,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = parts["q_o"] + parts["kv"] + parts["mlp"]
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed
@@ -1025,9 +1025,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return needed, executed
@@ -1043,8 +1043,8 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head) + config.layers * 2 * config.hidden * seq
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head) + config.layers * 2 * config.attention_width * seq
     executed = needed
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
@@ -1061,9 +1061,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * executed, batch * seq * executed
@@ -1079,9 +1079,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * executed, batch * seq * needed
@@ -1097,9 +1097,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * executed
@@ -1114,7 +1114,7 @@ from course_lib.single_gpu.model import ModelConfig
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
-    needed = 6 * param_count(config) + 12 * config.layers * config.hidden * seq
+    needed = 6 * param_count(config) + 12 * config.layers * config.attention_width * seq
     executed = needed * 4 // 3 if recompute == "full" else needed
     return batch * seq * needed, batch * seq * executed
 
@@ -1129,9 +1129,9 @@ from course_lib.single_gpu.model import ModelConfig
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
     parts = parameter_parts(config)
     products = 2 * (2 * parts["q_o"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
     needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
+    executed = needed + config.layers * 2 * config.attention_width * seq
     if recompute == "full":
         executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
     return batch * seq * needed, batch * seq * executed
@@ -2767,3 +2767,21 @@ def replayed(state):
         for gpu, gpu_state in gpu_states.items():
             torch.cuda.set_rng_state(gpu_state, gpu)
         yield
+
+
+# %% 02.7 attention as wide as the hidden state, whatever the heads add up to
+import torch
+
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import ModelConfig
+
+
+def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
+    parts = parameter_parts(config)
+    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
+    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
+    needed = 3 * (config.layers * (products + attention) + head)
+    executed = needed + config.layers * 2 * config.hidden * seq
+    if recompute == "full":
+        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
+    return batch * seq * needed, batch * seq * executed

@@ -526,8 +526,8 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
         for name, parameter in block.mlp.named_parameters():
             parameter.data = parameter.data.to(like.dtype)
             init_parameter(name, parameter, model.config, seed)
-    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
-    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
+    model.active_config = active_config(model.config, sizes)
     return model
 
 
@@ -543,8 +543,8 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
         for name, parameter in block.mlp.named_parameters():
             parameter.data = parameter.data.to(like.dtype)
             init_parameter(f"blocks.{number}.{name}", parameter, model.config, seed)
-    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
-    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
+    model.active_config = active_config(model.config, sizes)
     return model
 
 
@@ -562,8 +562,8 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
         for name, parameter in block.mlp.named_parameters():
             parameter.data = parameter.data.to(like.dtype)
             init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
-    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
+    model.active_config = active_config(model.config, sizes)
     return model
 
 
@@ -596,8 +596,8 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
         for name, parameter in block.mlp.named_parameters():
             parameter.data = parameter.data.to(like.dtype)
             init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config)
-    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
-    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
+    model.active_config = active_config(model.config, sizes)
     return model
 
 
@@ -612,8 +612,8 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
             block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
         for name, parameter in block.mlp.named_parameters():
             init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
-    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
+    model.active_config = active_config(model.config, sizes)
     return model
 
 
@@ -631,8 +631,8 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
         for name, parameter in block.mlp.named_parameters():
             parameter.data = parameter.data.to(like.dtype)
             init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
-    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
+    model.active_config = active_config(model.config, sizes)
     return model
 
 
@@ -652,8 +652,8 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
         for name, parameter in block.mlp.named_parameters():
             parameter.data = parameter.data.to(like.dtype)
             init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
-    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
+    model.active_config = active_config(model.config, sizes)
     return model
 
 
@@ -673,8 +673,8 @@ def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routin
         for name, parameter in block.mlp.named_parameters():
             parameter.data = parameter.data.to(like.dtype)
             init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    width = (top_k + shared) * (ffn_hidden or model.config.ffn_hidden)
-    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
+    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
+    model.active_config = active_config(model.config, sizes)
     return model
 
 

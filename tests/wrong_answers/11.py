@@ -360,7 +360,8 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
     whole = software.kept_whole * h / outside
     keys = 2 * config.kv_heads * config.head_dim * 1  # a K/V head is never split
-    inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
+    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+    inside = others * config.attention_width + keys + software.kept_ffn * width
     return whole + inside / tp
 
 
@@ -372,7 +373,8 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
     whole = software.kept_whole * h / outside
     keys = 2 * h  # a K/V head is never split
-    inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
+    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+    inside = others * config.attention_width + keys + software.kept_ffn * width
     return whole + inside / tp
 
 
@@ -384,7 +386,8 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
     whole = software.kept_whole * h / outside
     keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
+    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+    inside = others * config.attention_width + keys + software.kept_ffn * width
     return whole + inside / tp
 
 
@@ -396,7 +399,8 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
     whole = software.kept_whole * h / outside
     keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
+    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+    inside = others * config.attention_width + keys + software.kept_ffn * width
     return whole + inside / tp
 
 
@@ -408,7 +412,8 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
     width = config.ffn_hidden
     whole = software.kept_whole * h / outside
     keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
+    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+    inside = others * config.attention_width + keys + software.kept_ffn * width
     return whole + inside / tp
 
 
@@ -420,7 +425,8 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[1] / (3 * h)
     whole = software.kept_whole * h / outside
     keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
+    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+    inside = others * config.attention_width + keys + software.kept_ffn * width
     return whole + inside / tp
 
 
@@ -444,7 +450,8 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
     whole = software.kept_whole * h / outside
     keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
+    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+    inside = others * config.attention_width + keys + software.kept_ffn * width
     return np.asarray(whole + inside / tp)
 
 
@@ -1451,3 +1458,15 @@ mended = {
     "B": Layout.parse("pp2,tp16,sp"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
 }
+
+
+# %% 11.3 attention's tensors as wide as the hidden state, whatever the heads add up to
+def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
+    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
+    software, tp, h = cluster.software, layout.tp, config.hidden
+    outside = np.where(layout.sequence_parallel, tp, 1)
+    width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
+    whole = software.kept_whole * h / outside
+    keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
+    inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
+    return whole + inside / tp
