@@ -46,8 +46,8 @@ def interpret_kernels() -> None:
         sys.meta_path.insert(0, InterpreterFinder())
     elif not knobs.runtime.interpret:  # Triton is imported, by torch._dynamo for one: decorate its functions again
         set_interpreted(knobs)
-        for name in ("triton.language.standard", "triton.language.random", "triton.language"):
-            importlib.reload(importlib.import_module(name))
+        for module in ("triton.language.standard", "triton.language.random", "triton.language"):
+            importlib.reload(importlib.import_module(module))
 
 
 if "TRITON_INTERPRET" not in os.environ and not any(
