@@ -39,13 +39,13 @@ def raising_later(backward):
     """`backward` as `once_differentiable` makes it, and for gradients that are constants too (those of a sum are): what
     it returns depends on the inputs of forward all the same.
     """
-    once = once_differentiable(backward)
 
     @functools.wraps(backward)
     def marked(ctx, *gradients):
         if torch.is_grad_enabled():
             gradients = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
-        return once(ctx, *gradients)
+            return once_differentiable(backward)(ctx, *gradients)  # made here: ranks get no wrapper of torch's by value
+        return backward(ctx, *gradients)
 
     return marked
 

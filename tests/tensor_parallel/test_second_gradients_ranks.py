@@ -180,11 +180,14 @@ def test_a_second_gradient_is_that_of_plain_operations(name, two):
             torch.testing.assert_close(ours, x.grad[rank])
 
 
-def test_a_subclass_with_a_backward_of_its_own_is_marked_too():
-    class Twice(OnceDifferentiable):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x
+class Twice(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+
+def thrice():
+    """A class as of a notebook: it has no module, and goes to ranks by value."""
 
     class Thrice(Twice):
         @staticmethod
@@ -192,10 +195,21 @@ def test_a_subclass_with_a_backward_of_its_own_is_marked_too():
             """A docstring."""
             return 2 * gradient
 
+    return Thrice
+
+
+def raises(function) -> bool:
     x = torch.ones(2, requires_grad=True)
-    (gradient,) = torch.autograd.grad(Thrice.apply(x).sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(function.apply(x).sum(), x, create_graph=True)
+    assert gradient.tolist() == [2, 2]
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient.sum().backward()
-    assert Thrice.backward.__doc__ == "A docstring."
-    compiled = torch.compile(lambda x: Thrice.apply(x).sin().sum(), fullgraph=True, backend="aot_eager")
-    assert torch.autograd.grad(compiled(x), x)[0].equal(torch.autograd.grad(Thrice.apply(x).sin().sum(), x)[0])
+    return True
+
+
+def test_a_subclass_with_a_backward_of_its_own_is_marked_too(two):
+    function, x = thrice(), torch.ones(2, requires_grad=True)
+    assert raises(function) and function.backward.__doc__ == "A docstring."
+    assert two(raises, function) == [True, True]
+    compiled = torch.compile(lambda x: function.apply(x).sin().sum(), fullgraph=True, backend="aot_eager")
+    assert torch.autograd.grad(compiled(x), x)[0].equal(torch.autograd.grad(function.apply(x).sin().sum(), x)[0])
