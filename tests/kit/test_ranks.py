@@ -128,6 +128,7 @@ def how_kernels_run() -> tuple:
 
 
 def test_ranks_on_the_cpu_interpret_kernels_and_their_children_choose_for_themselves(ranks):
+    pytest.importorskip("triton")
     own = os.environ.get("TRITON_INTERPRET")
     assert ranks(how_kernels_run) == [(True, [] if own is None else [f"TRITON_INTERPRET={own}"])] * 4
 

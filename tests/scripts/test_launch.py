@@ -21,11 +21,9 @@ from unittest import mock
 
 import psutil
 import pytest
-import triton
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY, LEARNERS = "notebooks/07_toy.ipynb", "workbook/07_toy.ipynb"
-interpreted_only = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels run on the GPU")
 PATIENCE_S = 300  # a deadline for what hangs; a launch takes less than a tenth of it on a quiet machine
 
 IMPORTS = """\
@@ -749,6 +747,8 @@ def main(argv=None):
 @pytest.fixture
 def choosing(running):
     """The course with the library's own `course_lib/__init__.py`, and a program that runs a kernel."""
+    if not pytest.importorskip("triton").knobs.runtime.interpret:
+        pytest.skip("kernels run on the GPU")
     own, program = running / "course_lib" / "__init__.py", running / CHOICE
     own.write_text((ROOT / "course_lib" / "__init__.py").read_text())
     program.write_text(notebook(cell("name", "#| default_exp choice"), cell("main", CHOICE_MAIN)))
@@ -759,7 +759,6 @@ def choosing(running):
     shutil.rmtree(running / "runs", ignore_errors=True)
 
 
-@interpreted_only
 @pytest.mark.parametrize("ranks", [1, 2], ids=["started by torchrun", "forked"])
 def test_ranks_interpret_by_a_choice_of_their_own(ranks, choosing):
     """The fork server has imported Triton, without the interpreter, before a rank imports the library."""
@@ -767,13 +766,11 @@ def test_ranks_interpret_by_a_choice_of_their_own(ranks, choosing):
     assert (status, out.splitlines(), err) == (0, ["28.0 [] []"] * ranks, "")
 
 
-@interpreted_only
 def test_ranks_inherit_what_the_user_has_set(choosing):
     status, out, err = Launch(choosing, CHOICE, "--nproc-per-node", "2", TRITON_INTERPRET="1").end()
     assert (status, out.splitlines(), err) == (0, ["28.0 ['TRITON_INTERPRET=1'] ['TRITON_INTERPRET=1']"] * 2, "")
 
 
-@interpreted_only
 @pytest.mark.parametrize("value", [None, "1", "0"])
 def test_a_job_inherits_no_choice_of_the_launcher(value, choosing, tmp_path):
     """The launcher imports the program on a login node without a GPU; sbatch hands its environment to the job."""
