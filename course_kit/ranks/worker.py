@@ -17,6 +17,7 @@ import threading
 import time
 from pathlib import Path
 
+import course_lib
 from course_kit.ranks.connections import cut_connections, prepare_backend, sockets
 from course_kit.ranks.outcome import describe, frames_of, pickled_result, stack
 
@@ -50,7 +51,8 @@ def get_ready(backend: str) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if backend != "gloo":
         return  # a GPU's driver does not outlive a fork
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    course_lib.interpret_kernels()  # also where there is a GPU
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # the peers are on this machine
     if sys.platform != "darwin":  # nor do Apple's frameworks
         # A thread that wakes up waits for its turn. Gloo's would take the core from one that holds its lock, and spin.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..tensor_parallel.linear import as_autocast
+from ..tensor_parallel.regions import OnceDifferentiable
 
 # %% ../../notebooks/08_expert_parallel.ipynb #exchange-docstring
 """Dispatch and combine: tokens go to the ranks that hold their experts, and what these make of them comes back.
@@ -61,7 +62,7 @@ class Transfer:
         return arrived
 
 # %% ../../notebooks/08_expert_parallel.ipynb #send-rows
-class Departure(torch.autograd.Function):
+class Departure(OnceDifferentiable):
     """Rows leave: forward starts, for Arrival to finish. Backward finishes: their gradients are home."""
 
     @staticmethod
@@ -74,7 +75,7 @@ class Departure(torch.autograd.Function):
         return None, *ctx.transfer.finish()
 
 
-class Arrival(torch.autograd.Function):
+class Arrival(OnceDifferentiable):
     """Rows are here: forward finishes what Departure has started. Backward starts to send their gradients home."""
 
     @staticmethod

@@ -82,6 +82,7 @@ class Routing:
         return math.ceil(self.capacity * tokens * self.top_k / self.experts - 1e-9)  # 1.1 x 10 is 11, rounding or not
 
 # %% ../../notebooks/08_expert_parallel.ipynb #router
+from ..tensor_parallel.regions import OnceDifferentiable
 from ..zero.full_sharding import in_backward
 
 
@@ -137,7 +138,7 @@ class Router(nn.Module):
         return total / self.parts
 
 
-class LateBalance(torch.autograd.Function):
+class LateBalance(OnceDifferentiable):
     """balance_loss by the counts of all ranks of `group`, for its gradient alone: its value is 0. The counts are on
     their way from forward to backward, and no rank waits for them in forward. A recomputed forward sends none: backward
     has those of the first.
@@ -175,7 +176,7 @@ def z_loss(logits: torch.Tensor) -> torch.Tensor:
     return logits.logsumexp(-1).square().mean()
 
 # %% ../../notebooks/08_expert_parallel.ipynb #ex-08-9
-class RouterLoss(torch.autograd.Function):
+class RouterLoss(OnceDifferentiable):
     """The gates, unchanged. Backward gives `extra` the gradient router.loss_weight, as if it had been added to the
     loss, and adds `counts` to router.counts: once for each micro-batch, even where forward is replayed.
     """

@@ -38,6 +38,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..tensor_parallel.linear import as_autocast
+from ..tensor_parallel.regions import OnceDifferentiable
 
 # %% ../../notebooks/14b_fp8.ipynb #fp8-linear-caster
 class Caster(Float32Buffers):
@@ -194,7 +195,7 @@ def gradient_dtype(weight: torch.Tensor) -> torch.dtype:
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 # %% ../../notebooks/14b_fp8.ipynb #fp8-forward
-class Fp8Forward(torch.autograd.Function):
+class Fp8Forward(OnceDifferentiable):
     """x wᵀ for each weight, in 8 bits; x is quantized once for all of them, and kept in 8 bits for backward."""
 
     @staticmethod

@@ -50,6 +50,7 @@ class Linear(torch.autograd.Function):
 
 # %% ../../notebooks/09_pipeline.ipynb #mode-imports
 from ..tensor_parallel.linear import as_autocast
+from ..tensor_parallel.regions import OnceDifferentiable
 from ..zero.sharded_models import places_of
 
 # %% ../../notebooks/09_pipeline.ipynb #split-own-imports
@@ -122,7 +123,7 @@ def weights_of(node, stand_ins: set) -> dict[int, tuple[GradientEdge, torch.Tens
     return found if len(found) < len(edges) else {}
 
 # %% ../../notebooks/09_pipeline.ipynb #later
-class WeightHalf(torch.autograd.Function):
+class WeightHalf(OnceDifferentiable):
     """A number without a meaning. Its backward runs `later`, and autograd takes the gradients to `weights`."""
 
     @staticmethod
@@ -166,6 +167,7 @@ class Later:
         with torch.enable_grad():
             return WeightHalf.apply(self, *(weight_of[stand_in] for _, stand_in in self.edges.values()))
 
+    @torch.no_grad()  # as autograd runs a backward
     def to_stand_ins(self) -> None:
         """Add the weights' gradients to those of their stand-ins."""
         found = self.run()

@@ -26,8 +26,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from ..tensor_parallel.regions import OnceDifferentiable
+
 # %% ../../notebooks/07_sequence_context.ipynb #ex-07-1
-class GatherSequence(torch.autograd.Function):
+class GatherSequence(OnceDifferentiable):
     """g: all ranks' tokens in forward, [b, s/t, h] to [b, s, h]; in backward the sum of the own ones' gradients."""
 
     @staticmethod
@@ -71,7 +73,7 @@ def reduce_scatter_sequence(summand: torch.Tensor, group: dist.ProcessGroup) -> 
     return ReduceScatterSequence.apply(summand, group)
 
 # %% ../../notebooks/07_sequence_context.ipynb #ex-07-2
-class GatheredProducts(torch.autograd.Function):
+class GatheredProducts(OnceDifferentiable):
     """g, and x · weightᵀ for each weight. Keeps this rank's part of x; in backward x is gathered once more beside the
     product that makes its gradient, and the sum of that travels beside the products for the weights.
     """

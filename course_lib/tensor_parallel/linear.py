@@ -15,7 +15,7 @@ __all__ = ['ColumnProducts', 'as_autocast', 'RowParallelLinear', 'Replicas', 'on
            'project_together', 'RowProduct']
 
 # %% ../../notebooks/06_tensor_parallel.ipynb #parallel-linear-imports
-from .regions import copy_to_group, gather_from_group, sum_over_group
+from .regions import OnceDifferentiable, copy_to_group, gather_from_group, sum_over_group
 from .shards import TensorShard, shard_parameter
 
 # %% ../../notebooks/06_tensor_parallel.ipynb #ex-06-4
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 
-class ColumnProducts(torch.autograd.Function):
+class ColumnProducts(OnceDifferentiable):
     """x · weightᵀ for each weight; in backward the sum of x's gradient over the group travels beside the products that
     make the weights' gradients.
     """
@@ -170,7 +170,7 @@ def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tup
     return tuple(out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True))
 
 # %% ../../notebooks/06_tensor_parallel.ipynb #ex-06-12
-class RowProduct(torch.autograd.Function):
+class RowProduct(OnceDifferentiable):
     """x · weightᵀ summed over the group, in chunks of x's rows: the sum of one travels while the next is multiplied."""
 
     @staticmethod

@@ -15,7 +15,7 @@ al. 2019, Megatron-LM, §3.)
 __all__ = ['VocabParallelEmbedding', 'local_rows', 'VocabParallelCrossEntropy', 'vocab_parallel_cross_entropy']
 
 # %% ../../notebooks/06_tensor_parallel.ipynb #vocab-parallel-imports
-from .regions import sum_over_group
+from .regions import OnceDifferentiable, sum_over_group
 from .shards import TensorShard, shard_parameter
 
 # %% ../../notebooks/06_tensor_parallel.ipynb #ex-06-7
@@ -51,7 +51,7 @@ def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor,
     return rows.masked_fill_(elsewhere, 0), elsewhere
 
 
-class VocabParallelCrossEntropy(torch.autograd.Function):
+class VocabParallelCrossEntropy(OnceDifferentiable):
     """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once: a second
     one raises an error.
 

@@ -119,6 +119,20 @@ def test_results_come_by_rank(ranks):
     assert torch.equal(tensor, torch.arange(3))
 
 
+def how_kernels_run() -> tuple:
+    """Whether Triton interprets here, and what a child process would inherit of it."""
+    import triton
+
+    child = subprocess.run(["env"], capture_output=True, text=True).stdout.splitlines()
+    return triton.knobs.runtime.interpret, [line for line in child if line.startswith("TRITON_INTERPRET")]
+
+
+def test_ranks_on_the_cpu_interpret_kernels_and_their_children_choose_for_themselves(ranks):
+    pytest.importorskip("triton")
+    own = os.environ.get("TRITON_INTERPRET")
+    assert ranks(how_kernels_run) == [(True, [] if own is None else [f"TRITON_INTERPRET={own}"])] * 4
+
+
 def surroundings() -> dict:
     return {
         "size": dist.get_world_size(),

@@ -612,9 +612,10 @@ def processes_of(course: Path) -> list[psutil.Process]:
 class Launch:
     """A launch in a process and a session of its own, as from a terminal."""
 
-    def __init__(self, course: Path, *arguments: str, bare: bool = False):
+    def __init__(self, course: Path, *arguments: str, bare: bool = False, **more: str):
         self.course = course
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OMP_"))}
+        dropped = "PYTHON", "OMP_", "TRITON_INTERPRET"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(dropped)} | more
         environment["TMPDIR"] = str(course / "tmp")
         if bare:
             environment["PYTHONPATH"] = str(bare_node(course))
@@ -715,6 +716,72 @@ def test_a_learners_notebook(running):
     assert status == 1 and "blank" not in err
     error = "rank 0: ZeroDivisionError: division by zero"
     assert f"{error}\n  in {LEARNERS}, cell 4 (ex-07-1), line 3: return x / 0\n" in err
+
+
+CHOICE = "notebooks/08_choice.ipynb"
+CHOICE_MAIN = """\
+#| export
+import os
+import subprocess
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def total_kernel(x, out, N: tl.constexpr):
+    tl.store(out, tl.sum(tl.load(x + tl.arange(0, N))))
+
+
+def main(argv=None):
+    out = torch.zeros(1)
+    total_kernel[(1,)](torch.arange(8.0), out, 8)
+    at_start = Path("/proc/self/environ").read_text().split("\\0")
+    child = subprocess.run(["env"], capture_output=True, text=True).stdout.splitlines()
+    print(out.item(), *([line for line in each if line.startswith("TRITON_INTERPRET")] for each in (at_start, child)))
+"""
+
+
+@pytest.fixture
+def choosing(running):
+    """The course with the library's own `course_lib/__init__.py`, and a program that runs a kernel."""
+    if not pytest.importorskip("triton").knobs.runtime.interpret:
+        pytest.skip("kernels run on the GPU")
+    own, program = running / "course_lib" / "__init__.py", running / CHOICE
+    own.write_text((ROOT / "course_lib" / "__init__.py").read_text())
+    program.write_text(notebook(cell("name", "#| default_exp choice"), cell("main", CHOICE_MAIN)))
+    yield running
+    program.unlink()
+    own.write_text("")
+    (running / "course_lib" / "choice.py").unlink()
+    shutil.rmtree(running / "runs", ignore_errors=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2], ids=["started by torchrun", "forked"])
+def test_ranks_interpret_by_a_choice_of_their_own(ranks, choosing):
+    """The fork server has imported Triton, without the interpreter, before a rank imports the library."""
+    status, out, err = Launch(choosing, CHOICE, "--nproc-per-node", str(ranks)).end()
+    assert (status, out.splitlines(), err) == (0, ["28.0 [] []"] * ranks, "")
+
+
+def test_ranks_inherit_what_the_user_has_set(choosing):
+    status, out, err = Launch(choosing, CHOICE, "--nproc-per-node", "2", TRITON_INTERPRET="1").end()
+    assert (status, out.splitlines(), err) == (0, ["28.0 ['TRITON_INTERPRET=1'] ['TRITON_INTERPRET=1']"] * 2, "")
+
+
+@pytest.mark.parametrize("value", [None, "1", "0"])
+def test_a_job_inherits_no_choice_of_the_launcher(value, choosing, tmp_path):
+    """The launcher imports the program on a login node without a GPU; sbatch hands its environment to the job."""
+    (tmp_path / "sbatch").write_text(f"#!/bin/bash\nenv > {tmp_path}/inherited\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({} if value is None else {"TRITON_INTERPRET": value})
+    status, out, err = Launch(choosing, CHOICE, "--slurm", "nodes=1,gpus=1", **own).end()
+    assert (status, err) == (0, "") and out.startswith("runs/slurm/08_choice.sbatch is written")
+    inherited = (tmp_path / "inherited").read_text().splitlines()
+    wanted = [] if value is None else [f"TRITON_INTERPRET={value}"]
+    assert [line for line in inherited if line.startswith("TRITON_INTERPRET")] == wanted
 
 
 def test_the_printed_command_can_be_pasted(running):
