@@ -20,6 +20,7 @@ import torch.distributed as dist
 from .checkpoints import CheckpointError, Checkpoints, DamagedError, latest, load
 from .files import complete, describe
 from .groups import together
+from .lock import FolderLock
 from ..single_gpu.data import TokenBatches
 from ..five_d.model import ParallelModel
 
@@ -33,7 +34,8 @@ class SavedRun:
 
     root: None for a run that saves nothing. same: what the run that goes on must have in common with the one before;
     plan: what it need not, and is told of; bad_steps: in a row, until the run stops. Raises CheckpointError, on all
-    ranks, where it has not, the checkpoint can't be loaded, or there is no such folder and none can be made.
+    ranks, where it has not, the checkpoint can't be loaded, another job that lives has the folder (see FolderLock), or
+    there is no such folder and none can be made. The folder is its own until finish() or release().
     """
 
     def __init__(
@@ -44,13 +46,18 @@ class SavedRun:
         self.bad_steps, self.bad, self.skipped, self.good, self.due = bad_steps, 0, 0, 0, False
         text = batches.tokens[:: max(1, len(batches.tokens) // 2**20)].contiguous()  # enough to know it by
         self.same = {"seq": batches.seq, "text": [len(batches.tokens), zlib.crc32(text.numpy())]} | same
-        self.plan = plan
+        self.plan, self.lock = plan, None
         if root is not None:
             self.root = root.absolute()
-            while folder := self.on_first(lambda: self.find(self.root)):
-                if self.takes_over(folder):
-                    break
-            self.checkpoints = Checkpoints(parallel, self.root, keep, self.say)
+            try:
+                self.on_first(lambda: self.take(self.root))
+                while folder := self.on_first(lambda: latest(self.root)):
+                    if self.takes_over(folder):
+                        break
+                self.checkpoints = Checkpoints(parallel, self.root, keep, self.say)
+            except BaseException:
+                self.release()
+                raise
 
     def on_first(self, work: Callable[[], object]) -> object:
         """What `work` gives on rank 0. Collective."""
@@ -61,13 +68,18 @@ class SavedRun:
         if dist.get_rank() == 0:
             print(line, flush=True)
 
-    def find(self, root: Path) -> Path | None:
-        """The last checkpoint of a folder, which is made where it is missing."""
+    def take(self, root: Path) -> None:
+        """On rank 0: lock a folder, which is made where it is missing."""
         try:
             root.mkdir(mode=0o750, parents=True, exist_ok=True)
+            self.lock = FolderLock(root)
         except OSError as error:
             raise CheckpointError(f"--checkpoints {root}: {error.strerror}") from None
-        return latest(root)
+
+    def release(self) -> None:
+        """Leave the folder to other jobs."""
+        if self.lock is not None:
+            self.lock.release()
 
     def takes_over(self, folder: Path) -> bool:
         """Whether this checkpoint has been loaded; else it was damaged, and has another name now."""
@@ -105,18 +117,21 @@ class SavedRun:
             self.due = False
             if last and not begun:
                 failure = self.checkpoints.failure
-                self.finish()
-                raise CheckpointError(f"ended without a checkpoint of its last step: {failure}; {self.last_good()}")
+                self.checkpoints.close()
+                words = f"ended without a checkpoint of its last step: {failure}; {self.last_good()}"
+                self.release()
+                raise CheckpointError(words)
         if finite:
             return
         self.skipped += 1
         self.say(f"step {step} is skipped, the {self.skipped}. of this run: its loss is {loss}, its norm {norm}")
         if stops or last and saves:
-            self.finish()
             words = f"{'stopped' if stops else 'ended'}: {self.bad} steps in a row skipped, with the weights of step "
             words += f"{self.good}"
             if saves:
+                self.checkpoints.close()
                 words += f"; {self.on_first(self.set_aside) or ''}{self.last_good()}"
+            self.release()
             raise CheckpointError(words)
 
     def set_aside(self) -> str | None:
@@ -140,9 +155,10 @@ class SavedRun:
         return f"the last good checkpoint is {folder.name}" if folder else "there is no good checkpoint"
 
     def finish(self) -> None:
-        """Until the last save is on the disk, or has failed. Collective."""
+        """Until the last save is on the disk, or has failed; then others may have the folder. Collective."""
         if self.checkpoints is not None:
             self.checkpoints.close()
+        self.release()
 
 # %% ../../notebooks/10b_checkpoint.ipynb #run-log
 class Log:

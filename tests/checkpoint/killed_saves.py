@@ -127,7 +127,7 @@ def trial(folder: Path, number: int, rank: int, moment: str, later_s: float = 0.
         "damaged": damaged(after, describe(after)["files"]),
         "before": before.name,
         "after": after.name,
-        "left": sorted(re.sub(r"\d{9}", "N", each.name) for each in root.iterdir()),
+        "left": sorted(re.sub(r"\d{9}", "N", each.name) for each in root.iterdir() if each.name != ".lock"),
         "text": text,
         "seconds": time.perf_counter() - start,
     }

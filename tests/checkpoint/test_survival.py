@@ -104,9 +104,9 @@ def test_a_job_killed_while_it_saves_leaves_a_complete_checkpoint(tmp_path):
 
 
 def snapshot(folder: Path) -> dict:
-    """Every path below `folder` with its time of change and content."""
+    """Every path below `folder`; of files, the time of change and the content. A folder's time changes with a lock."""
     found = [folder, *folder.rglob("*")]
-    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None) for path in found}
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) if path.is_file() else None for path in found}
 
 
 @pytest.mark.parametrize(
@@ -254,6 +254,28 @@ def test_a_job_goes_on_after_a_rank_is_killed(ranks, folder):
     checkpoints = complete(folder / "checkpoints")
     assert [*checkpoints] == [76, 80] and len([*(folder / "checkpoints").iterdir()]) == 2
     assert all(damaged(each, describe(each)["files"]) is None for each in checkpoints.values())
+
+
+def test_a_second_job_in_a_folder_is_refused_and_the_next_after_a_kill_is_not(folder):
+    program = "--layout dp2 --save-every 1 --steps".split()
+    first = Launch(folder, ["--nproc-per-node", "2"], [*program, "100000"])
+    first.after_step(2)
+    status, text = Launch(folder, ["--nproc-per-node", "2"], [*program, "100000"]).end()
+    line = r"CheckpointError: .*/checkpoints is in use by a run on host \S+, pid \d+: end it, or take another folder"
+    assert status != 0 and re.search(line, text) and "step     1" not in text, text
+    done = records(first.out)[-1]["step"]
+    first.after_step(done + 3)
+    assert "failed" not in first.text.read_text()
+    first.process.kill()
+    for rank in left_of(folder):
+        rank.kill()
+    assert none_left(folder)
+    saves = complete(folder / "checkpoints")
+    assert all(damaged(each, describe(each)["files"]) is None for each in saves.values())
+    last = max(saves)
+    status, text = Launch(folder, ["--nproc-per-node", "2"], [*program, str(last + 2)]).end()
+    assert status == 0 and f"goes on after step {last}, from " in text, text
+    assert max(complete(folder / "checkpoints")) == last + 2 and not (folder / "checkpoints" / ".lock").exists()
 
 
 def ports_of(launch: Launch, status: str) -> set[int]:
