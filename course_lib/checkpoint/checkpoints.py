@@ -121,6 +121,7 @@ class Checkpoints(HostCopies):
     """Saves to a folder that all ranks see, one checkpoint at a time, beside training. Its constructor is collective.
 
     keep: how many complete ones stay; report(line): on rank 0, of what has failed. failure: of the last save, or None.
+    The folder must be this job's alone: SavedRun locks it.
     """
 
     def __init__(self, parallel: ParallelModel, root: Path, keep: int = 2, report: Callable[[str], None] = print):

@@ -1,8 +1,8 @@
 """A lock on a folder of checkpoints: two jobs in it would remove each other's saves.
 
-A file `.lock` in the folder names its holder: host, process, Slurm job, torchrun's run. The holder also has a `flock` on
-it, which the kernel takes back when the process ends, however it ends. Some network file systems keep that to one host,
-or have none at all. So it is asked first and the file second:
+A file `.lock` in the folder names its holder: host, process, Slurm job, torchrun's run. The holder also has a `flock`
+on it, which the kernel takes back when the process ends, however it ends. Some network file systems keep that to one
+host, or have none at all. So it is asked first and the file second:
 
 1. The flock is held: in use. A restart by torchrun waits for the processes of its own run, which are about to end.
 2. It is free, and the holder ran under this kernel (its boot id): gone. Without flock, the process id and the time at
