@@ -208,15 +208,18 @@ def main(argv: list[str] | None = None) -> list[dict]:
     same = {"seed": chosen.seed, "drop_tokens": chosen.drop_tokens, "moe": chosen.moe}
     plan = {name: getattr(chosen, name) for name in ("steps", "lr", "warmup", "batch", "start_batch", "ramp")}
     run = SavedRun(parallel, batches, chosen.checkpoints, chosen.save_every, chosen.keep, same, plan, chosen.bad_steps)
-    if chosen.from_hf and not run.step:
-        from_hf(parallel, chosen.from_hf)
-    if run.step >= chosen.steps:
-        run.say(f"nothing is left to do: {run.step} steps are done, --steps is {chosen.steps}")
-    log, records = Log(chosen.out if rank == 0 else None, more=run.step > 0), []
-    for record in train(parallel, batches, chosen, active_config(config, chosen.moe), run.step):
-        records.append(record)
-        run.say(single_gpu.describe(record))
-        log.add(record)
-        run.after(record["step"], record["loss"], record["norm"], record["step"] == chosen.steps)
-    run.finish()
+    try:
+        if chosen.from_hf and not run.step:
+            from_hf(parallel, chosen.from_hf)
+        if run.step >= chosen.steps:
+            run.say(f"nothing is left to do: {run.step} steps are done, --steps is {chosen.steps}")
+        log, records = Log(chosen.out if rank == 0 else None, more=run.step > 0), []
+        for record in train(parallel, batches, chosen, active_config(config, chosen.moe), run.step):
+            records.append(record)
+            run.say(single_gpu.describe(record))
+            log.add(record)
+            run.after(record["step"], record["loss"], record["norm"], record["step"] == chosen.steps)
+        run.finish()
+    finally:
+        run.release()
     return records

@@ -17,13 +17,12 @@ from .router import Router, Routing
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..single_gpu.hugging_face import hf_config, hf_name
+from ..single_gpu.hugging_face import hf_config, hf_name, plain_model
 from ..single_gpu.model import MLP, ModelConfig, Transformer, init_parameter
 
 
@@ -148,11 +147,12 @@ def from_hf(source, **routing) -> Transformer:
     """A `Transformer` of mixtures with the weights of a `MixtralForCausalLM`, or of one by name or folder. Needs the
     extra `[hf]`. routing: of Router; the balance loss has a weight of 0 where it is not given.
 
-    Raises ValueError where the model has what ours has not: see hugging_face.hf_config; noise at the router; k = 1.
+    Raises ValueError where the model has what ours has not (see hugging_face.hf_config): noise at the router, k = 1.
+    Also where its weights are quantized (see plain_model).
     """
     from transformers import MixtralForCausalLM
 
-    theirs = MixtralForCausalLM.from_pretrained(source) if isinstance(source, (str, Path)) else source
+    theirs = plain_model(MixtralForCausalLM, source)
     c = theirs.config
     config = hf_config(c, ("mixtral",))
     if c.router_jitter_noise:

@@ -52,7 +52,7 @@ class FileOperations:
                 return
         names = [re.sub(r"\d{9}", "N", path.replace(self.root, "")).lstrip("/") for path in paths]
         self.saves = self.saves or event == "os.rmdir" or any(".saving" in name for name in names)
-        if self.saves and not any(name.endswith(".jsonl") for name in names):
+        if self.saves and not any(name.endswith((".jsonl", ".lock")) for name in names):  # a lock goes at the very end
             mode = args[1] if event == "open" else None
             self.then(" ".join([event, *names, *([mode] if mode else [])]))
 
@@ -127,7 +127,7 @@ def trial(folder: Path, number: int, rank: int, moment: str, later_s: float = 0.
         "damaged": damaged(after, describe(after)["files"]),
         "before": before.name,
         "after": after.name,
-        "left": sorted(re.sub(r"\d{9}", "N", each.name) for each in root.iterdir()),
+        "left": sorted(re.sub(r"\d{9}", "N", each.name) for each in root.iterdir() if each.name != ".lock"),
         "text": text,
         "seconds": time.perf_counter() - start,
     }

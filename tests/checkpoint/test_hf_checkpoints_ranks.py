@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from calls import said
 from course_lib.checkpoint.checkpoints import load, save
 from course_lib.checkpoint.hugging_face import from_hf, from_hf_config, to_hf
+from course_lib.checkpoint.program import options
 from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize, whole_weights
+from course_lib.single_gpu.hugging_face import hf_name
 from course_lib.single_gpu.hugging_face import to_hf as model_to_hf
 from course_lib.single_gpu.model import ModelConfig, Transformer
 
@@ -193,6 +195,131 @@ def test_from_hf_refuses_another_model_and_missing_files_on_all_ranks(ranks, che
     assert all(
         found[0][0] == "CheckpointError: another model: tied is False there, and True here" for found in of_ranks
     )
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+
+
+def quantized(folder: Path, block: list[int] | None, files: int = 1) -> dict[str, torch.Tensor]:
+    """Make a folder of to_hf an FP8 model, as such are released: its projections are codes, beside them the scale of
+    each block (None: of the tensor). files: 2: the scales are in a file of their own. Returns the weights, dequantized.
+    """
+    tensors, scales, whole = load_file(folder / "model-00001-of-00001.safetensors"), {}, {}
+    for name, weight in tensors.items():
+        whole[name] = weight
+        if not name.endswith("_proj.weight"):
+            continue
+        rows, columns = block or weight.shape
+        grid = torch.empty(-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
+        whole[name] = torch.empty_like(weight)
+        codes = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+        for i, j in ((i, j) for i in range(grid.shape[0]) for j in range(grid.shape[1])):
+            part = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            grid[i, j] = weight[part].abs().max() / 448
+            codes[part] = (weight[part] / grid[i, j]).to(codes.dtype)
+            whole[name][part] = codes[part].float() * grid[i, j]
+        tensors[name], scales[f"{name}_scale_inv"] = codes, grid if block else grid.reshape(())
+    (folder / "model-00001-of-00001.safetensors").unlink()
+    parts = [tensors, scales] if files == 2 else [tensors | scales]
+    for number, part in enumerate(parts):
+        save_file(part, folder / f"part-{number}.safetensors", {"format": "pt"})
+    where = {name: f"part-{number}.safetensors" for number, part in enumerate(parts) for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    change_config(folder, quantization_config=FP8 | {"weight_block_size": block})
+    return whole
+
+
+def change_config(folder: Path, **entries) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def weights_from(ways: list[tuple[str, Path]]) -> list[dict[str, torch.Tensor]]:
+    """On a rank, of each (layout, folder): the weights of a model that starts from there."""
+    found = []
+    for words, folder in ways:
+        parallel = parallel_of(words, False, seed=1)
+        from_hf(parallel, folder)
+        found.append(whole_weights(parallel))
+    return found
+
+
+def test_fp8_weights_are_dequantized_by_blocks(ranks, two, checkpoints, tmp_path):
+    """Each weight is its code times its block's scale, in every bit; slices of tp2 and zero3 cut through blocks of
+    [12, 20], and the last ones of a row or column are cut off.
+    """
+    blocks = {"published": [128, 128], "odd": [12, 20], "small": [16, 16], "tensor": None}
+    expected, file = {}, checkpoints[0]["untied"]
+    for name, block in blocks.items():
+        to_hf(file, tmp_path / name)
+        expected[name] = quantized(tmp_path / name, block, files=2 if name == "odd" else 1)
+    ways = [(words, name) for name in blocks for words in ("tp2", "dp2,zero3", "dp2,zero1")]
+    of_two = two(weights_from, [(words, tmp_path / name) for words, name in ways])
+    more = [("tp2,pp2", "odd"), ("dp2,tp2,sp,zero3", "small")]
+    of_four = ranks(weights_from, [(words, tmp_path / name) for words, name in more])
+    for (words, name), found in [*zip(ways, of_two[0], strict=True), *zip(more, of_four[0], strict=True)]:
+        for key, value in found.items():
+            assert torch.equal(value, expected[name][hf_name(key)]), (words, name, key)
+
+
+def test_from_hf_refuses_other_quantized_models_and_tensors_left_over(ranks, checkpoints, tmp_path):
+    """In one line on all ranks, and no weight changes; what is known to be of no use is read over."""
+    cases, plain, good = {}, tmp_path / "plain", []
+    to_hf(checkpoints[0]["untied"], plain)
+    to_hf(checkpoints[0]["untied"], tmp_path / "fp8")
+    quantized(tmp_path / "fp8", [16, 16])
+    q = "model.layers.1.self_attn.q_proj.weight"
+
+    def copied(name: str, source: Path, message: str, change=lambda tensors: None, **config) -> None:
+        cases[tmp_path / name] = message
+        folder = shutil.copytree(source, tmp_path / name)
+        file = next(folder.glob("*.safetensors"))
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, {"format": "pt"})
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": dict.fromkeys(tensors, file.name)})
+        )
+        change_config(folder, **config)
+
+    for method in ("bitsandbytes", "gptq", "awq", "compressed-tensors", "new-method"):
+        line = f"is quantized (quant_method {method}), not by fp8: use the release of the model in bfloat16"
+        copied(method, plain, line, quantization_config={"quant_method": method})
+    copied("unnamed", plain, "(quant_method an unnamed method)", quantization_config={"bits": 4})
+    copied("block", tmp_path / "fp8", "is 16, not two", quantization_config=FP8 | {"weight_block_size": [16]})
+    cases[tmp_path / "block"] = "weight_block_size is [16], not two numbers above 0"
+    copied("no scale", tmp_path / "fp8", f"without its scales {q}_scale_inv", lambda t: t.pop(f"{q}_scale_inv"))
+    copied("no config", tmp_path / "fp8", "and config.json does not say how", quantization_config=None)
+    copied("grid", tmp_path / "fp8", "not blocks of [8, 8]", quantization_config=FP8 | {"weight_block_size": [8, 8]})
+    copied("one scale", tmp_path / "fp8", "not one scale for", quantization_config=FP8)
+    copied("int8", plain, f"{q} is I8 in ", lambda t: t.update({q: t[q].to(torch.int8)}))
+    copied("int8 in fp8", tmp_path / "fp8", f"{q} is I8 in ", lambda t: t.update({q: t[q].to(torch.int8)}))
+    copied("e5m2", tmp_path / "fp8", f"{q} is F8_E5M2 in ", lambda t: t.update({q: t[q].float().to(torch.float8_e5m2)}))
+    extra = {f"model.layers.{n}.self_attn.q_proj.bias": torch.zeros(32) for n in range(4)}
+    line = "1.self_attn.q_proj.bias, model.layers.2.self_attn.q_proj.bias and 1 more, and ours has not"
+    copied("left over", plain, line, lambda t: t.update(extra))
+    copied("a layer more", plain, "has model.layers.2.mlp.up_proj.weight, and ours has not",
+           lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(44, 32)}))  # fmt: skip
+    copied("scale alone", plain, f"has {q}_scale, and ours has not", lambda t: t.update({f"{q}_scale": torch.zeros(1)}))
+    copied("shape", plain, f"another model: {q} is [32, 31] in", lambda t: t.update({q: t[q][:, :31].contiguous()}))
+    of_ranks = ranks(refused, list(cases), False)
+    for (path, expected), *found in zip(cases.items(), *of_ranks, strict=True):
+        message = found[0][0]
+        assert len({each for each, _ in found}) == 1 and all(same for _, same in found), (path, found)
+        assert message.startswith("CheckpointError: ") and expected in message and "\n" not in message, (path, message)
+
+    harmless = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    copied("harmless", plain, "", lambda t: t.update(harmless))
+    good = ranks(weights_from, [("dp2,tp2", tmp_path / "harmless"), ("dp2,tp2", plain)])[0]
+    assert all(torch.equal(value, good[1][name]) for name, value in good[0].items())
+
+
+def test_the_program_refuses_a_quantized_model_before_it_starts(checkpoints, tmp_path, capsys):
+    to_hf(checkpoints[0]["untied"], tmp_path / "model")
+    change_config(tmp_path / "model", quantization_config={"quant_method": "gptq", "bits": 4})
+    with pytest.raises(SystemExit) as ended:
+        options(["--from-hf", str(tmp_path / "model")])
+    assert ended.value.code == 2 and "(quant_method gptq), not by fp8" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_to_hf_refuses_what_it_can_not_write_and_leaves_nothing(checkpoints, tmp_path):

@@ -104,9 +104,9 @@ def test_a_job_killed_while_it_saves_leaves_a_complete_checkpoint(tmp_path):
 
 
 def snapshot(folder: Path) -> dict:
-    """Every path below `folder` with its time of change and content."""
+    """Every path below `folder`; of files, the time of change and the content. A folder's time changes with a lock."""
     found = [folder, *folder.rglob("*")]
-    return {path: (path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else None) for path in found}
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) if path.is_file() else None for path in found}
 
 
 @pytest.mark.parametrize(
@@ -256,6 +256,28 @@ def test_a_job_goes_on_after_a_rank_is_killed(ranks, folder):
     assert all(damaged(each, describe(each)["files"]) is None for each in checkpoints.values())
 
 
+def test_a_second_job_in_a_folder_is_refused_and_the_next_after_a_kill_is_not(folder):
+    program = "--layout dp2 --save-every 1 --steps".split()
+    first = Launch(folder, ["--nproc-per-node", "2"], [*program, "100000"])
+    first.after_step(2)
+    status, text = Launch(folder, ["--nproc-per-node", "2"], [*program, "100000"]).end()
+    line = r"CheckpointError: .*/checkpoints is in use by a run on host \S+, pid \d+: end it, or take another folder"
+    assert status != 0 and re.search(line, text) and "step     1" not in text, text
+    done = records(first.out)[-1]["step"]
+    first.after_step(done + 3)
+    assert "failed" not in first.text.read_text()
+    first.process.kill()
+    for rank in left_of(folder):
+        rank.kill()
+    assert none_left(folder)
+    saves = complete(folder / "checkpoints")
+    assert all(damaged(each, describe(each)["files"]) is None for each in saves.values())
+    last = max(saves)
+    status, text = Launch(folder, ["--nproc-per-node", "2"], [*program, str(last + 2)]).end()
+    assert status == 0 and f"goes on after step {last}, from " in text, text
+    assert max(complete(folder / "checkpoints")) == last + 2 and not (folder / "checkpoints" / ".lock").exists()
+
+
 def ports_of(launch: Launch, status: str) -> set[int]:
     """The ports that a launcher listens on, or is connected to."""
     found = [each for each in launch.process.net_connections() if each.status == status]
@@ -400,25 +422,25 @@ def saved_steps(folder: Path) -> tuple[list[int], list[str], str]:
     steps = [(2.5, 1.0), (nan, 1.0), (2.4, inf), (2.3, 1.0), (2.3, 1.0), (inf, inf), (2.3, 1.0), (2.3, 1.0), (2.2, nan)]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         for step, (loss, norm) in enumerate(steps, start=1):
-            run.after(step, loss, norm, last=step == len(steps))
+            run.after(step, loss, norm)
         for step in (10, 11):
             error = said(lambda: run.after(step, 2.1, inf, last=step == 11))  # noqa: B023
     return list(complete(folder)), out.getvalue().splitlines(), error
 
 
 def test_a_bad_step_waits_with_its_save_and_the_third_in_a_row_stops_the_run(ranks, tmp_path):
-    """Every second one is saved: not 2, nor 3, but 4; not 6, but 7 in its place; 8; and 9, with the weights of 8, since
-    the run ends there.
+    """Every second one is saved: not 2, nor 3, but 4; not 6, but 7 in its place; and 8, which is set aside at the end:
+    no finite step has followed it.
     """
     first, *others = ranks(saved_steps, tmp_path / "c")
     complete_steps, lines, error = first
-    assert complete_steps == [4, 7, 8, 9]
+    assert complete_steps == [4, 7] and (tmp_path / "c" / "step-000000008.unproven").is_dir()
     assert all((steps, line) == (complete_steps, error) for steps, _, line in others)
     assert [line.split(",")[0] for line in lines] == [f"step {n} is skipped" for n in (2, 3, 6, 9, 10, 11)]
     assert lines[1] == "step 3 is skipped, the 2. of this run: its loss is 2.4, its norm inf"
     assert error == (
-        "CheckpointError: stopped: 3 steps in a row skipped, with the weights of step 8; the last checkpoint is "
-        "step-000000009: rename it to go on from the one before"
+        "CheckpointError: stopped: 3 steps in a row skipped, with the weights of step 8; no finite step has followed "
+        "step-000000008, it is called step-000000008.unproven now; the last good checkpoint is step-000000007"
     )
     assert not any(line for _, line, _ in others), "one rank says it"
 
@@ -438,11 +460,61 @@ def test_a_run_that_explodes_stops_and_no_later_run_goes_on_without_a_word(ranks
     bad = [*argv, "--lr", "1e38", "--steps", "9", "--keep", "9"]  # the step after the first has no finite loss
     error, text = ranks(explodes, bad)[0]
     assert error.startswith("CheckpointError: stopped: 3 steps in a row skipped, with the weights of step 3"), error
-    assert text.count(" is skipped, ") == 3 and list(complete(folder)) == [1, 2, 3]
+    assert text.count(" is skipped, ") == 3 and list(complete(folder)) == [1, 2]
     after = snapshot(folder)
     assert all(after[path] == before[path] for path in before if path.is_file()), "the good ones are as they were"
-    error, _ = ranks(explodes, [*argv, "--lr", "1e-3", "--steps", "9"])[0]
-    assert error.endswith("step 3; the last checkpoint is step-000000003: rename it to go on from the one before")
-    (folder / "step-000000003").rename(folder / "aside")
-    found, _ = ranks(trained, [*argv, "--lr", "1e-3", "--steps", "4"])[0]
+    assert error.endswith("step-000000003.unproven now; the last good checkpoint is step-000000002"), error
+    again, _ = ranks(explodes, bad)[0]
+    assert again == error and list(complete(folder)) == [1, 2], "the same once more, and no older one is lost"
+    found, text = ranks(trained, [*argv, "--lr", "1e-3", "--steps", "4"])[0]
+    assert "goes on after step 2, from " in text
     assert [record["step"] for record in found] == [3, 4] and all(math.isfinite(each["loss"]) for each in found)
+
+
+@pytest.mark.parametrize("rate, saved_first", [("1e38", False), ("1e30", True)])
+def test_a_run_that_ends_in_bad_steps_leaves_no_checkpoint_that_begins_with_nan(two, tmp_path, rate, saved_first):
+    """After step 1 weights are not finite; or they are, and so large that no later step is."""
+    argv = [*SMALL, "--layout", "dp2,zero1", "--save-every", "1", "--checkpoints", str(tmp_path / "c"), "--steps", "3"]
+    (error, text), (other, _) = two(explodes, [*argv, "--lr", rate])
+    aside = "no finite step has followed step-000000001, it is called step-000000001.unproven now; "
+    assert error == other == (
+        "CheckpointError: ended: 2 steps in a row skipped, with the weights of step 1; "
+        f"{aside if saved_first else ''}there is no good checkpoint"
+    )
+    assert saved_first != (" is not finite; there is no other one" in text)
+    assert text.count(" is skipped, ") == 2 and not complete(tmp_path / "c")
+    found, text = two(trained, argv)[0]
+    assert [record["step"] for record in found] == [1, 2, 3] and "goes on after" not in text
+    assert all(math.isfinite(record["loss"]) for record in found) and list(complete(tmp_path / "c")) == [2, 3]
+
+
+def poisoned(folder: Path, value: float, state: bool) -> tuple[str, str, list[int]]:
+    """On a rank: how a run ends whose last rank has a weight or a moment that is not finite after a finite step."""
+    layout = Layout.parse("dp2,zero1")
+    mesh, tokens = build_mesh(layout), torch.arange(1000) % 256
+    parallel = parallelize(single_gpu.PRESETS["debug"], layout, mesh, lr=1e-3)
+    batches = TokenBatches(tokens, 1, 8, mesh.dp.rank(), 2)
+    run = SavedRun(parallel, batches, folder, every=1, keep=9, same={}, plan={})
+    parallel.step(*next(batches))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        run.after(1, 2.5, 1.0)
+        shard = parallel.sharding.shards[0].shard
+        values = parallel.sharding.optimizer.state[shard]["exp_avg"] if state else shard.data
+        if mesh.dp.rank() == 1:
+            values[0] = value
+        run.after(2, 2.5, 1.0)
+        error = said(lambda: run.after(3, 2.5, 1.0, last=True))
+    return error, out.getvalue(), list(complete(folder))
+
+
+@pytest.mark.parametrize("value, state", [(math.nan, False), (math.inf, True)])
+def test_no_value_that_is_not_finite_is_saved(two, tmp_path, value, state):
+    (error, text, saves), (other, _, _) = two(poisoned, tmp_path / "c", value, state)
+    assert error == other and "\n" not in error and saves == [1]
+    assert re.fullmatch(
+        r"CheckpointError: ended without a checkpoint of its last step: \S+ is not finite; "
+        "the last good checkpoint is step-000000001",
+        error,
+    )
+    assert ("/exp_avg is not finite" in error) == state
+    assert text.count("checkpoint of step 2 failed: ") == 1 and "the last good one is step-000000001" in text

@@ -3,6 +3,7 @@ No GPU.
 """
 
 import copy
+import json
 import math
 
 import psutil
@@ -147,6 +148,42 @@ def test_from_hf_refuses_what_our_model_has_not(change, named):
     with pytest.raises(ValueError, match="not the model of this course") as refusal:
         from_hf(theirs)
     assert named in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_from_hf_refuses_quantized_weights_and_other_names(tmp_path):
+    """Before transformers loads, by config.json and the files' types; and of a model that is loaded already."""
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    theirs = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=96, vocab_size=50))
+    theirs.save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, plain, q = load_file(file), config.read_text(), "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(from_hf(tmp_path).embedding.weight, tensors["model.embed_tokens.weight"])
+
+    def refusal(source=tmp_path) -> str:
+        with pytest.raises(ValueError) as refused:
+            from_hf(source)
+        assert "\n" not in str(refused.value)
+        return str(refused.value)
+
+    for method in ("fp8", "gptq", "bitsandbytes"):
+        config.write_text(json.dumps(json.loads(plain) | {"quantization_config": {"quant_method": method}}))
+        line = refusal()
+        assert f"{tmp_path} is quantized (quant_method {method}): use the release of the model in bfloat16" in line
+        assert ("course_lib.checkpoint" in line) == (method == "fp8")
+    config.write_text(plain)
+    for dtype, name in ((torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")):
+        save_file(tensors | {q: tensors[q].to(dtype)}, file, {"format": "pt"})
+        assert refusal().startswith(f"{q} is {name} in {file}: use the release")
+    save_file(tensors | {q.replace("weight", "bias"): torch.zeros(64)}, file, {"format": "pt"})
+    assert refusal() == f"not the model of this course: unexpected weights {q.replace('weight', 'bias')}"
+    save_file({name: tensor for name, tensor in tensors.items() if name != q}, file, {"format": "pt"})
+    assert refusal() == f"not the model of this course: missing weights {q}"
+    projection = theirs.model.layers[0].self_attn.q_proj
+    projection.weight = torch.nn.Parameter(projection.weight.to(torch.float8_e4m3fn), requires_grad=False)
+    assert refusal(theirs).startswith(f"{q} is torch.float8_e4m3fn, a quantized weight: ")
 
 
 def test_the_sizes_of_a_hugging_face_config():
