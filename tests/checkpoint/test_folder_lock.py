@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -33,8 +35,9 @@ def no_job(monkeypatch):
 
 
 def meanwhile(monkeypatch, happens) -> None:
-    """Instead of each sleep."""
-    monkeypatch.setattr(lock.time, "sleep", lambda _: happens())
+    """Instead of each sleep of the lock's own; `subprocess` sleeps while it waits for squeue."""
+    clock = types.SimpleNamespace(sleep=lambda _: happens(), monotonic=time.monotonic)
+    monkeypatch.setattr(lock, "time", clock)
 
 
 @pytest.fixture
