@@ -2677,6 +2677,44 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
     return model
 
 
+# %% 07.15 order is used by the ring alone, the others take zigzag
+def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.ProcessGroup, order: str) -> tuple:
+    """A forward pre-hook: gives a `Transformer` the positions of this rank's tokens, where the caller has given none.
+    Raises ValueError for hidden states without positions.
+    """
+    need_positions(model, args, kwargs)
+    x, positions = given(args, kwargs)
+    if positions is None:
+        positions = own_positions(x.shape[1], group, order, x.device)
+    return (x, positions), {}
+
+
+def apply_context_parallel(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    method: str = "ring",
+    order: str = "zigzag",
+    attention: AttentionBlock = FUSED_BLOCK,
+) -> nn.Module:
+    """Let a `Transformer` work on this rank's part of each sequence, in place; returns the model.
+
+    Inputs and targets: shard_sequence(whole, group, order). method: one of METHODS; attention: what computes a block.
+    Average the gradients over all ranks of `group`, as of a data-parallel group: wrap the model in DataParallel or ZeRO
+    over the data-parallel and context-parallel ranks together (else they drift; out_of_step finds it). After
+    apply_tensor_parallel, where there is any; before apply_recompute, whose mode "selective" would only repeat the
+    exchange: no scores are kept here.
+
+    Raises ValueError, and changes nothing, where `check_context_parallel` refuses the model or the settings.
+    """
+    group = group or dist.group.WORLD
+    check_context_parallel(model, group, method, order)
+    for block in model.blocks:
+        block.attention.core = functools.partial(METHODS[method], group=group, attention=attention, order=order if method == "ring" else "zigzag")
+    fill = functools.partial(fill_positions, group=group, order=order)
+    model.register_forward_pre_hook(fill, with_kwargs=True)
+    return model
+
+
 # %% 07.16 bandwidth over peak
 def exchange_ratio(tokens, heads, kv_heads, bandwidth, peak, element_bytes=2, causal=True):
     ratio = element_bytes * kv_heads / (heads * tokens) * bandwidth / peak
