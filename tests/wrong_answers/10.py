@@ -1807,6 +1807,123 @@ def parallelize(
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
 
 
+# %% 10.7 always AdamW
+def parallelize(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    extra: Iterable[Callable] = (),
+    *,
+    moe: dict | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings,
+) -> ParallelModel:
+    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
+
+    extra: verbs that change the split model (kernels, FP8); moe: of apply_moe; dtype: see ParallelSteps; settings: the
+    optimizer's. A rank has its part (and a gathered block, or buckets) and one whole tensor at a time. Raises
+    ValueError where the layout does not fit the ranks or the model.
+    """
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
+    with torch.device(mesh.device_mesh.device_type):
+        if layout.zero_stage == 3:
+            sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+        else:
+            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+        runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+        if layout.keep_gathered:
+            runner.prepare = sharding.gather
+        if layout.zero_stage == 0:
+            sharding = DataParallel(runner.stages, mesh.replicas)
+        if layout.zero_stage in (1, 2):
+            settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
+            sharding = optimizer = ZeroOptimizer(runner.stages, torch.optim.AdamW, mesh.replicas, **settings)
+        else:
+            optimizer = torch.optim.AdamW(runner.stages.parameters(), **settings)
+    return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
+
+
+# %% 10.7 without ZeRO always AdamW
+def parallelize(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    extra: Iterable[Callable] = (),
+    *,
+    moe: dict | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings,
+) -> ParallelModel:
+    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
+
+    extra: verbs that change the split model (kernels, FP8); moe: of apply_moe; dtype: see ParallelSteps; settings: the
+    optimizer's. A rank has its part (and a gathered block, or buckets) and one whole tensor at a time. Raises
+    ValueError where the layout does not fit the ranks or the model.
+    """
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
+    with torch.device(mesh.device_mesh.device_type):
+        if layout.zero_stage == 3:
+            sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+        else:
+            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+        runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+        if layout.keep_gathered:
+            runner.prepare = sharding.gather
+        if layout.zero_stage == 0:
+            sharding = DataParallel(runner.stages, mesh.replicas)
+        if layout.zero_stage in (1, 2):
+            settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
+            sharding = optimizer = ZeroOptimizer(runner.stages, optimizer_cls, mesh.replicas, **settings)
+        else:
+            optimizer = torch.optim.AdamW(runner.stages.parameters(), **settings)
+    return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
+
+
+# %% 10.7 in ZeRO always AdamW
+def parallelize(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    extra: Iterable[Callable] = (),
+    *,
+    moe: dict | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings,
+) -> ParallelModel:
+    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
+
+    extra: verbs that change the split model (kernels, FP8); moe: of apply_moe; dtype: see ParallelSteps; settings: the
+    optimizer's. A rank has its part (and a gathered block, or buckets) and one whole tensor at a time. Raises
+    ValueError where the layout does not fit the ranks or the model.
+    """
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
+    with torch.device(mesh.device_mesh.device_type):
+        if layout.zero_stage == 3:
+            sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+        else:
+            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+        runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+        if layout.keep_gathered:
+            runner.prepare = sharding.gather
+        if layout.zero_stage == 0:
+            sharding = DataParallel(runner.stages, mesh.replicas)
+        if layout.zero_stage in (1, 2):
+            settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
+            sharding = optimizer = ZeroOptimizer(runner.stages, torch.optim.AdamW, mesh.replicas, **settings)
+        else:
+            optimizer = optimizer_cls(runner.stages.parameters(), **settings)
+    return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
+
+
 # %% 10.8 nothing is split
 shapes = {"attention_norm": [4, 32, 32], "core": [4, 32, 4, 8], "o_proj": [4, 32, 32], "mlp_norm": [4, 32, 32], "mlp": [4, 32, 32]}
 
