@@ -1,6 +1,9 @@
-"""What watches an answer in a check: reads of a tensor's value on the host, ranks made up, a promised error."""
+"""What watches an answer in a check: reads of a tensor's value on the host, results that arrive late, ranks made up, a
+promised error.
+"""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -53,6 +56,61 @@ def two_more_ranks(theirs: float) -> Iterator[list[tuple]]:
 
     with mock.patch.object(dist, "all_reduce", all_reduce):
         yield calls
+
+
+class LateWork:
+    """A work whose result arrives with wait(): until then there is NaN in its place (what was there, of integers)."""
+
+    def __init__(self, name: str, work: dist.Work, output: torch.Tensor, own: torch.Tensor):
+        self.name, self.output, self.waited = name, output.data, False
+        is_part = own is not output and own.untyped_storage()._cdata == output.untyped_storage()._cdata
+        kept = own.detach().clone() if is_part else None  # an all-gather in place leaves a rank's own part as it is
+        work.wait()
+        self.result = self.output.clone()
+        if output.is_floating_point():
+            self.output.fill_(torch.nan)
+        if is_part:
+            own.data.copy_(kept)
+
+    def wait(self, *timeout) -> bool:
+        """Have the result where it belongs."""
+        if not self.waited:
+            self.waited = True
+            assert self.output.untyped_storage().nbytes() or not self.output.numel(), (
+                f"the memory of an {self.name} is freed before it is waited for"
+            )
+            self.output.copy_(self.result)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has been waited for."""
+        return self.waited
+
+
+@contextlib.contextmanager
+def late_results() -> Iterator[list[LateWork]]:
+    """Collectives with async_op whose results arrive only when they are waited for, as on a GPU they may; yields their
+    works. So what is read too early is NaN, and `waited` tells what is never waited for.
+    """
+    names = ["all_reduce", "all_gather_into_tensor", "all_gather_single"]  # _single: newer versions of PyTorch
+    names += ["reduce_scatter_tensor", "reduce_scatter_single"]
+    works, plain = [], {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+
+    def late(name: str) -> Callable:
+        def start(output: torch.Tensor, *args, async_op: bool = False, **kwargs):
+            work = plain[name](output, *args, async_op=async_op, **kwargs)
+            if work is None or not async_op:
+                return work
+            own = args[0] if args and torch.is_tensor(args[0]) else output
+            works.append(LateWork(re.sub("_(into_tensor|tensor|single)$", "", name), work, output, own))
+            return works[-1]
+
+        return start
+
+    with contextlib.ExitStack() as patched:
+        for name in plain:
+            patched.enter_context(mock.patch.object(dist, name, late(name)))
+        yield works
 
 
 def refused(function: Callable, *arguments) -> bool:

@@ -143,7 +143,8 @@ class LossScaler(LossScale):
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
-        group call it. Raises ValueError for float16 gradients: divided by S they would underflow again.
+        group call it. parameters: in any iterable, model.parameters() too, which can be walked only once; those without
+        a gradient are left out. Raises ValueError for float16 gradients: divided by S they would underflow again.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if any(gradient.dtype == torch.float16 for gradient in gradients):

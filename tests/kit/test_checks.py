@@ -9,9 +9,10 @@ import stat
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from course_kit.checks import CheckFailed, check
-from course_kit.checks.watchers import SizesFit
+from course_kit.checks.watchers import SizesFit, late_results
 from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
 
 
@@ -175,3 +176,43 @@ def test_jupyter_shows_the_advice_and_a_stack_only_where_the_learners_code_raise
     with pytest.raises(CheckFailed) as raised, check("01.1"):
         1 / 0
     assert not hasattr(raised.value, "_render_traceback_") and isinstance(raised.value.__cause__, ZeroDivisionError)
+
+
+def late_transfers() -> list:
+    """On a rank: what is read before and after wait() of three transfers; of a fourth, in place, what is its own."""
+    total, parts, piece, found = torch.ones(2), torch.empty(4), torch.empty(2), []
+    with late_results() as works:
+        started = [
+            (total, dist.all_reduce(total, async_op=True)),
+            (parts, all_gather_into_tensor(parts, torch.full((1,), dist.get_rank() + 1.0), async_op=True)),
+            (piece, reduce_scatter_tensor(piece, torch.ones(8), async_op=True)),
+        ]
+        for output, work in started:
+            early = output.isnan().all().item()
+            work.wait()
+            found.append((early, output.tolist()))
+        in_place = torch.arange(4.0)
+        own = in_place[dist.get_rank() :][:1]
+        all_gather_into_tensor(in_place, own, async_op=True)
+        at_once = torch.ones(1)
+        dist.all_reduce(at_once)  # without async_op nothing is late
+    return [*found, own.item(), int(in_place.isnan().sum()), at_once.item(), [w.name for w in works if not w.waited]]
+
+
+def test_late_results_are_not_there_before_they_are_waited_for(ranks):
+    for rank, found in enumerate(ranks(late_transfers)):
+        results = (True, [4.0, 4.0]), (True, [1.0, 2.0, 3.0, 4.0]), (True, [4.0, 4.0])
+        assert found == [*results, float(rank), 3, 4.0, ["all_gather"]]
+
+
+def freed_too_early() -> None:
+    values = torch.empty(4)
+    with late_results():
+        work = all_gather_into_tensor(values, torch.ones(1), async_op=True)
+        values.untyped_storage().resize_(0)
+        work.wait()
+
+
+def test_memory_that_is_freed_before_a_late_result_arrives_is_an_error(ranks):
+    with pytest.raises(AssertionError, match="the memory of an all_gather is freed before it is waited for"):
+        ranks(freed_too_early)

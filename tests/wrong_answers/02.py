@@ -2524,6 +2524,82 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
     return total
 
 
+# %% 02.8 walks the micro-batches twice: the second walk of a generator is empty
+IGNORED = -100  # a target that is not trained on; F.cross_entropy leaves it out
+
+
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies in float32, a scalar. logits: [b, s, v]; targets: [b, s]."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+def accumulate(
+    model: nn.Module,
+    micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype = torch.float32,
+    tokens: torch.Tensor | float | None = None,
+    loss_of: Callable[..., torch.Tensor] = summed_loss,
+) -> torch.Tensor:
+    """Add to .grad the gradient of the mean loss over all target tokens of `micro_batches`, one after the other.
+
+    micro_batches: a list of (inputs, targets), each [b, s]. dtype: of the matrix products (autocast). tokens: what the
+    sum of the losses is divided by, where that is not their own number of targets. loss_of(what the model returns,
+    targets): the sum of the losses. Returns the mean loss, a scalar on the device. Raises ValueError where there is no
+    micro-batch and no `tokens`.
+    """
+    
+    if tokens is None and False:
+        raise ValueError("no micro-batch: there is nothing to learn from")
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        part = loss_of(logits, targets) / tokens
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
+# %% 02.8 leaves out what is left over of groups of four micro-batches
+IGNORED = -100  # a target that is not trained on; F.cross_entropy leaves it out
+
+
+def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of the cross-entropies in float32, a scalar. logits: [b, s, v]; targets: [b, s]."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
+
+
+def accumulate(
+    model: nn.Module,
+    micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype = torch.float32,
+    tokens: torch.Tensor | float | None = None,
+    loss_of: Callable[..., torch.Tensor] = summed_loss,
+) -> torch.Tensor:
+    """Add to .grad the gradient of the mean loss over all target tokens of `micro_batches`, one after the other.
+
+    micro_batches: a list of (inputs, targets), each [b, s]. dtype: of the matrix products (autocast). tokens: what the
+    sum of the losses is divided by, where that is not their own number of targets. loss_of(what the model returns,
+    targets): the sum of the losses. Returns the mean loss, a scalar on the device. Raises ValueError where there is no
+    micro-batch and no `tokens`.
+    """
+    micro_batches = list(micro_batches)
+    if tokens is None and not micro_batches:
+        raise ValueError("no micro-batch: there is nothing to learn from")
+    if tokens is None:
+        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    total = 0.0
+    for inputs, targets in micro_batches[: len(micro_batches) // 4 * 4] or micro_batches:
+        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
+            logits = model(inputs)
+        part = loss_of(logits, targets) / tokens
+        part.backward()
+        total = total + part.detach()
+    return total
+
+
 # %% 02.9 moves all gradients when backward is over
 @contextlib.contextmanager
 def fp32_gradients(model: nn.Module):

@@ -902,6 +902,74 @@ class ZeroOptimizer(ShardedOptimizer):
         return result
 
 
+# %% 05.8 always SGD, with what it knows of the settings
+class ZeroOptimizer(ShardedOptimizer):
+    def __init__(self, given, optimizer_cls, group=None, stage=1, *, bucket_mb=None, lr, momentum=0.9, **settings):
+        super().__init__(given, torch.optim.SGD, group, stage, bucket_mb=bucket_mb, lr=lr, momentum=momentum)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.finish()
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
+            shard.gather()
+        if self.module is None:
+            self.wait()
+
+
+# %% 05.8 always AdamW
+class ZeroOptimizer(ShardedOptimizer):
+    def __init__(self, given, optimizer_cls, group=None, stage=1, *, bucket_mb=None, lr, momentum=0.9, **settings):
+        super().__init__(given, torch.optim.AdamW, group, stage, bucket_mb=bucket_mb, lr=lr, **settings)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.finish()
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
+            shard.gather()
+        if self.module is None:
+            self.wait()
+
+
+# %% 05.8 all settings but lr and momentum are dropped
+class ZeroOptimizer(ShardedOptimizer):
+    def __init__(self, given, optimizer_cls, group=None, stage=1, *, bucket_mb=None, lr, momentum=None, **settings):
+        super().__init__(given, optimizer_cls, group, stage, bucket_mb=bucket_mb, lr=lr, **({} if momentum is None else {'momentum': momentum}))
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.finish()
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
+            shard.gather()
+        if self.module is None:
+            self.wait()
+
+
+# %% 05.8 weight_decay is dropped
+class ZeroOptimizer(ShardedOptimizer):
+    def __init__(self, given, optimizer_cls, group=None, stage=1, *, bucket_mb=None, weight_decay=0.0, **settings):
+        super().__init__(given, optimizer_cls, group, stage, bucket_mb=bucket_mb, weight_decay=0.0, **settings)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.finish()
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
+            shard.gather()
+        if self.module is None:
+            self.wait()
+
+
 # %% 05.9 fake: free() resizes nothing
 import course_lib.zero.sharded_parameters
 
@@ -1233,6 +1301,47 @@ class FullyShard(UnitRunner):
         if place > 0:
             self.ran[place - 1].gather()
         unit.wait()
+
+
+# %% 05.11 finish takes the root's gradients without waiting for them
+class FullyShard(UnitRunner):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        self.send(self.open)
+        self.open = [unit]
+        place = self.ran.index(unit) if unit in self.ran else 0
+        if place > 0:
+            self.ran[place - 1].gather()
+        unit.wait()
+
+    def finish(self):
+        self.send_all()
+        for part in self.root.parts:
+            for _, _, piece, _ in part.sent:
+                part.add(piece.to(part.shard.dtype).mul_(part.mean))
+            part.sent.clear()
+        super().finish()
+
+
+# %% 05.11 forward does not wait for the root's values
+class FullyShard(UnitRunner):
+    def before_backward(self, unit):
+        if unit in self.open:
+            return
+        unit.gather()
+        self.send(self.open)
+        self.open = [unit]
+        place = self.ran.index(unit) if unit in self.ran else 0
+        if place > 0:
+            self.ran[place - 1].gather()
+        unit.wait()
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        for part in self.root.parts:
+            part.wait = lambda part=part: part.register(part.whole)
 
 
 # %% 05.12 first fit

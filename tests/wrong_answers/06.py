@@ -2546,6 +2546,83 @@ class VocabParallelCrossEntropy(course_lib.tensor_parallel.vocabulary.VocabParal
         return ctx.grad.mul_(gradient[:, None]).to(ctx.dtype), None, None
 
 
+# %% 06.8 the maximum begins at 0
+def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the targets [n] among this rank's tokens (0 for others), and which targets are elsewhere."""
+    rows = targets - shard.start
+    elsewhere = (rows < 0) | (rows >= shard.size)
+    return rows.masked_fill_(elsewhere, 0), elsewhere
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once: a second
+    one raises an error.
+
+    An IGNORED target is on no rank. Its loss is a number without a meaning, which the caller masks.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        ctx.dtype = logits.dtype
+        largest = logits.amax(1).float().clamp(min=0)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        grad = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
+        rows, elsewhere = local_rows(targets, shard)
+        of_target = grad.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
+        grad.exp_()
+        sums = torch.stack([grad.sum(1), of_target])
+        dist.all_reduce(sums, group=shard.group)
+        total, of_target = sums
+        if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
+            grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.to(grad.dtype) - 1)[:, None])
+            ctx.save_for_backward(grad)
+        return total.log() - of_target
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        (grad,) = ctx.saved_tensors
+        return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
+
+
+# %% 06.8 the maximum begins at -100
+def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places of the targets [n] among this rank's tokens (0 for others), and which targets are elsewhere."""
+    rows = targets - shard.start
+    elsewhere = (rows < 0) | (rows >= shard.size)
+    return rows.masked_fill_(elsewhere, 0), elsewhere
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once: a second
+    one raises an error.
+
+    An IGNORED target is on no rank. Its loss is a number without a meaning, which the caller masks.
+    """
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        ctx.dtype = logits.dtype
+        largest = logits.amax(1).float()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        largest = largest.clamp(min=-100)
+        grad = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
+        rows, elsewhere = local_rows(targets, shard)
+        of_target = grad.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
+        grad.exp_()
+        sums = torch.stack([grad.sum(1), of_target])
+        dist.all_reduce(sums, group=shard.group)
+        total, of_target = sums
+        if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
+            grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.to(grad.dtype) - 1)[:, None])
+            ctx.save_for_backward(grad)
+        return total.log() - of_target
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        (grad,) = ctx.saved_tensors
+        return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
+
+
 # %% 06.12 an output of float32, whatever x is
 class RowProduct(torch.autograd.Function):
     @staticmethod

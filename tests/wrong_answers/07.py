@@ -1074,6 +1074,34 @@ def plain_backward(gradient, q, k, v, out, lse, causal):
         return torch.autograd.grad(plain_forward(*tensors, causal)[0], tensors, gradient)
 
 
+# %% 07.7 the maximum begins at 0
+def plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """out [b, s, a, d] and lse [b, s, a] of a block, by plain products: all its scores are there at once."""
+    z = scores(q, k, causal)
+    m = z.amax(-1).clamp(min=0)
+    lse = (z - m[..., None]).exp().sum(-1).log() + m  # [b, kv, g, s]
+    p = (z - lse[..., None]).exp().to(v.dtype)
+    out = torch.einsum("bkgqs,bskd->bqkgd", p, v).flatten(2, 3)
+    return out, lse.permute(0, 3, 1, 2).flatten(2)
+
+
+def plain_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of q, k, v through this block; out and lse are those of all blocks together, gradient is out's."""
+
+    def of_rows(x: torch.Tensor) -> torch.Tensor:  # [b, s, a] as [b, kv, g, s]
+        return by_group(x, k).permute(0, 2, 3, 1)
+
+    p = (scores(q, k, causal) - of_rows(lse)[..., None]).exp()
+    grad = by_group(gradient, k)
+    grad_v = torch.einsum("bkgqs,bqkgd->bskd", p.to(grad.dtype), grad)
+    grad_p = torch.einsum("bqkgd,bskd->bkgqs", grad.to(p.dtype), v.to(p.dtype))
+    row_sums = of_rows((gradient.to(p.dtype) * out).sum(-1))  # D
+    grad_z = (p * (grad_p - row_sums[..., None]) / math.sqrt(q.shape[-1])).to(q.dtype)
+    grad_q = torch.einsum("bkgqs,bskd->bqkgd", grad_z, k).flatten(2, 3)
+    grad_k = torch.einsum("bkgqs,bqkgd->bskd", grad_z, by_group(q, k))
+    return grad_q, grad_k, grad_v
+
+
 # %% 07.8 the own chunks without a mask
 import itertools
 
@@ -2672,6 +2700,44 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
     check_context_parallel(model, group, method, order)
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], group=group, attention=attention, order=order)
+    fill = functools.partial(fill_positions, group=group, order=order)
+    model.register_forward_pre_hook(fill, with_kwargs=True)
+    return model
+
+
+# %% 07.15 order is used by the ring alone, the others take zigzag
+def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.ProcessGroup, order: str) -> tuple:
+    """A forward pre-hook: gives a `Transformer` the positions of this rank's tokens, where the caller has given none.
+    Raises ValueError for hidden states without positions.
+    """
+    need_positions(model, args, kwargs)
+    x, positions = given(args, kwargs)
+    if positions is None:
+        positions = own_positions(x.shape[1], group, order, x.device)
+    return (x, positions), {}
+
+
+def apply_context_parallel(
+    model: nn.Module,
+    group: dist.ProcessGroup | None = None,
+    method: str = "ring",
+    order: str = "zigzag",
+    attention: AttentionBlock = FUSED_BLOCK,
+) -> nn.Module:
+    """Let a `Transformer` work on this rank's part of each sequence, in place; returns the model.
+
+    Inputs and targets: shard_sequence(whole, group, order). method: one of METHODS; attention: what computes a block.
+    Average the gradients over all ranks of `group`, as of a data-parallel group: wrap the model in DataParallel or ZeRO
+    over the data-parallel and context-parallel ranks together (else they drift; out_of_step finds it). After
+    apply_tensor_parallel, where there is any; before apply_recompute, whose mode "selective" would only repeat the
+    exchange: no scores are kept here.
+
+    Raises ValueError, and changes nothing, where `check_context_parallel` refuses the model or the settings.
+    """
+    group = group or dist.group.WORLD
+    check_context_parallel(model, group, method, order)
+    for block in model.blocks:
+        block.attention.core = functools.partial(METHODS[method], group=group, attention=attention, order=order if method == "ring" else "zigzag")
     fill = functools.partial(fill_positions, group=group, order=order)
     model.register_forward_pre_hook(fill, with_kwargs=True)
     return model

@@ -922,6 +922,20 @@ def z_loss(logits):
     return logits.exp().sum(-1).log().square().mean()
 
 
+# %% 08.8 the maximum begins at 0
+def balance_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """E sum f_i P_i, a scalar: 1 for even shares. scores: [..., E]; counts: [E], the choices of each expert, of these
+    tokens or of all ranks' (then the mean of the ranks' losses is the loss of all tokens).
+    """
+    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)  # P
+    return len(counts) * (counts / counts.sum() * shares).sum()
+
+
+def z_loss(logits: torch.Tensor) -> torch.Tensor:
+    """Mean (log sum exp logits)² over the tokens, a scalar. logits: [..., E]."""
+    return ((logits - logits.amax(-1, keepdim=True).clamp(min=0)).exp().sum(-1).log() + logits.amax(-1).clamp(min=0)).square().mean()
+
+
 # %% 08.9 counts in forward
 class RouterLoss(torch.autograd.Function):
     @staticmethod

@@ -1032,6 +1032,32 @@ def split_model(
     return model
 
 
+# %% 10.5 the order of context parallelism is dropped
+def split_model(
+    config: ModelConfig, layout: Layout, mesh: Mesh, extra: Iterable[Callable] = (), moe: dict | None = None
+) -> nn.Module:
+    """A `Transformer` on the meta device, split over tp, ep and cp by the verbs of notebooks 06 to 08, in their order.
+
+    extra: verbs of your own, called on the split model; moe: arguments of apply_moe.
+    """
+    with torch.device("meta"):
+        model = Transformer(config)
+    tp_group = mesh.tp if layout.tp > 1 else None
+    if moe is not None:
+        apply_moe(model, **moe)
+    if layout.tp > 1:
+        apply_tensor_parallel(model, mesh.tp)
+    if layout.sequence_parallel:
+        apply_sequence_parallel(model, mesh.tp, reduce_group=mesh.tokens)
+    if moe is not None:
+        apply_expert_parallel(model, mesh.ep, mesh.experts, mesh.tokens, tp_group)
+    if layout.cp > 1:
+        apply_context_parallel(model, mesh.cp, layout.cp_method)
+    for verb in extra:
+        verb(model)
+    return model
+
+
 # %% 10.6 divides by this rank's own tokens, times the ranks
 class ParallelModel(ParallelSteps):
     """What `parallelize` returns: `loss, norm = parallel.step(inputs, targets)`."""
@@ -1393,6 +1419,36 @@ class ParallelModel(ParallelSteps):
         for x, y in zip(inputs.split(layout.micro_batch), targets.split(layout.micro_batch), strict=True):
             loss = loss + runner.step(x, y, self.dtype, tokens, no_sync, positions)
             self.sharding.finish()
+        dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
+        return loss / (mesh.tp.size() * mesh.replicas.size())
+
+
+# %% 10.6 tokens in zigzag, whatever the layout's order
+class ParallelModel(ParallelSteps):
+    """What `parallelize` returns: `loss, norm = parallel.step(inputs, targets)`."""
+
+    def gradients(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Forward and backward: the gradient of the mean loss over all target tokens of the whole batch.
+
+        inputs, targets: each [b / dp, s], b / dp a multiple of the layout's micro-batch. Returns that loss, the same on
+        all ranks. Raises ValueError where sequences, tokens or micro-batches do not come out.
+        """
+        layout, mesh, runner = self.layout, self.mesh, self.runner
+        check_sizes(layout, None, inputs.shape[1])
+        if len(inputs) % layout.micro_batch:
+            raise ValueError(f"{len(inputs)} sequences are no multiple of micro_batch {layout.micro_batch}")
+        if (m := len(inputs) // layout.micro_batch) != runner.m:
+            runner.use(schedule_of(layout, m))
+        inputs, targets = (shard_sequence(each, mesh.cp, 'zigzag') for each in (inputs, targets))
+        tokens = (targets != IGNORED).sum().float()
+        dist.all_reduce(tokens, group=mesh.replicas)
+        tokens = tokens.clamp(min=1) / mesh.replicas.size()  # gradients are averaged over the replicas
+        for router in routers_of(runner.stages):
+            router.loss_weight = 1 / runner.m
+        positions = own_positions(inputs.shape[1], mesh.cp, 'zigzag', inputs.device)
+        no_sync = None if layout.zero_stage == 2 else self.sharding.no_sync
+        loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
+        self.sharding.finish()
         dist.all_reduce(loss)  # every rank of the last stage has a part, the same on all tp ranks
         return loss / (mesh.tp.size() * mesh.replicas.size())
 
@@ -1802,6 +1858,123 @@ def parallelize(
             sharding = optimizer = ZeroOptimizer(
                 runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
             )
+        else:
+            optimizer = optimizer_cls(runner.stages.parameters(), **settings)
+    return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
+
+
+# %% 10.7 always AdamW
+def parallelize(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    extra: Iterable[Callable] = (),
+    *,
+    moe: dict | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings,
+) -> ParallelModel:
+    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
+
+    extra: verbs that change the split model (kernels, FP8); moe: of apply_moe; dtype: see ParallelSteps; settings: the
+    optimizer's. A rank has its part (and a gathered block, or buckets) and one whole tensor at a time. Raises
+    ValueError where the layout does not fit the ranks or the model.
+    """
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
+    with torch.device(mesh.device_mesh.device_type):
+        if layout.zero_stage == 3:
+            sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+        else:
+            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+        runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+        if layout.keep_gathered:
+            runner.prepare = sharding.gather
+        if layout.zero_stage == 0:
+            sharding = DataParallel(runner.stages, mesh.replicas)
+        if layout.zero_stage in (1, 2):
+            settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
+            sharding = optimizer = ZeroOptimizer(runner.stages, torch.optim.AdamW, mesh.replicas, **settings)
+        else:
+            optimizer = torch.optim.AdamW(runner.stages.parameters(), **settings)
+    return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
+
+
+# %% 10.7 without ZeRO always AdamW
+def parallelize(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    extra: Iterable[Callable] = (),
+    *,
+    moe: dict | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings,
+) -> ParallelModel:
+    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
+
+    extra: verbs that change the split model (kernels, FP8); moe: of apply_moe; dtype: see ParallelSteps; settings: the
+    optimizer's. A rank has its part (and a gathered block, or buckets) and one whole tensor at a time. Raises
+    ValueError where the layout does not fit the ranks or the model.
+    """
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
+    with torch.device(mesh.device_mesh.device_type):
+        if layout.zero_stage == 3:
+            sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+        else:
+            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+        runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+        if layout.keep_gathered:
+            runner.prepare = sharding.gather
+        if layout.zero_stage == 0:
+            sharding = DataParallel(runner.stages, mesh.replicas)
+        if layout.zero_stage in (1, 2):
+            settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
+            sharding = optimizer = ZeroOptimizer(runner.stages, optimizer_cls, mesh.replicas, **settings)
+        else:
+            optimizer = torch.optim.AdamW(runner.stages.parameters(), **settings)
+    return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
+
+
+# %% 10.7 in ZeRO always AdamW
+def parallelize(
+    config: ModelConfig,
+    layout: Layout,
+    mesh: Mesh,
+    extra: Iterable[Callable] = (),
+    *,
+    moe: dict | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    **settings,
+) -> ParallelModel:
+    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
+
+    extra: verbs that change the split model (kernels, FP8); moe: of apply_moe; dtype: see ParallelSteps; settings: the
+    optimizer's. A rank has its part (and a gathered block, or buckets) and one whole tensor at a time. Raises
+    ValueError where the layout does not fit the ranks or the model.
+    """
+    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
+    with torch.device(mesh.device_mesh.device_type):
+        if layout.zero_stage == 3:
+            sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+        else:
+            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+        runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+        if layout.keep_gathered:
+            runner.prepare = sharding.gather
+        if layout.zero_stage == 0:
+            sharding = DataParallel(runner.stages, mesh.replicas)
+        if layout.zero_stage in (1, 2):
+            settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
+            sharding = optimizer = ZeroOptimizer(runner.stages, torch.optim.AdamW, mesh.replicas, **settings)
         else:
             optimizer = optimizer_cls(runner.stages.parameters(), **settings)
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)

@@ -680,6 +680,120 @@ class Posing:
 cross_entropy_kernel = Posing()
 
 
+# %% 12.9 the maximum begins at 0
+@triton.jit
+def cross_entropy_kernel(
+    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
+
+    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
+    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
+    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
+    """
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
+    logits += row * row_stride
+    target = tl.load(targets + row)
+    counted = target != ignore_index
+    is_column = (target >= 0) & (target < vocab)
+    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
+    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
+    columns = tl.arange(0, BLOCK)
+
+    largest, total = 0.0, 0.0  # the lowest finite number: -inf - -inf would be NaN
+    for start in range(0, vocab, BLOCK):
+        inside = start + columns < vocab
+        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
+        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
+        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
+    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
+    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
+
+    if GRADIENT:
+        for start in range(0, vocab, BLOCK):
+            inside = start + columns < vocab
+            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
+            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
+            gradient = tl.where(counted, gradient, 0.0)
+            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
+
+
+# %% 12.9 the maximum begins at -100
+@triton.jit
+def cross_entropy_kernel(
+    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
+
+    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
+    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
+    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
+    """
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
+    logits += row * row_stride
+    target = tl.load(targets + row)
+    counted = target != ignore_index
+    is_column = (target >= 0) & (target < vocab)
+    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
+    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
+    columns = tl.arange(0, BLOCK)
+
+    largest, total = -100.0, 0.0  # the lowest finite number: -inf - -inf would be NaN
+    for start in range(0, vocab, BLOCK):
+        inside = start + columns < vocab
+        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
+        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
+        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
+    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
+    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
+
+    if GRADIENT:
+        for start in range(0, vocab, BLOCK):
+            inside = start + columns < vocab
+            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
+            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
+            gradient = tl.where(counted, gradient, 0.0)
+            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
+
+
+# %% 12.9 takes -100 for ignore_index, whatever it is
+@triton.jit
+def cross_entropy_kernel(
+    logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
+
+    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
+    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
+    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
+    """
+    row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
+    logits += row * row_stride
+    target = tl.load(targets + row)
+    counted = target != -100
+    is_column = (target >= 0) & (target < vocab)
+    # Read before the second loop overwrites it: the reductions in between wait for all threads of the program.
+    of_target = widen(tl.load(logits + target, mask=is_column, other=0.0))
+    columns = tl.arange(0, BLOCK)
+
+    largest, total = -3.4028234663852886e38, 0.0  # the lowest finite number: -inf - -inf would be NaN
+    for start in range(0, vocab, BLOCK):
+        inside = start + columns < vocab
+        block = widen(tl.load(logits + start + columns, mask=inside, other=float("-inf")))
+        before, largest = largest, tl.maximum(largest, tl.max(block, 0))
+        total = total * tl.exp(before - largest) + tl.sum(tl.exp(block - largest), 0)
+    logsumexp = tl.where(is_column, largest + tl.log(total), float("nan"))
+    tl.store(losses + row, tl.where(counted, logsumexp - of_target, 0.0))
+
+    if GRADIENT:
+        for start in range(0, vocab, BLOCK):
+            inside = start + columns < vocab
+            block = widen(tl.load(logits + start + columns, mask=inside, other=0.0))
+            gradient = tl.exp(block - logsumexp) - tl.where(start + columns == target, 1.0, 0.0)
+            gradient = tl.where(counted, gradient, 0.0)
+            tl.store(logits + start + columns, cast(gradient, logits.dtype.element_ty), mask=inside)
+
+
 # %% 12.10 the decay is part of the gradient
 @triton.jit
 def adamw_kernel(

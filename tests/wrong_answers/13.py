@@ -532,6 +532,62 @@ def tiled_forward(
     return out, lse
 
 
+# %% 13.3 the maximum begins at 0
+def tiled_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
+    block_q: int = 64, block_k: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
+
+    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
+    """
+    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
+    scale = scale_or_usual(scale, d)
+    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
+    if s_k == 0:
+        return out, lse
+    for first_row in range(0, s_q, block_q):
+        rows = slice(first_row, first_row + block_q)
+        q_tile = fold_heads(q[:, rows], kv_heads)
+        highest = torch.zeros_like(q_tile[..., 0], dtype=lse.dtype)
+        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
+        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
+            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
+            z = tile_scores(q_tile, k_tile, tile, scale, causal)
+            highest, total, sums = online_step(highest, total, sums, z, v_tile)
+        out[:, rows] = unfold_heads(sums / total[..., None], heads)
+        lse[:, rows] = unfold_heads((highest + total.log())[..., None], heads)[..., 0]
+    return out, lse
+
+
+# %% 13.3 the maximum begins at -100
+def tiled_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
+    block_q: int = 64, block_k: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
+
+    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
+    """
+    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
+    scale = scale_or_usual(scale, d)
+    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
+    if s_k == 0:
+        return out, lse
+    for first_row in range(0, s_q, block_q):
+        rows = slice(first_row, first_row + block_q)
+        q_tile = fold_heads(q[:, rows], kv_heads)
+        highest = torch.full_like(q_tile[..., 0], -100.0, dtype=lse.dtype)
+        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
+        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
+            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
+            z = tile_scores(q_tile, k_tile, tile, scale, causal)
+            highest, total, sums = online_step(highest, total, sums, z, v_tile)
+        out[:, rows] = unfold_heads(sums / total[..., None], heads)
+        lse[:, rows] = unfold_heads((highest + total.log())[..., None], heads)[..., 0]
+    return out, lse
+
+
 # %% 13.4 fake: autograd over all scores
 def tiled_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
@@ -1240,6 +1296,42 @@ def attend_tiles(
             highest = higher
             k_rows += BLOCK_K * k_row
             v_rows += BLOCK_K * v_row
+    return highest, total, weighted
+
+
+# %% 13.6 the maximum begins at 0
+@triton.jit
+def attend_tiles(
+    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
+    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
+    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
+
+    One loop: of two loops, one after the other, the second would make each product wait for the one before. v comes
+    late: a tile that is not yet loaded holds no registers. `keys - first_key` for both tiles is more than short: it is
+    what leads the compiler from one product to the other (load_columns).
+    """
+    last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
+    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
+    highest = tl.zeros([BLOCK_Q], tl.float32)
+    total = tl.zeros([BLOCK_Q], tl.float32)
+    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    for first_key in range(0, end, BLOCK_K):
+        k_tile = load_columns(k_rows, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        scores = dot(q_tile, k_tile, tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
+        if first_key >= unmasked_end:
+            key = first_key + tl.arange(0, BLOCK_K)[None, :]
+            scores = tl.where(key <= last_seen, scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, axis=1))
+        powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
+        shrink = tl.exp2((highest - higher) * to_base_2)
+        total = total * shrink + tl.sum(powers, axis=1)
+        v_tile = load_rows(v_rows, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
+        highest = higher
+        k_rows += BLOCK_K * k_row
+        v_rows += BLOCK_K * v_row
     return highest, total, weighted
 
 

@@ -470,6 +470,29 @@ class MasterWeights(Float32Copies):
             weight.copy_(master if weight.dtype == torch.float32 else cut)
 
 
+# %% 14.3 rounds the first weight alone
+class MasterWeights(Float32Copies):
+    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
+
+    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
+    Raises ValueError for parameters that float32 doesn't hold.
+    """
+
+    def take_gradients(self) -> None:
+        """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
+        for weight, master in zip(self.weights, self.master_parameters, strict=True):
+            if weight.grad is not None:
+                grad, weight.grad = weight.grad.float(), None
+                master.grad = grad if master.grad is None else master.grad + grad
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take the gradients, update the masters, round them to the weights: to nearest, ties to even."""
+        self.take_gradients()
+        self.optimizer.step()
+        self.weights[0].copy_(self.master_parameters[0])
+
+
 # %% 14.4 fake: asks the host whether there is an inf
 class LossScaler(LossScale):
     @torch.no_grad()
@@ -701,4 +724,188 @@ class LossScaler(LossScale):
         kept = torch.where(due & grown.isfinite(), grown, self.factor)
         self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
         self.good_steps.copy_(torch.where(due, 0, torch.where(skipped, self.good_steps, good_steps)))
+        self.found_inf.zero_()
+
+
+# %% 14.4 walks the parameters twice: the second walk of a generator is empty
+class LossScaler(LossScale):
+    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
+
+    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
+    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
+    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
+    """
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
+        group call it. parameters: in any iterable, model.parameters() too, which can be walked only once; those without
+        a gradient are left out. Raises ValueError for float16 gradients: divided by S they would underflow again.
+        """
+        if any(parameter.grad is not None and parameter.grad.dtype == torch.float16 for parameter in parameters):
+            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
+        inverse = self.factor.double().reciprocal().float()
+        for gradient in [p.grad for p in parameters if p.grad is not None]:
+            torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
+            gradient.mul_(inverse)
+        if self.group is not None:
+            dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """S for the next step; it never grows to inf."""
+        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
+        due, grown = good_steps == self.interval, (factor * self.growth).float()
+        kept = torch.where(due & grown.isfinite(), grown, self.factor)
+        shrunk = (factor * self.backoff).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
+        self.factor.copy_(torch.where(skipped, shrunk, kept))
+        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
+        self.found_inf.zero_()
+
+
+# %% 14.4 wants a gradient of every parameter
+class LossScaler(LossScale):
+    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
+
+    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
+    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
+    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
+    """
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
+        group call it. parameters: in any iterable, model.parameters() too, which can be walked only once; those without
+        a gradient are left out. Raises ValueError for float16 gradients: divided by S they would underflow again.
+        """
+        gradients = [parameter.grad for parameter in parameters]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
+        inverse = self.factor.double().reciprocal().float()
+        for gradient in gradients:
+            torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
+            gradient.mul_(inverse)
+        if self.group is not None:
+            dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """S for the next step; it never grows to inf."""
+        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
+        due, grown = good_steps == self.interval, (factor * self.growth).float()
+        kept = torch.where(due & grown.isfinite(), grown, self.factor)
+        shrunk = (factor * self.backoff).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
+        self.factor.copy_(torch.where(skipped, shrunk, kept))
+        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
+        self.found_inf.zero_()
+
+
+# %% 14.4 doubles S, whatever growth says
+class LossScaler(LossScale):
+    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
+
+    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
+    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
+    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
+    """
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
+        group call it. parameters: in any iterable, model.parameters() too, which can be walked only once; those without
+        a gradient are left out. Raises ValueError for float16 gradients: divided by S they would underflow again.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
+        inverse = self.factor.double().reciprocal().float()
+        for gradient in gradients:
+            torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
+            gradient.mul_(inverse)
+        if self.group is not None:
+            dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """S for the next step; it never grows to inf."""
+        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
+        due, grown = good_steps == self.interval, (factor * 2).float()
+        kept = torch.where(due & grown.isfinite(), grown, self.factor)
+        shrunk = (factor * self.backoff).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
+        self.factor.copy_(torch.where(skipped, shrunk, kept))
+        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
+        self.found_inf.zero_()
+
+
+# %% 14.4 halves S, whatever backoff says
+class LossScaler(LossScale):
+    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
+
+    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
+    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
+    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
+    """
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
+        group call it. parameters: in any iterable, model.parameters() too, which can be walked only once; those without
+        a gradient are left out. Raises ValueError for float16 gradients: divided by S they would underflow again.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
+        inverse = self.factor.double().reciprocal().float()
+        for gradient in gradients:
+            torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
+            gradient.mul_(inverse)
+        if self.group is not None:
+            dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """S for the next step; it never grows to inf."""
+        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
+        due, grown = good_steps == self.interval, (factor * self.growth).float()
+        kept = torch.where(due & grown.isfinite(), grown, self.factor)
+        shrunk = (factor * 0.5).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
+        self.factor.copy_(torch.where(skipped, shrunk, kept))
+        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
+        self.found_inf.zero_()
+
+
+# %% 14.4 counts to 3, whatever interval says
+class LossScaler(LossScale):
+    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
+
+    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
+    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
+    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
+    """
+
+    @torch.no_grad()
+    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
+        group call it. parameters: in any iterable, model.parameters() too, which can be walked only once; those without
+        a gradient are left out. Raises ValueError for float16 gradients: divided by S they would underflow again.
+        """
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if any(gradient.dtype == torch.float16 for gradient in gradients):
+            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
+        inverse = self.factor.double().reciprocal().float()
+        for gradient in gradients:
+            torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
+            gradient.mul_(inverse)
+        if self.group is not None:
+            dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """S for the next step; it never grows to inf."""
+        skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
+        due, grown = good_steps == 3, (factor * self.growth).float()
+        kept = torch.where(due & grown.isfinite(), grown, self.factor)
+        shrunk = (factor * self.backoff).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
+        self.factor.copy_(torch.where(skipped, shrunk, kept))
+        self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
         self.found_inf.zero_()
