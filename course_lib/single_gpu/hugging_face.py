@@ -143,7 +143,7 @@ def plain_model(kind: type, source: nn.Module | str | Path) -> nn.Module:
             if names := sorted(found[f"{how}_keys"]):
                 raise ValueError(f"not the model of this course: {how} weights {', '.join(names[:3])}")
     for name, tensor in source.state_dict().items():
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
+        if name.endswith((".weight", ".bias")) and (not tensor.is_floating_point() or tensor.element_size() < 2):
             raise ValueError(f"{name} is {tensor.dtype}, a quantized weight: {PLAIN_RELEASE}")
     return source
 

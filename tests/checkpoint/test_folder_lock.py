@@ -1,5 +1,6 @@
 """course_lib.checkpoint.lock: whose a folder of checkpoints is, and when it is free. No GPU, no ranks."""
 
+import errno
 import json
 import os
 import subprocess
@@ -21,7 +22,7 @@ held = FolderLock(sys.argv[1])
 print("held", flush=True)
 time.sleep(600)
 """
-VARIABLES = "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"
+VARIABLES = "SLURM_JOB_ID", "SLURM_CLUSTER_NAME", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"
 ELSEWHERE = {"host": "node7", "boot": "another kernel", "pid": 4711, "began": "1", "restarts": None}
 
 
@@ -151,9 +152,8 @@ def test_without_flock_the_process_and_its_beginning_decide(tmp_path, monkeypatc
     [
         ({"SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "1"}, {"job": "5", "run": None}),
         ({"SLURM_JOB_ID": "5", "TORCHELASTIC_RUN_ID": "5"}, {"job": "5", "run": "5"}),
-        ({"TORCHELASTIC_RUN_ID": "run1"}, {"job": None, "run": "run1"}),
     ],
-    ids=["requeued", "a restart in a Slurm job", "a restart"],
+    ids=["requeued", "a restart in a Slurm job"],
 )
 def test_the_successor_on_another_host_has_it_at_once(tmp_path, monkeypatch, own, holder):
     for name, value in own.items():
@@ -186,9 +186,46 @@ def test_slurm_says_whether_a_job_of_another_host_lives(tmp_path, monkeypatch, s
         assert is_free(folder)
 
 
-@pytest.mark.parametrize("holder", [{"job": None}, {"job": "123"}, {"job": "9"}], ids=str)
+def test_the_holder_may_give_it_back_while_another_waits_for_its_beat(tmp_path, monkeypatch):
+    """A run's name without a job is no proof: `--rdzv-id 100` may be two runs on two hosts. So it waits."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "100")
+    waited = []
+    meanwhile(monkeypatch, lambda: (waited.append(1), (tmp_path / lock.LOCK).unlink()))
+    left_by(tmp_path, **ELSEWHERE, job=None, run="100")
+    assert is_free(tmp_path) and waited == [1]
+
+
+def test_a_process_forked_from_the_holder_gives_nothing_back(tmp_path):
+    held = FolderLock(tmp_path)
+    if (child := os.fork()) == 0:
+        held.release()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert "is in use" in refusal(tmp_path)
+    held.release()
+    assert is_free(tmp_path)
+
+
+def test_the_end_of_a_process_says_nothing_and_leaves_it_free(tmp_path):
+    ends = f"from course_lib.checkpoint.lock import FolderLock; held = FolderLock({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", ends], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and is_free(tmp_path)
+
+
+def test_without_links_it_is_renamed(tmp_path, monkeypatch):
+    def link(*paths) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(lock.os, "link", link)
+    assert is_free(tmp_path)
+
+
+OF_OTHERS = [{"job": None}, {"job": "123"}, {"job": "123", "cluster": "b"}, {"job": "9"}]
+
+
+@pytest.mark.parametrize("holder", OF_OTHERS, ids=str)
 def test_else_the_file_is_touched_or_it_is_stale(tmp_path, monkeypatch, holder):
-    """No squeue, no Slurm, or a second run within one allocation."""
+    """No squeue, no Slurm, another cluster's job, or a second run within one allocation."""
     monkeypatch.setenv("SLURM_JOB_ID", "9")
     waited = []
 
