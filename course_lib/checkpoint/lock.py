@@ -114,8 +114,8 @@ class FolderLock:
         while not ended.wait(BEAT_S):
             try:
                 os.utime(file)
-            except OSError:  # its folder has gone
-                return
+            except OSError:  # a network file system may fail for a moment
+                continue
 
     def put(self, ready: Path) -> bool:
         """Give the file that is ready the lock's name, unless another one that lives has it."""

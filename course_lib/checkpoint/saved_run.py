@@ -54,6 +54,10 @@ class SavedRun:
                 while folder := self.on_first(lambda: latest(self.root)):
                     if self.takes_over(folder):
                         break
+                if not folder and (unproven := self.on_first(lambda: sorted(self.root.glob(f"step-*{UNPROVEN}")))):
+                    last = unproven[-1]
+                    advice = f"rename it {last.stem} to go on from it"
+                    self.say(f"begins anew: no finite step followed {last.name}; {advice}")
                 self.checkpoints = Checkpoints(parallel, self.root, keep, self.say)
             except BaseException:
                 self.release()

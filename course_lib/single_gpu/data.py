@@ -132,7 +132,7 @@ def hf_tokens(
 
     if documents is not None and documents < 1:
         raise ValueError(f"documents {documents}: 1 or more, or None for all")
-    words, what = AutoTokenizer.from_pretrained(tokenizer), (dataset, tokenizer, split, column, documents)
+    words, what = AutoTokenizer.from_pretrained(tokenizer), ("v2", dataset, tokenizer, split, column, documents)
 
     def read() -> torch.Tensor:
         tokens, left_out = read_documents(words, dataset, split, column, documents)

@@ -485,6 +485,7 @@ def test_a_run_that_ends_in_bad_steps_leaves_no_checkpoint_that_begins_with_nan(
     assert text.count(" is skipped, ") == 2 and not complete(tmp_path / "c")
     found, text = two(trained, argv)[0]
     assert [record["step"] for record in found] == [1, 2, 3] and "goes on after" not in text
+    assert ("begins anew: no finite step followed step-000000001.unproven; " in text) == saved_first
     assert all(math.isfinite(record["loss"]) for record in found) and list(complete(tmp_path / "c")) == [2, 3]
 
 
