@@ -54,7 +54,7 @@ def at_rest(parallel: ParallelModel) -> torch.optim.Optimizer:
 
 # %% ../../notebooks/10b_checkpoint.ipynb #host-copies
 def not_finite(boxes: dict[str, list[Box]]) -> str | None:
-    """The first tensor with a value that is inf or NaN; None: there is none. The host waits once for a device."""
+    """Return the name of the first tensor with an inf or NaN, or None. The host synchronizes once per device."""
     flags: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, each in boxes.items():
         for value in (box.values for box in each if box.values.is_floating_point()):

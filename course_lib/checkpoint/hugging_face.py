@@ -99,7 +99,7 @@ def to_hf(folder: Path, out: Path, dtype: torch.dtype | None = None, file_bytes:
 
 # %% ../../notebooks/10b_checkpoint.ipynb #from-hf
 def fp8_block(folder: Path) -> list[int] | None:
-    """Rows and columns of an FP8 model's block with one scale; None: one scale a tensor, or the model is not quantized.
+    """Return [rows, columns] of an FP8 block, or None for one scale per tensor and for models that are not quantized.
 
     Raises CheckpointError where config.json names another way to quantize.
     """
@@ -148,7 +148,7 @@ def from_hf_config(folder: Path) -> ModelConfig:
 
 # %% ../../notebooks/10b_checkpoint.ipynb #from-hf-slices
 class HfFiles:
-    """The safetensors of a model: `where` has each tensor's file. block: see fp8_block."""
+    """The safetensors files of a model. where: the file of each tensor; block: as fp8_block returns it."""
 
     def __init__(self, folder: Path):
         index = folder / "model.safetensors.index.json"
@@ -157,13 +157,13 @@ class HfFiles:
         self.fp8 = bool(json.loads((folder / "config.json").read_text()).get("quantization_config"))
 
     def open(self, name: str):
-        """The file of a tensor, as safetensors opens it."""
+        """Open the safetensors file that has the tensor `name`."""
         from safetensors import safe_open
 
         return safe_open(self.folder / self.where.get(name, "model.safetensors"), "pt")
 
     def scale_of(self, name: str, shape: tuple[int, ...], kind: str) -> str | None:
-        """The name of a tensor's scales; None: it has its numbers themselves. Raises CheckpointError for any other."""
+        """Return the name of a weight's scales, None for a plain dtype. Raises CheckpointError for any other dtype."""
         if kind in PLAIN_TYPES:
             return None
         scale, file = f"{name}_scale_inv", self.folder / self.where.get(name, "model.safetensors")
@@ -185,7 +185,7 @@ class HfFiles:
         return scale
 
     def check_left(self, config: ModelConfig) -> None:
-        """Raise CheckpointError where the files have a tensor that the model has no use for."""
+        """Raise CheckpointError if the files have a tensor that the model does not use."""
         with torch.device("meta"):
             used = {hf_name(name) for name in Transformer(config).state_dict()}
         used |= {"lm_head.weight"}  # of a tied model: the embedding again
@@ -214,7 +214,7 @@ def from_hf(parallel: ParallelModel, folder: Path) -> None:
     folder, boxes = Path(folder), weight_boxes(parallel)
 
     def look() -> tuple[HfFiles, dict[str, str | None]]:
-        """The files, and the scales of each of our tensors, all of them of the right shape."""
+        """Return the files, and the name of the scales of each weight. Raises CheckpointError for a wrong shape."""
         for name, value in vars(parallel.config).items():
             if name != "dropout" and getattr(theirs, name) != value:
                 raise CheckpointError(f"another model: {name} is {getattr(theirs, name)} there, and {value} here")

@@ -46,7 +46,7 @@ PATIENCE_S = 60.0  # that a restart gives the processes of its own run to end
 
 
 def began(pid: int) -> str | None:
-    """When a process of this machine began, in ticks since the boot; None: there is no such process."""
+    """Return the start time of a process on this machine, in clock ticks since boot, or None if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -54,7 +54,7 @@ def began(pid: int) -> str | None:
 
 
 def this_process() -> dict:
-    """What a lock says of its holder."""
+    """Return the description of this process that a lock file holds."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # a host's name may be another one's too, in a container
     found = {"host": socket.gethostname(), "pid": os.getpid(), "began": began(os.getpid())}
     found |= {"boot": boot.read_text().strip() if boot.exists() else socket.gethostname()}
@@ -64,7 +64,7 @@ def this_process() -> dict:
 
 
 def flocked(file) -> bool | None:
-    """Whether this open file has the flock now; None: the file system has none."""
+    """Return True if `file` now holds the flock, False if another process does, None if flock is not supported."""
     try:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,7 +76,7 @@ def flocked(file) -> bool | None:
 
 
 def in_queue(job: str) -> bool | None:
-    """Whether Slurm has this job on some node; None: there is no answer."""
+    """Return whether Slurm still runs this job, or None if squeue gives no answer."""
     try:
         command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -88,7 +88,10 @@ def in_queue(job: str) -> bool | None:
 
 
 class FolderLock:
-    """Taken by its constructor. Raises CheckpointError where another one that lives has it, OSError as files do."""
+    """A lock on the folder `root`, taken by the constructor.
+
+    Raises CheckpointError if a live process holds it, and OSError if the lock file cannot be written.
+    """
 
     def __init__(self, root: Path):
         self.path, self.own, self.ended = Path(root) / LOCK, this_process(), threading.Event()
@@ -110,7 +113,7 @@ class FolderLock:
 
     @staticmethod
     def beat(file: int, ended: threading.Event) -> None:
-        """In a thread: say that this process lives."""
+        """Touch the lock file every BEAT_S seconds, in a thread, so that other hosts see that this process is alive."""
         while not ended.wait(BEAT_S):
             try:
                 os.utime(file)
@@ -118,12 +121,13 @@ class FolderLock:
                 continue
 
     def put(self, ready: Path) -> bool:
-        """Give the file that is ready the lock's name, unless another one that lives has it."""
+        """Install the file `ready` as the lock, unless a live process holds it. Return False to try again."""
         try:
             os.link(ready, self.path)  # unlike a rename, it replaces no other one
             return True
         except FileExistsError:
-            pass
+            if self.is_at(self.file):  # the server answered twice
+                return True
         except OSError as error:  # some file systems have no links
             if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS):
                 raise
@@ -144,7 +148,7 @@ class FolderLock:
                 holder = {}
             if self.in_use(holder, free, old):
                 job = f"job {holder['job']}" if holder.get("job") else "a run"
-                who = f"{job} on host {holder.get('host')}, pid {holder.get('pid')}"
+                who = f"{job} on host {holder.get('host')}, pid {holder.get('pid')}" if holder else "an unknown process"
                 raise CheckpointError(f"{self.path.parent} is in use by {who}: end it, or take another folder")
             if not self.is_at(old):  # another process was faster
                 return False
@@ -152,14 +156,14 @@ class FolderLock:
         return True
 
     def is_at(self, file) -> bool:
-        """Whether an open file is the one that has the lock's name."""
+        """Return whether the open file is the current lock file."""
         try:
             return os.path.samestat(os.fstat(file.fileno()), os.stat(self.path))
         except FileNotFoundError:
             return False
 
     def in_use(self, holder: dict, free: bool | None, old) -> bool:
-        """Whether a holder lives: see the module. free: what flocked said of its file, `old`."""
+        """Return whether the holder is alive, by the rules in the module docstring. free: `flocked(old)`."""
         own, here = self.own, holder.get("boot") == self.own["boot"]
         job, run, cluster = (holder.get(name) == own[name] for name in ("job", "run", "cluster"))
         in_job = job and cluster and own["job"] is not None
@@ -177,14 +181,14 @@ class FolderLock:
 
     @staticmethod
     def let_go(old) -> bool:
-        """Wait until a process of the same run has ended."""
+        """Wait up to PATIENCE_S for the flock; return whether the holder has released it."""
         until = time.monotonic() + PATIENCE_S
         while not (free := flocked(old)) and time.monotonic() < until:
             time.sleep(0.05)
         return bool(free)
 
     def touched(self) -> int | None:
-        """When the file was touched last; None: it has gone. A network file system looks again when it is opened."""
+        """Return when the lock file was modified, or None if it is gone. Opening it refreshes a network file system."""
         try:
             with open(self.path) as file:
                 return os.fstat(file.fileno()).st_mtime_ns
@@ -192,7 +196,7 @@ class FolderLock:
             return None
 
     def beats(self) -> bool:
-        """Whether the file is touched while this process waits."""
+        """Return whether the lock file is touched while this process waits."""
         first = self.touched()
         for _ in range(BEATS):
             time.sleep(BEAT_S)
@@ -201,7 +205,7 @@ class FolderLock:
         return False
 
     def release(self) -> None:
-        """Give it back. A second time does nothing, nor does a process that was forked from the holder."""
+        """Release the lock. A second call does nothing, nor does a call in a process forked from the holder."""
         if not self.ended.is_set() and os.getpid() == self.own["pid"]:
             self.ended.set()
             self.thread.join()

@@ -34,7 +34,7 @@ class SavedRun:
 
     root: None for a run that saves nothing. same: what the run that goes on must have in common with the one before;
     plan: what it need not, and is told of; bad_steps: in a row, until the run stops. Raises CheckpointError, on all
-    ranks, where it has not, the checkpoint can't be loaded, another job that lives has the folder (see FolderLock), or
+    ranks, where it has not, the checkpoint can't be loaded, a running job holds the folder (see FolderLock), or
     there is no such folder and none can be made. The folder is its own until finish() or release().
     """
 
@@ -73,7 +73,7 @@ class SavedRun:
             print(line, flush=True)
 
     def take(self, root: Path) -> None:
-        """On rank 0: lock a folder, which is made where it is missing."""
+        """On rank 0: lock the folder, and make it if it is missing."""
         try:
             root.mkdir(mode=0o750, parents=True, exist_ok=True)
             self.lock = FolderLock(root)
@@ -81,7 +81,7 @@ class SavedRun:
             raise CheckpointError(f"--checkpoints {root}: {error.strerror}") from None
 
     def release(self) -> None:
-        """Leave the folder to other jobs."""
+        """Release the folder to other jobs."""
         if self.lock is not None:
             self.lock.release()
 
@@ -154,7 +154,7 @@ class SavedRun:
         return f"no finite step has followed {found[last].name}, it is called {target.name} now; "
 
     def last_good(self) -> str:
-        """Which checkpoint a later run goes on from. Collective."""
+        """Return a line that names the checkpoint from which a later run continues. Collective."""
         folder = self.on_first(lambda: latest(self.root))
         return f"the last good checkpoint is {folder.name}" if folder else "there is no good checkpoint"
 

@@ -3,7 +3,7 @@
     out = (values_a · scale_a) (values_b · scale_b)ᵀ          a: [m, k], b: [n, k]: k is last in both
 
 Two e4m3 numbers have a product of 8 bits of mantissa: exact in float32. What rounds is the sum over k. Where a scale
-holds for a whole row it comes out of the sum, and the tensor cores multiply 8-bit numbers alone (`torch._scaled_mm`).
+holds for a whole row it can be factored out, and the tensor cores multiply 8-bit numbers alone (`torch._scaled_mm`).
 Where it changes along k, every 128 numbers say, partial sums have to be scaled one by one (`block_matmul`).
 
 The tensor cores of an H100 add FP8 products with some 14 bits, not with float32's 24: DeepSeek-V3 (2024, §3.3.2 and
@@ -118,7 +118,7 @@ def fp8_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float3
     """a [m, k] times the transpose of b [n, k]: [m, n] in out_dtype. On FP8 tensor cores where the GPU has them: by
     cuBLAS (`torch._scaled_mm`) for scales of whole rows, and on Hopper for most blocks; other blocks by
     `hopper_block_matmul` there, by `block_matmul` on other GPUs. Elsewhere in float32 for scales of whole rows, and
-    emulated in float64 for other blocks. Always emulated for a result in float64.
+    emulated in float64 for other blocks. Results in float64, empty operands, and meta tensors are always emulated.
 
     Raises ValueError where shapes or devices don't fit, and for a result in 8 bits.
     """

@@ -25,8 +25,8 @@ from torch.autograd.function import once_differentiable
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """A Function whose gradients have no gradients of their own: its backward does what autograd does not follow, such
-    as a collective. With create_graph=True a second derivative raises RuntimeError, where it would be wrong.
+    """A Function whose backward is not differentiable, because it calls what autograd does not record, such as a
+    collective. With create_graph=True, a second derivative raises RuntimeError instead of being wrong.
     """
 
     def __init_subclass__(cls, **options):

@@ -60,7 +60,7 @@ def held(tmp_path):
 
 
 def refusal(folder: Path) -> str:
-    """Why the folder can't be had; it is as it was."""
+    """Return why the folder is refused, and assert that nothing in it has changed."""
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(CheckpointError) as refused:
         FolderLock(folder)
@@ -135,7 +135,7 @@ def test_a_lock_of_a_process_that_has_ended_here(tmp_path):
     ended.wait()
     left_by(tmp_path, **this_process() | {"pid": ended.pid})
     assert is_free(tmp_path)
-    left_by(tmp_path, **this_process())  # even with a number that is used again: nobody has the flock
+    left_by(tmp_path, **this_process())  # even if its pid is in use again: no process holds the flock
     assert is_free(tmp_path)
 
 
@@ -247,6 +247,12 @@ def test_a_file_that_says_nothing_is_stale(tmp_path, monkeypatch):
     for text in ("", "{", "3", "[1]"):
         (tmp_path / lock.LOCK).write_text(text)
         assert is_free(tmp_path)
+
+
+def test_a_file_that_says_nothing_but_is_held_names_an_unknown_process(tmp_path):
+    with open(tmp_path / lock.LOCK, "w") as held:
+        assert lock.flocked(held)
+        assert "is in use by an unknown process: end it, or take another folder" in refusal(tmp_path)
 
 
 def test_a_holder_touches_its_file(tmp_path, monkeypatch):
