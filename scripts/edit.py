@@ -22,12 +22,12 @@ from pathlib import Path
 import jupytext
 import nbformat
 
+from clean import notebook_metadata
 from export import ExportError, read_notebook, write_atomically
 from fold import fold, mark
 
 FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}
 FILTERS = {"cell_metadata_filter": "all", "notebook_metadata_filter": "course,-all"}
-KERNEL = {"display_name": "python3", "language": "python", "name": "python3"}
 
 
 def nbgrader_metadata(cell: dict) -> dict | None:
@@ -69,7 +69,7 @@ def to_notebook(text: str, old: nbformat.NotebookNode | None = None) -> nbformat
     """The text as notebook, to replace the notebook `old`. ValueError, with one line, if a cell's header is wrong."""
     notebook = jupytext.reads(text, fmt=FORMAT)
     course = {key: value for key, value in notebook.metadata.items() if key == "course"}
-    notebook.metadata = nbformat.from_dict({"kernelspec": KERNEL, **(old.metadata if old else {}), **course})
+    notebook.metadata = nbformat.from_dict({**notebook_metadata(old.metadata if old else {}), **course})
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     before = {cell["id"]: cell for cell in old.cells} if old else {}
     seen = {}

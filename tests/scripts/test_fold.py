@@ -8,9 +8,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from nbdev.clean import clean_nb
-from nbdev.config import get_config
 
+import clean
 import edit
 import fold
 from export import directive, plain_directives
@@ -114,9 +113,8 @@ def test_the_first_line_of_an_exported_cell_says_what_it_holds(source, first):
 
 
 def test_folds_survive_cleaning_and_stand_not_in_the_text():
-    notebook, config = fold.fold(a_notebook()), get_config(path=ROOT)
-    cleaned = copy.deepcopy(notebook)
-    clean_nb(cleaned, allowed_cell_metadata_keys=config.allowed_cell_metadata_keys)
+    notebook = fold.fold(a_notebook())
+    cleaned = clean.clean(copy.deepcopy(notebook))
     assert [cell.metadata for cell in cleaned.cells] == [cell.metadata for cell in notebook.cells]
     text = edit.to_text(notebook)
     assert fold.TAG not in text and "source_hidden" not in text

@@ -11,6 +11,7 @@ import nbformat
 import pytest
 from PIL import Image
 
+import clean
 from render import shrunk
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +35,7 @@ def render(folder: Path, **cells: str) -> tuple[Path, subprocess.CompletedProces
     return path, subprocess.run(command, capture_output=True, text=True, cwd=folder)
 
 
-def test_outputs_come_in_and_nbdev_clean_has_nothing_left_to_do(tmp_path):
+def test_outputs_come_in_and_nothing_is_left_to_clean(tmp_path):
     path, run = render(tmp_path, **CELLS)
     assert run.returncode == 0, run.stderr
     look, widget, thing, complaint, warning, _, long = cells = nbformat.read(path, as_version=4).cells
@@ -46,8 +47,7 @@ def test_outputs_come_in_and_nbdev_clean_has_nothing_left_to_do(tmp_path):
     assert look.metadata == {}
 
     before = path.read_bytes()
-    subprocess.run([Path(sys.executable).parent / "nbdev-clean", "--fname", path], check=True, cwd=ROOT)
-    assert path.read_bytes() == before
+    assert clean.main([str(path)]) == 0 and path.read_bytes() == before
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)

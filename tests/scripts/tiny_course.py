@@ -6,6 +6,8 @@ from pathlib import Path
 import nbformat
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from clean import notebook_metadata
+
 ROOT = Path(__file__).resolve().parents[2]
 
 EXERCISE = {"grade": False, "locked": False, "schema_version": 3, "solution": True, "task": False}
@@ -69,8 +71,7 @@ def cells() -> list[dict]:
 
 def notebook(cells: list[dict]) -> nbformat.NotebookNode:
     """A notebook of these cells, with the metadata that a course notebook has."""
-    kernel = {"display_name": "python3", "language": "python", "name": "python3"}
-    return new_notebook(cells=cells, metadata={"course": {"nproc_per_node": 1}, "kernelspec": kernel})
+    return new_notebook(cells=cells, metadata=notebook_metadata({"course": {"nproc_per_node": 1}}))
 
 
 def write(path: Path, cells: list[dict]) -> Path:
