@@ -12,7 +12,7 @@ An id `ex-01-2` makes a code cell an exercise and `check-01-2` its check: their 
 and stands in the text only where it differs. A cell without an id is given one. Which cells are folded follows from a
 rule (fold.py), and does not stand in the text. Outputs stay with a cell, by its id, as long as its source is the same.
 What the notebook says of itself (its kernel) stays too; of that, `course` alone stands in the text, as a header, and
-may be changed there.
+may be changed there. A line of a cell that looks like a header bears a backslash in the text: `# \\%%`.
 """
 
 import re
@@ -23,22 +23,38 @@ import jupytext
 import nbformat
 
 from clean import notebook_metadata
+from course_kit.exercises.saved import CELL_ID
 from export import ExportError, read_notebook, write_atomically
 from fold import fold, mark
 
 FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}
+HEADER = r"%%|<codecell>|In\[[0-9 ]*\]"  # where a line of a comment begins so, jupytext begins a cell
 FILTERS = {"cell_metadata_filter": "all", "notebook_metadata_filter": "course,-all"}
 
 
 def nbgrader_metadata(cell: dict) -> dict | None:
-    """What nbgrader needs to know of an exercise (`ex-NN-M`) or a check (`check-NN-M`); None for any other cell."""
-    kind = re.fullmatch(r"(ex|check)-\d\d-\d+", cell["id"])
+    """What nbgrader needs to know of an exercise (`ex-NN-M`, or its second cell, `ex-NN-Mb`) or a check (`check-NN-M`);
+    None for any other cell.
+    """
+    kind = CELL_ID.fullmatch(cell["id"])
     if not kind or cell["cell_type"] != "code":
         return None
-    exercise = kind[1] == "ex"
+    exercise = kind["kind"] == "ex"
     points = {} if exercise else {"points": 1}
     return {"grade": not exercise, "grade_id": cell["id"], "locked": not exercise, **points,
             "schema_version": 3, "solution": exercise, "task": False}
+
+
+def escaped(cell: dict, back: bool = False) -> str:
+    """A cell's source with a backslash before what looks like a header; back: without that backslash again."""
+    comment = r"#[ \t]*" if cell["cell_type"] == "code" else ""  # other cells become comments as a whole
+    drop, add = (r"\\", "") if back else ("", r"\\")
+    return re.sub(rf"^([ \t]*{comment}){drop}(\\*(?:{HEADER}))", rf"\1{add}\2", cell["source"], flags=re.MULTILINE)
+
+
+def alike(one: str, other: str) -> bool:
+    """Whether two sources are the same but for empty lines at their ends, which the text does not keep."""
+    return one.rstrip("\n") == other.rstrip("\n")
 
 
 def read(path: Path) -> nbformat.NotebookNode:
@@ -56,12 +72,13 @@ def to_text(notebook: nbformat.NotebookNode) -> str:
         if copy.metadata.get("nbgrader") == nbgrader_metadata(cell):
             copy.metadata.pop("nbgrader", None)
         mark(copy, False)
+        copy.source = escaped(cell)
         draft.cells.append(copy)
     text = jupytext.writes(draft, fmt=FORMAT)
     back = jupytext.reads(text, fmt=FORMAT).cells
     for number, cell in enumerate(notebook.cells):
-        if number >= len(back) or cell.source != back[number].source:
-            raise ValueError(f"cell {number + 1} ({cell.id}) does not fit into text: a line of it starts with '# %%'")
+        if number >= len(back) or not alike(cell.source, escaped(back[number], back=True)):
+            raise ValueError(f"cell {number + 1} ({cell.id}) does not fit into text")
     return text
 
 
@@ -83,10 +100,11 @@ def to_notebook(text: str, old: nbformat.NotebookNode | None = None) -> nbformat
             raise ValueError(f"cells {seen[cell['id']]} and {number} have the same id, {cell['id']}")
         seen[cell["id"]] = number
         cell.metadata.pop("lines_to_next_cell", None)
+        cell["source"] = escaped(cell, back=True)
         if "nbgrader" not in cell.metadata and (metadata := nbgrader_metadata(cell)):
             cell.metadata["nbgrader"] = nbformat.from_dict(metadata)
         was = before.get(cell["id"])
-        if was and (was["cell_type"], was["source"]) == (cell["cell_type"], cell["source"]):
+        if was and was["cell_type"] == cell["cell_type"] and alike(was["source"], cell["source"]):
             cell.update({key: value for key, value in was.items() if key != "metadata"})
         elif was and "attachments" in was:
             cell["attachments"] = was["attachments"]

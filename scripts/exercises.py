@@ -1,35 +1,39 @@
 """The exercises of the notebooks: a solution, or how far a learner has come.
 
     python scripts/exercises.py solution 01.3    # the reference's solution of exercise 01.3
-    python scripts/exercises.py progress         # what passes, fails, or was not tried yet
+    python scripts/exercises.py progress         # what passes, fails, has changed since it passed, or was not tried yet
 
 A check notes its result in `.progress/` beside the learner's notebook; nothing leaves the machine.
 """
 
-import json
 import re
 import sys
 from pathlib import Path
 
+from course_kit.exercises import notes
+from course_kit.exercises.saved import digest_of_cells, exercise_cells, exercise_of
 from export import NOTEBOOKS, ROOT, ExportError, kept_lines, read_notebook
 
-PROGRESS = ROOT / "workbook" / ".progress"
-CELL_ID = re.compile(r"(ex|check)-(\d\d)-(\d+)")
+PROGRESS = ROOT / "workbook" / notes.FOLDER
 STARRED = re.compile(r"^### Exercise (\d\d\.\d+) .*\n\*★", re.MULTILINE)  # those of the short path
-STATES = "passes", "fails", "not tried"
 BLANK = "raise NotImplementedError()"  # nbgrader's, in an exercise that has no answer yet
+
+
+def program(notebook: dict) -> str | None:
+    """The module whose main the launcher starts, as a notebook's metadata say; None for a notebook of the old shape."""
+    course = notebook.get("metadata", {}).get("course", {})
+    found = course.get("program") if isinstance(course, dict) else None
+    return found if isinstance(found, str) and found else None
 
 
 def exercise_name(cell: dict, kind: str) -> str | None:
     """The name, such as "01.3", of the exercise that a cell is ("ex") or checks ("check"); None for another cell."""
-    found = CELL_ID.fullmatch(cell.get("id", ""))
-    return f"{found[2]}.{found[3]}" if found and found[1] == kind and cell["cell_type"] == "code" else None
+    return exercise_of(cell.get("id", ""), kind) if cell["cell_type"] == "code" else None
 
 
 def exercises(notebook: dict) -> dict[str, dict]:
-    """The exercise cells of a notebook by name, in their order."""
-    names = [(exercise_name(cell, "ex"), cell) for cell in notebook["cells"]]
-    return {name: cell for name, cell in names if name}
+    """The exercises of a notebook by name, in their order: of one in two cells (ex-06-2, ex-06-2b), the first."""
+    return {name: cells[0] for name, cells in exercise_cells(notebook).items()}
 
 
 def starred(notebook: dict) -> set[str]:
@@ -39,15 +43,15 @@ def starred(notebook: dict) -> set[str]:
 
 
 def solution(name: str, notebooks: Path) -> str:
-    """The reference's cell for the exercise `name`, without markers. ExportError with one line where there is none."""
+    """The reference's cells for the exercise `name`, without markers. ExportError, in a line, where there is none."""
     if not re.fullmatch(r"\d\d\.\d+", name):
         raise ExportError(f"'{name}' is no exercise; name it as its heading does, such as 01.3")
     paths, others = sorted(notebooks.glob(f"{name[:2]}*_*.ipynb")), []  # a chapter may have two parts
     for path in paths:
-        found = exercises(read_notebook(path))
+        notebook = read_notebook(path)
+        found = exercise_cells(notebook)
         if name in found:
-            code = "\n".join(text for _, text in kept_lines(found[name]["source"]))
-            return f"# Exercise {name}, from {path.name}, cell {found[name]['id']}\n{code}\n"
+            return "\n\n".join(answer(name, path, cell, program(notebook) is not None) for cell in found[name])
         others += found
     if not paths:
         raise ExportError(f"there is no notebook {name[:2]} in {notebooks}")
@@ -55,34 +59,49 @@ def solution(name: str, notebooks: Path) -> str:
     raise ExportError(f"there is no exercise {name} in {names}, but there are {' '.join(others) or 'none'}")
 
 
-def blank_again(path: Path) -> set[str]:
-    """The exercises of a workbook's notebook whose cells are blank: what a check noted of an earlier answer is over."""
-    try:
-        return {name for name, cell in exercises(read_notebook(path)).items() if BLANK in cell["source"]}
-    except (OSError, ValueError, ExportError):  # there is none, or it is not readable
-        return set()
+def answer(name: str, path: Path, cell: dict, whole: bool) -> str:
+    """A cell of a solution, and where it stands; `whole`: with the directive, as its first line."""
+    code = [text for _, text in kept_lines(cell["source"])]
+    first = cell["source"].split("\n")[0]
+    directive = [first] if whole and first.startswith("#|") else []
+    return "\n".join([*directive, f"# Exercise {name}, from {path.name}, cell {cell['id']}", *code, ""])
 
 
-def state(name: str, folder: Path) -> str:
-    """What the last run of an exercise's check noted in `folder`: one of STATES."""
+def learners_exercises(path: Path) -> dict[str, list[dict]]:
+    """The exercise cells of a workbook's notebook by exercise; none where it is not there, or is not readable."""
     try:
-        return "passes" if json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["passed"] else "fails"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "not tried"
+        return exercise_cells(read_notebook(path))
+    except (AttributeError, ExportError, OSError, TypeError, ValueError):
+        return {}
+
+
+def state(name: str, cells: list[dict], folder: Path, has_digest: bool) -> str:
+    """How an exercise stands with these cells of a notebook in `folder`: one of notes.STATES.
+
+    has_digest: whether its check notes which answer passed; a check of the old shape does not.
+    """
+    if any(BLANK in cell["source"] for cell in cells):
+        return "not tried"  # what a check noted of an earlier answer is over
+    digest = (digest_of_cells(cells) or "unreadable") if has_digest else None
+    return notes.state(folder, name, digest)
 
 
 def progress(notebooks: Path, folder: Path) -> str:
-    """For each notebook, how many exercises pass, and the names of those in each state; ★: on the short path."""
+    """For each notebook, how many exercises pass, and the names of those in each state; ★: on the short path.
+
+    folder: that of the notes, beside the learner's notebooks.
+    """
     lines = []
     for path in sorted(notebooks.glob("*.ipynb")):
-        names = {kind: [] for kind in STATES}
+        names = {kind: [] for kind in notes.STATES}
         notebook = read_notebook(path)
-        short, blank = starred(notebook), blank_again(folder.parent / path.name)
+        short, mine = starred(notebook), learners_exercises(folder.parent / path.name)
         for name in exercises(notebook):
-            found = "not tried" if name in blank else state(name, folder)
+            found = state(name, mine.get(name, []), folder.parent, program(notebook) is not None)
             names[found].append(f"{name}★" if name in short else name)
         lines.append(f"{path.stem}: {len(names['passes'])} of {sum(map(len, names.values()))} exercises pass")
-        lines += [f"  {kind:9}  {' '.join(names[kind])}" for kind in STATES if names[kind]]
+        hints = {"changed": " (since they passed: run their checks again)"}
+        lines += [f"  {kind:9}  {' '.join(names[kind])}{hints.get(kind, '')}" for kind in notes.STATES if names[kind]]
     return "\n".join(lines) + "\n"
 
 

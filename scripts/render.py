@@ -3,9 +3,9 @@
     python scripts/render.py notebooks/01_single_gpu.ipynb ...
 
 A notebook is replaced when its last cell has run, in one step; one that fails stays as it was. It is cleaned (clean.py)
-and its cells are folded (fold.py). Views of widgets are left out: without a kernel they are error messages, which is why
-a static figure stands beside each. So are complaints that name files of this machine, and what is left of a long cell's
-bar. Pictures are stored as small as they get without a loss.
+and its cells are folded (fold.py). Views of widgets are left out: without a kernel they are error messages, which is
+why a static figure stands beside each. So are complaints that name files of this machine, and what is left of a long
+cell's bar. Pictures are stored as small as they get without a loss.
 """
 
 import base64

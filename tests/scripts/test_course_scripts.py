@@ -7,6 +7,8 @@ import pytest
 import cheatsheet
 import exercises
 import tiny_course
+from course_kit.exercises import notes
+from course_kit.exercises.saved import digest_of_cells, exercise_cells
 from tiny_course import text
 
 
@@ -38,6 +40,20 @@ def test_a_chapter_in_two_notebooks_is_looked_through(notebooks, capsys):
     assert capsys.readouterr().out == "# Exercise 01.4, from 01b_more.ipynb, cell ex-01-4\nfour = 4\n"
     assert exercises.main(["solution", "01.9"]) == 2
     assert " in 01_tiny.ipynb and 01b_more.ipynb, but there are 01.1 01.2 01.3 01.4" in capsys.readouterr().err
+
+
+def test_a_solution_in_two_cells_shows_both_to_be_pasted(notebooks, capsys):
+    tiny_course.write(notebooks / f"{tiny_course.NEW}.ipynb", tiny_course.new_cells(), tiny_course.PROGRAM)
+    assert exercises.main(["solution", "02.3"]) == 0
+    assert capsys.readouterr().out == (
+        "#| export counters.numbers\n# Exercise 02.3, from 02_counters.ipynb, cell ex-02-3\n"
+        'def opposite(number: int) -> int:\n    """The number with the other sign."""\n    return -number\n'
+        "\n\n"
+        "#| export counters.counter:Counter\n# Exercise 02.3, from 02_counters.ipynb, cell ex-02-3b\n@staticmethod\n"
+        'def of(*parts: int) -> Counter:\n    """A counter of several numbers."""\n    return Counter(sum(parts))\n'
+    )
+    assert exercises.main(["solution", "02.4"]) == 0
+    assert capsys.readouterr().out.startswith("# Exercise 02.4, from 02_counters.ipynb, cell ex-02-4\n# What is 3")
 
 
 @pytest.mark.parametrize(
@@ -81,6 +97,35 @@ def test_progress_passes_over_what_was_noted_of_a_cell_that_is_blank_again(noteb
     tiny_course.write(workbook / "01_tiny.ipynb", cells)
     assert exercises.main(["progress"]) == 0
     assert capsys.readouterr().out == "01_tiny: 1 of 3 exercises pass\n  passes     01.1\n  not tried  01.2 01.3\n"
+
+
+def test_progress_tells_what_has_changed_since_it_passed(notebooks, capsys):
+    """A note holds the digest of the answer that passed; that of an exercise in two cells speaks of both."""
+    tiny_course.write(notebooks / f"{tiny_course.NEW}.ipynb", tiny_course.new_cells(), tiny_course.PROGRAM)
+    workbook = notebooks.parent / "workbook"
+    answers = {cell["id"]: cell for cell in tiny_course.new_cells()}
+
+    def progress() -> list[str]:
+        tiny_course.write(workbook / f"{tiny_course.NEW}.ipynb", [*answers.values()], tiny_course.PROGRAM)
+        assert exercises.main(["progress"]) == 0
+        return capsys.readouterr().out.partition("02_counters: ")[2].splitlines()
+
+    changed, again = "  changed    ", " (since they passed: run their checks again)"
+    assert progress() == ["0 of 4 exercises pass", "  not tried  02.1 02.2 02.3 02.4"]
+    for name, cells in exercise_cells({"cells": [*answers.values()]}).items():
+        notes.note(workbook, name, name != "02.2", digest_of_cells(cells))
+    assert progress() == ["3 of 4 exercises pass", "  passes     02.1 02.3 02.4", "  fails      02.2"]
+    answers["ex-02-1"]["source"] += "\n\n    # a comment"
+    answers["ex-02-3b"]["source"] = answers["ex-02-3b"]["source"].replace("sum(parts)", "sum(parts, 0)")
+    answers["ex-02-4"]["source"] = "guess = 10"
+    assert progress()[1:] == ["  passes     02.1", "  fails      02.2", f"{changed}02.3 02.4{again}"]
+    answers["ex-02-1"]["source"] = "#| export counters.numbers\ndef square("
+    answers["ex-02-4"]["source"] = tiny_course.blank(tiny_course.ANSWERS["ex-02-4"])
+    assert progress()[1:] == ["  fails      02.2", f"{changed}02.1 02.3{again}", "  not tried  02.4"]
+    for line in ("#| export", "x = 1"):  # a workbook of the time before: what its check noted has no digest
+        answers["ex-02-1"]["source"] = f"{line}\ndef square(n): return n"
+        notes.note(workbook, "02.1", True)
+        assert "02.1" in progress()[-2]
 
 
 def test_progress_marks_the_short_path(notebooks, capsys):

@@ -7,6 +7,8 @@ import pytest
 
 import edit
 
+ROOT = Path(__file__).resolve().parents[2]
+
 DRAFT = '''\
 # ---
 # jupyter:
@@ -64,6 +66,7 @@ def test_the_notebook_comes_back_as_it_was(tmp_path):
 
 def test_ids_name_exercises_and_checks(tmp_path):
     bare = DRAFT.replace(' nbgrader={"grade": true, "grade_id": "other", "points": 3}', "")
+    bare += '\n# %% id="ex-01-2b"\ndef more(): return 43\n'
     cells = {cell.id: cell for cell in write(tmp_path, bare).cells}
     assert cells["ex-01-2"].metadata.nbgrader == {
         "grade": False,
@@ -82,6 +85,7 @@ def test_ids_name_exercises_and_checks(tmp_path):
         "solution": False,
         "task": False,
     }
+    assert cells["ex-01-2b"].metadata.nbgrader == cells["ex-01-2"].metadata.nbgrader | {"grade_id": "ex-01-2b"}
     assert cells["ex-01-2"].metadata.tags == ["long"]
     assert "nbgrader" not in cells["empty"].metadata
 
@@ -120,7 +124,30 @@ def test_a_wrong_draft_is_one_line_and_changes_nothing(tmp_path, capsys, wrong, 
     assert (tmp_path / "a.ipynb").read_bytes() == before
 
 
+def test_lines_that_look_like_headers_come_back(tmp_path):
+    lines = ["# %% y", "#%%", "    # %% z", "# In[3]:", "# <codecell>", r"# \%% a", r"# \\%% b", r"\%% d", "In[4]"]
+    made = nbformat.v4.new_code_cell, nbformat.v4.new_markdown_cell, nbformat.v4.new_raw_cell
+    cells = [make("\n".join(["x = 1", *lines, "z = 1"]), id=f"cell-{i}") for i, make in enumerate(made)]
+    cells[1].source += "\n%% c"
+    cells += [make(line, id=f"line-{i}-{j}") for i, make in enumerate(made) for j, line in enumerate(lines)]
+    notebook = nbformat.v4.new_notebook(cells=cells)
+    text = edit.to_text(notebook)
+    back = edit.to_notebook(text)
+    assert [(cell.cell_type, cell.source) for cell in back.cells] == [(cell.cell_type, cell.source) for cell in cells]
+    assert edit.to_text(back) == text and "\n# \\%% y\n" in text
+
+
 def test_a_cell_that_text_cannot_hold_is_named():
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("x = 1\n# %% y\nz = 1", id="percent")])
-    with pytest.raises(ValueError, match="percent"):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("%% c", id="no-magic")])
+    with pytest.raises(ValueError, match=r"cell 1 \(no-magic\)"):
         edit.to_text(notebook)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+def test_the_courses_notebooks_come_back(path):
+    """With their outputs; an empty line at a cell's end may be lost."""
+    notebook = nbformat.read(path, as_version=4)
+    back = edit.to_notebook(edit.to_text(notebook), notebook)
+    for cell in notebook.cells + back.cells:
+        cell.source = cell.source.rstrip("\n")
+    assert back == notebook

@@ -1,6 +1,12 @@
-"""A course of one small notebook, for the tests of the scripts: two functions to write and a number to predict."""
+"""A course of two small notebooks, for the tests of the scripts.
+
+01_tiny has the old shape: two functions to write and a number to predict, and its cells make a module of the library.
+02_counters has the new shape: its exercises are spliced into a library of two modules and a program.
+"""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -69,15 +75,196 @@ def cells() -> list[dict]:
     ]
 
 
-def notebook(cells: list[dict]) -> nbformat.NotebookNode:
-    """A notebook of these cells, with the metadata that a course notebook has."""
-    return new_notebook(cells=cells, metadata=notebook_metadata({"course": {"nproc_per_node": 1}}))
+NEW = "02_counters"
+PROGRAM = "counters.program"
+LIBRARY = {
+    "__init__": '"""The library of the tiny course."""\n',
+    "counters.__init__": '"""Counting."""\n',
+    "counters.numbers": '''"""Functions of one number."""
+
+from __future__ import annotations
 
 
-def write(path: Path, cells: list[dict]) -> Path:
+# exercise 02.1
+def square(number: int) -> int:
+    """The number times itself."""
+    return number * number
+
+
+# exercise 02.3
+def opposite(number: int) -> int:
+    """The number with the other sign."""
+    return -number
+
+
+def given(number: int) -> int:
+    """The number, as it is."""
+    return number
+''',
+    "counters.counter": '''"""A counter."""
+
+from __future__ import annotations
+
+from course_lib.counters import numbers
+
+
+class Counter:
+    """Counts what it is given."""
+
+    def __init__(self, total: int = 0):
+        self.total = total
+
+    # exercise 02.2
+    def add(self, number: int) -> None:
+        """Count `number` as well."""
+        self.total += number
+
+    # exercise 02.3
+    @staticmethod
+    def of(*parts: int) -> Counter:
+        """A counter of several numbers."""
+        return Counter(sum(parts))
+
+    def back(self) -> int:
+        """What would bring it back to 0."""
+        return numbers.opposite(self.total)
+''',
+    "counters.program": '''"""Counts on every rank, and adds up."""
+
+from __future__ import annotations
+
+import argparse
+
+from course_lib.counters import counter, numbers
+
+
+def options(argv: list[str] | None) -> argparse.Namespace:
+    """The program's options."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--number", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print what the counter says."""
+    import torch.distributed as dist
+
+    counted = counter.Counter.of(1, 2)
+    counted.add(numbers.square(options(argv).number))
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {counted.total}, back {counted.back()}")
+''',
+}
+ANSWERS = {
+    "ex-02-1": '''#| export counters.numbers
+def square(number: int) -> int:
+    """The number times itself."""
+    ### BEGIN SOLUTION
+    return number * number
+    ### END SOLUTION''',
+    "ex-02-2": '''#| export counters.counter:Counter
+def add(self: Counter, number: int) -> None:
+    """Count `number` as well."""
+    ### BEGIN SOLUTION
+    self.total += number
+    ### END SOLUTION''',
+    "ex-02-3": '''#| export counters.numbers
+def opposite(number: int) -> int:
+    """The number with the other sign."""
+    ### BEGIN SOLUTION
+    return -number
+    ### END SOLUTION''',
+    "ex-02-3b": '''#| export counters.counter:Counter
+@staticmethod
+def of(*parts: int) -> Counter:
+    """A counter of several numbers."""
+    ### BEGIN SOLUTION
+    return Counter(sum(parts))
+    ### END SOLUTION''',
+    "ex-02-4": "# What is 3 squared?\n### BEGIN SOLUTION\nguess = 9\n### END SOLUTION",
+}
+CHECKS = {
+    "02_01": """from course_lib.counters import numbers
+
+
+def check():
+    assert numbers.square(3) == 9, "3 times 3 is 9"
+""",
+    "02_02": """from course_lib.counters import counter
+
+
+def check():
+    found = counter.Counter(1)
+    found.add(2)
+    assert found.total == 3, "1 and 2 are 3"
+""",
+    "02_03": """from course_lib.counters import counter, numbers
+
+
+def check():
+    assert numbers.opposite(3) == -3, "the other sign"
+    assert counter.Counter.of(1, 2).total == 3, "1 and 2 are 3"
+""",
+    "02_04": """def check(guess):
+    assert guess == 9, "3 times 3"
+""",
+}
+
+
+def new_cells() -> list[dict]:
+    """The cells of the tiny notebook of the new shape, new ones at each call."""
+    return [
+        text("title", "## 02 · Counters"),
+        code("setup", "from __future__ import annotations\n\nfrom course_kit.checks import check, setup\n\n"
+             "from course_lib.counters import counter, numbers\nfrom course_lib.counters.counter import Counter\n\n"
+             'setup("02")'),
+        text("headings", "\n\n".join(
+            f"### Exercise 02.{number} · a name\n*Difficulty {number} of 5 · 2 minutes*" for number in (1, 2, 3, 4))),
+        *(code(name, ANSWERS[name]) for name in ("ex-02-1",)),
+        code("check-02-1", 'check("02.1")'),
+        code("use", "numbers.square(4)"),
+        code("ex-02-2", ANSWERS["ex-02-2"]),
+        code("check-02-2", 'check("02.2")'),
+        code("ex-02-3", ANSWERS["ex-02-3"]),
+        code("ex-02-3b", ANSWERS["ex-02-3b"]),
+        code("check-02-3", 'check("02.3")'),
+        code("ex-02-4", ANSWERS["ex-02-4"]),
+        code("check-02-4", 'check("02.4")'),
+    ]  # fmt: skip
+
+
+def blank(source: str) -> str:
+    """An exercise's source as it is handed out."""
+    found = r"(?ms)^( *)### BEGIN SOLUTION\n.*?### END SOLUTION"
+    return re.sub(found, r"\1# YOUR CODE HERE\n\1raise NotImplementedError()", source)
+
+
+def write_library(folder: Path) -> Path:
+    """Write the library of the new shape to `folder`/course_lib; returns that."""
+    for name, source in LIBRARY.items():
+        file = (folder / "course_lib" / Path(*name.split("."))).with_suffix(".py")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source, encoding="utf-8")
+    return folder / "course_lib"
+
+
+def write_kit(folder: Path) -> None:
+    """Write a copy of course_kit to `folder`, with the checks of the new shape."""
+    kit = shutil.copytree(ROOT / "course_kit", folder / "course_kit", ignore=shutil.ignore_patterns("__pycache__"))
+    (kit / "checks" / "counters").mkdir()
+    for name, source in CHECKS.items():
+        (kit / "checks" / "counters" / f"check_{name}.py").write_text(source, encoding="utf-8")
+
+
+def notebook(cells: list[dict], program: str | None = None) -> nbformat.NotebookNode:
+    """A notebook of these cells, with the metadata that a course notebook has; `program`: that of a new shape."""
+    course = {"nproc_per_node": 1} | ({"program": program} if program else {})
+    return new_notebook(cells=cells, metadata=notebook_metadata({"course": course}))
+
+
+def write(path: Path, cells: list[dict], program: str | None = None) -> Path:
     """Write a notebook of these cells to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(notebook(cells), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(notebook(cells, program), indent=1) + "\n", encoding="utf-8")
     return path
 
 
