@@ -6,6 +6,9 @@ the cell makes are put behind it here. Folded are, by rule and never by hand: se
 code (it goes to course_lib, or begins with `# Given:`), widgets (`# Widget:`), code of figures that is longer than
 FIGURE_LINES, and any cell longer than LONGEST. Open are all text, all exercises, the few lines that call what was
 built, and cells tagged `show-input`: code that the text asks to be read. `make render` and scripts/edit.py fold, too.
+
+In a notebook of the new shape (its metadata name a program) nothing but long code that draws is folded, and nothing is
+put behind a directive.
 """
 
 import ast
@@ -15,6 +18,8 @@ from pathlib import Path
 
 import nbformat
 
+from course_kit.exercises.saved import exercise_of
+from exercises import program
 from export import DIRECTIVE, ExportError, plain_directives, read_notebook, write_atomically
 
 TAG, OPEN = "hide-input", "show-input"
@@ -23,19 +28,33 @@ LONGEST = 40
 WIDTH = 120
 
 
-def is_folded(cell: nbformat.NotebookNode) -> bool:
+def is_folded(cell: nbformat.NotebookNode, new_shape: bool = False) -> bool:
     """Whether the rule folds this cell."""
-    if cell["cell_type"] == "markdown" or re.match(r"ex-\d\d-\d+$", cell["id"]):
+    if cell["cell_type"] == "markdown" or exercise_of(cell["id"]):
         return False
     if OPEN in cell["metadata"].get("tags", []):
         return False
+    if new_shape:
+        return is_long_drawing(cell)
     if cell["cell_type"] == "raw" or cell["source"].lstrip().startswith("#| export"):
         return True
     if re.match(r"setup|check-|tools-|watch-", cell["id"]) or cell["source"].startswith(("# Given:", "# Widget:")):
         return True
     lines = len(cell["source"].splitlines())
-    draws = any("image/png" in output.get("data", {}) for output in cell["outputs"])
-    return lines > LONGEST or draws and lines > FIGURE_LINES
+    return lines > LONGEST or draws(cell) and lines > FIGURE_LINES
+
+
+def draws(cell: nbformat.NotebookNode) -> bool:
+    """Whether a picture is among the cell's outputs."""
+    return any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+
+
+def is_long_drawing(cell: nbformat.NotebookNode) -> bool:
+    """Whether a cell has many lines and draws: a figure, a widget (whose view is not kept), a measured picture."""
+    if cell["cell_type"] != "code" or DIRECTIVE.match(cell["source"].split("\n")[0]):
+        return False
+    named = cell["source"].startswith(("# Figure", "# Widget"))
+    return (named or draws(cell)) and len(cell["source"].splitlines()) > FIGURE_LINES
 
 
 def says(source: str) -> str:
@@ -79,9 +98,12 @@ def mark(cell: nbformat.NotebookNode, folded: bool) -> None:
 
 def fold(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Fold and unfold the notebook's cells by the rule, in place; returns it."""
+    new_shape = program(notebook) is not None
     for cell in notebook["cells"]:
-        mark(cell, is_folded(cell))
-        label(cell, is_folded(cell))
+        folded = is_folded(cell, new_shape)
+        mark(cell, folded)
+        if not new_shape:
+            label(cell, folded)
     return notebook
 
 
