@@ -7,8 +7,8 @@ hold what only the library needs, are folded code like the rest.
 import json
 import re
 
-from fold import DIRECTIVE, TAG
-
+TAG = "hide-input"  # of a cell that is folded
+DIRECTIVE = re.compile(r"#\|\s*(?:export|default_exp)\b[: ]*([^\s#]*)")
 SOLUTION = re.compile(r"^[ ]*### BEGIN SOLUTION\n(.*?\n?)[ ]*### END SOLUTION\n?", re.DOTALL | re.MULTILINE)
 
 
@@ -17,7 +17,7 @@ def label(source: str) -> str:
     first = source.lstrip().split("\n")[0]
     if found := DIRECTIVE.match(first):
         words = first.partition("  # ")[2]
-        return words.capitalize() if words == "set-up" else ": ".join(filter(None, [found[3], words]))
+        return words.capitalize() if words == "set-up" else ": ".join(filter(None, [found[1], words]))
     if found := re.match(r'with check\("([\d.]+)"\):', first):
         return f"Check {found[1]}"
     return first.removeprefix("# ")

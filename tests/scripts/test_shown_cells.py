@@ -2,8 +2,8 @@
 
 import pytest
 
-from fold import TAG
-from shown_cells import label, shown
+import fold
+from shown_cells import TAG, label, shown
 
 
 def code(source: str, *tags: str, kind="code", outputs=()) -> dict:
@@ -48,6 +48,18 @@ def test_solutions_fold_apart_and_what_the_cell_printed_comes_last():
     assert [bar(part) for part in parts] == [None, "Solution", None, "Solution"]
     assert [part["outputs"] for part in parts] == [[], [], [], ["printed"]]
     assert len({part["id"] for part in parts}) == 4
+
+
+def test_a_cell_of_the_new_shape_shows_its_directive_and_hides_its_solution():
+    source = "#| export zero.shards:Unit\ndef gather(self: Unit):\n    ### BEGIN SOLUTION\n    a = 1\n    ### END SOLUTION"
+    parts = shown(code(source))
+    assert [part["source"] for part in parts] == ["#| export zero.shards:Unit\ndef gather(self: Unit):", "    a = 1"]
+    assert [bar(part) for part in parts] == [None, "Solution"]
+    assert bar(shown(code("# Figure: two lanes\nx = 1", TAG))[0]) == "Figure: two lanes"
+
+
+def test_the_site_and_the_notebooks_mean_the_same_tag():
+    assert TAG == fold.TAG
 
 
 def test_a_raw_cell_is_folded_code():
