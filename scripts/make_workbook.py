@@ -10,7 +10,8 @@ whole; everywhere else the course's new one comes in. Where the course has moved
 has not got yet, what the learner made of them moves with them. Each blank that was handed out is kept in
 `workbook/.base/`, named by its hash, and a workbook's own metadata says which blank it came from. So one atomic write
 moves a workbook and its base together: after a kill, an old copy put back, or a browser tab that saves over an update,
-the next update still starts from the right blank.
+the next update still starts from the right blank. Where the course's exercises take a new shape, an update carries over
+what the learner has written (reshape.py).
 
 scripts/lab/welcome.md goes to `workbook/00_welcome.md`, and is replaced as long as the learner has left it alone.
 
@@ -24,17 +25,22 @@ import difflib
 import hashlib
 import itertools
 import json
+import platform
 import re
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from course_kit.exercises.saved import exercise_of
+from exercises import program
 from export import NOTEBOOKS, ROOT, ExportError, read_notebook, write_atomically
+from reshape import has_new_shape, is_value, reshape
 
 WORKBOOK = ROOT / "workbook"
 WELCOME = ROOT / "scripts" / "lab" / "welcome.md"
 IMPORT = re.compile(r"\s*from course_(?:lib|kit)[\w.]* import (.+)")
+GOES_ON = "raises-exception"
 STEPS = "LockCells", "ClearSolutions", "ClearOutput", "ClearHiddenTests", "ComputeChecksums", "CheckCellMetadata"
 
 
@@ -61,8 +67,26 @@ def blank_notebook(path: Path) -> dict:
     except (RuntimeError, ValidationError) as error:
         raise ExportError(f"{path}: nbgrader cannot make it blank: {error}") from None
     notebook = json.loads(json.dumps(notebook))  # plain dicts again
+    if program(notebook):
+        go_on_after_failures(notebook)
     notebook["metadata"].setdefault("course", {})["base"] = stamp(notebook)
     return notebook
+
+
+def go_on_after_failures(notebook: dict) -> None:
+    """Tag what fails until an exercise is solved, checks and values, so that Run All goes on below it."""
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code" and (exercise_of(cell["id"], "check") or is_value(cell)):
+            cell["metadata"]["tags"] = [*cell["metadata"].get("tags", []), GOES_ON]
+
+
+def opens_clean(notebook: dict) -> dict:
+    """The notebook with the version of this Python: JupyterLab would add it on opening, and call that a change."""
+    language = notebook["metadata"].get("language_info", {})
+    if language.get("name") != "python" or "version" in language:
+        return notebook
+    language = {**language, "version": platform.python_version()}
+    return {**notebook, "metadata": {**notebook["metadata"], "language_info": language}}
 
 
 def to_text(notebook: dict) -> str:
@@ -273,10 +297,23 @@ def with_moved_cells(blank: dict, path: Path, notebooks: Path) -> dict:
             continue
         base = read_base(other, learner["metadata"]["course"].get("base"))
         old = {cell["id"]: cell for cell in base["cells"]} if base else {}
-        for name, cell in by_id(learner["cells"], old).items():
-            if name in cells and places[name] == 1 and name not in now.get(other.name, ()):
+        mine = by_id(learner["cells"], old)
+        gone = {name for name in cells if places[name] == 1} - {*now.get(other.name, ())}
+        mine = {name: cell for name, cell in mine.items() if name in gone}
+        if has_new_shape(base, learner, blank):
+            found = reshape(base, mine, blank)
+            old = {cell["id"]: cell for cell in found.base["cells"]} if found.base else {}
+            mine = {cell["id"]: cell for cell in found.cells}
+        previous = None
+        for name, cell in mine.items():
+            if name in cells:
                 first, new = old.get(name), cells[name]
                 cells[name] = settled(*(with_places(each, first, new) for each in (first, cell)), new)
+            else:  # what is kept of the one before it
+                order = [*cells]
+                order.insert(order.index(previous) + 1, name)
+                cells = {each: cells.get(each, cell) for each in order}
+            previous = name
     return {**blank, "cells": list(cells.values())}
 
 
@@ -288,13 +325,18 @@ def update(path: Path, blank: dict) -> str:
     keep_base(path, blank)
     if base_stamp == blank["metadata"]["course"]["base"]:
         return f"{path.stem}: up to date"
-    base = read_base(path, base_stamp)
+    base = whole_base = read_base(path, base_stamp)
+    said = ""
+    if has_new_shape(base, learner, blank):
+        known = {cell["id"]: cell for cell in (base or blank)["cells"]}
+        found = reshape(base, by_id(learner["cells"], known), blank)
+        base, learner, said = found.base, {**learner, "cells": found.cells}, found.words()
     notebook, left_out = merge(base, learner, blank, cells_elsewhere(path, dropped_here(learner, blank)))
     if path.read_bytes() != saved:  # JupyterLab saved meanwhile: take that instead
         return update(path, blank)
-    write_atomically(path, to_text(notebook))
-    line = f"{path.stem}: updated"
-    if base is None:
+    write_atomically(path, to_text(opens_clean(notebook)))
+    line = f"{path.stem}: updated{said}"
+    if whole_base is None:
         line += ", without the copy once handed out, which is missing or damaged: all that differs is taken as yours"
     if left_out:
         new = base_file(path, blank["metadata"]["course"]["base"])
@@ -316,7 +358,7 @@ def hand_out(path: Path, blank: dict, notebooks: Path) -> str:
             aside += f", and JupyterLab's last checkpoint in {checkpoint}" if checkpoint.exists() else ""
     keep_base(path, blank)
     new = blank if aside else with_moved_cells(blank, path, notebooks)
-    write_atomically(path, to_text(new))
+    write_atomically(path, to_text(opens_clean(new)))
     moved = ", with what you have written in its cells where they stood before" if new != blank else ""
     return f"{path.stem}: handed out{aside}{moved}"
 

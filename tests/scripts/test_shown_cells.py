@@ -51,9 +51,10 @@ def test_solutions_fold_apart_and_what_the_cell_printed_comes_last():
 
 
 def test_a_cell_of_the_new_shape_shows_its_directive_and_hides_its_solution():
-    source = "#| export zero.shards:Unit\ndef gather(self: Unit):\n    ### BEGIN SOLUTION\n    a = 1\n    ### END SOLUTION"
+    first = "#| export zero.shards:Unit\ndef gather(self: Unit):"
+    source = f"{first}\n    ### BEGIN SOLUTION\n    a = 1\n    ### END SOLUTION"
     parts = shown(code(source))
-    assert [part["source"] for part in parts] == ["#| export zero.shards:Unit\ndef gather(self: Unit):", "    a = 1"]
+    assert [part["source"] for part in parts] == [first, "    a = 1"]
     assert [bar(part) for part in parts] == [None, "Solution"]
     assert bar(shown(code("# Figure: two lanes\nx = 1", TAG))[0]) == "Figure: two lanes"
 
