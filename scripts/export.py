@@ -3,25 +3,38 @@
     python scripts/export.py             # every notebook of notebooks/
     python scripts/export.py --check     # writes nothing; names each cell whose exported text is out of step
 
-nbdev's `nb_export` does the work: it collects the cells, turns `from course_lib.model import x` into `from .model
-import x`, and heads each block with the notebook and the cell id it came from. This script adds four things. Solution
-markers do not reach the library. One notebook may fill several modules, of one package or more: `#| export zero.shards`
-goes to `course_lib/zero/shards.py`. A string that opens the first cell of a module
-becomes the module's docstring. And a raw cell marked `#| export` reaches the library too; it does not run in the
-notebook. Imports from modules of the same notebook are written so: there the name stands in the kernel already, perhaps
-in the learner's own version.
+Notebooks have one of two shapes. In the new one (its metadata name a `program`) each exported cell is spliced into a
+module that is written by hand: its functions and classes take the place of those of their name, and a comment above
+each names the cell (course_kit/exercises/splice.py). In the old one whole modules are exported, by nbdev's
+`nb_export`: it collects the cells, turns `from course_lib.model import x` into `from .model import x`, and heads each
+block with the notebook and the cell id it came from. This script adds four things. Solution markers do not reach the
+library. One notebook may fill several modules, of one package or more: `#| export zero.shards` goes to
+`course_lib/zero/shards.py`. A string that opens the first cell of a module becomes the module's docstring. And a raw
+cell marked `#| export` reaches the library too; it does not run in the notebook. Imports from modules of the same
+notebook are written so: there the name stands in the kernel already, perhaps in the learner's own version.
 """
 
 import ast
 import copy
+import functools
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # on a machine where the course is not installed
+    sys.path.append(str(ROOT))
+
+from course_kit.exercises.cells import CellError, ExportedCell, is_exported, read  # noqa: E402
+from course_kit.exercises.saved import exercise_of  # noqa: E402
+from course_kit.exercises.splice import YOURS, Owned, line_in_cell, owned, splice, without_owners  # noqa: E402
+from course_kit.exercises.splice import locate as locate_owned  # noqa: E402
+
 NOTEBOOKS, LIBRARY = ROOT / "notebooks", ROOT / "course_lib"
 MARKER = re.compile(r"^\s*### (BEGIN|END) (SOLUTION|HIDDEN TESTS)\s*$")
 DIRECTIVE = re.compile(r"^(#\|\s*(export|default_exp)\b[: ]*([^\s#]*))\s*(?:#.*)?$")
@@ -56,6 +69,84 @@ def read_notebook(path: Path) -> dict:
 def chapter(path: Path) -> str:
     """How a notebook's file name begins: `10` of 10_5d.ipynb, `10b` of its second part, 10b_checkpoint.ipynb."""
     return Path(path).name.partition("_")[0]
+
+
+def program_of(notebook: dict) -> str | None:
+    """The module whose main a notebook of the new shape starts; None for a notebook of the old shape."""
+    course = notebook.get("metadata", {}).get("course", {})
+    return course.get("program") if isinstance(course, dict) else None
+
+
+def spliced_cells(notebook: dict, path: Path) -> list[ExportedCell]:
+    """The exported cells of a notebook of the new shape. Raises ExportError for a cell that cannot be exported."""
+    found = []
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code" and is_exported(cell["source"]):
+            try:
+                found.append(read(cell["source"], cell.get("id", "")))
+            except CellError as error:
+                raise ExportError(f"{path}: {error}") from None
+    return found
+
+
+def owner_of(cell: ExportedCell, path: Path) -> str:
+    """What the comment above a spliced definition says: "exercise 04.6", or for another cell its notebook and id."""
+    exercise = exercise_of(cell.name)
+    return f"exercise {exercise}" if exercise else f"notebook {chapter(path)}, cell {cell.name}"
+
+
+def hand_written(text: str) -> bool:
+    """Whether the text of a module is written by hand, and not exported as a whole."""
+    return not any(BLOCK.match(line) for line in text.split("\n"))
+
+
+def hand_written_text(name: str, where: str, library: Path) -> str:
+    """The text of a module that cells are spliced into. Raises ExportError where there is none."""
+    try:
+        text = module_file(library, name).read_text(encoding="utf-8")
+    except OSError:
+        raise ExportError(f"{where}: there is no module {imported_as(name)} to export to") from None
+    if not hand_written(text):
+        raise ExportError(f"{where}: the module {imported_as(name)} belongs to a notebook as a whole")
+    return text
+
+
+def spliced_texts(notebooks: list[Path], library: Path = LIBRARY) -> dict[str, str]:
+    """The hand-written modules of a library, the cells of these notebooks of the new shape spliced into them.
+
+    Owner comments that no cell stands behind any more are gone. Raises ExportError where a cell does not fit its
+    module, or two cells export one definition.
+    """
+    texts: dict[str, str] = {}
+    for file in sorted(library.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        if hand_written(text):
+            texts[module_name(file, library)] = without_owners(text)
+    owners: dict[tuple, str] = {}
+    for path in notebooks:
+        for cell in spliced_cells(read_notebook(path), path):
+            if cell.module not in texts:
+                hand_written_text(cell.module, f"{path}: cell {cell.name}", library)  # says what is the matter
+            for name in cell.names:
+                key, mine = (cell.module, cell.cls, name), f"{path.name}, cell {cell.name}"
+                if key in owners:
+                    raise ExportError(f"{mine} and {owners[key]} both export {name} to {cell.target}")
+                owners[key] = mine
+            try:
+                texts[cell.module] = splice(texts[cell.module], cell, owner_of(cell, path))
+            except CellError as error:
+                raise ExportError(f"{path}: {error}") from None
+    return texts
+
+
+@functools.cache
+def formatted(text: str) -> str:
+    """A module's text as `ruff format` leaves it; as it is where there is no ruff."""
+    if find_spec("ruff") is None:
+        return text
+    command = [sys.executable, "-m", "ruff", "format", "--line-length", "120", "--isolated", "-"]
+    done = subprocess.run(command, input=text, capture_output=True, encoding="utf-8")
+    return text if done.returncode else done.stdout
 
 
 def directive(source: str, name: str) -> str | None:
@@ -195,9 +286,14 @@ def write_modules(texts: dict[str, str], library: Path) -> None:
 
 
 def library_texts(notebooks: Path = NOTEBOOKS) -> dict[str, str]:
-    """What all the notebooks of a folder export between them; a module belongs to one notebook alone."""
-    texts, owner = {}, {}
-    for path in sorted(notebooks.glob("*.ipynb")):
+    """What all the notebooks of a folder export between them; a module belongs to one notebook as a whole, or is
+    written by hand.
+    """
+    paths = sorted(notebooks.glob("*.ipynb"))
+    new = [path for path in paths if program_of(read_notebook(path))]
+    texts = spliced_texts(new, notebooks.parent / LIBRARY.name)
+    owner = dict.fromkeys(texts, "the library's authors")
+    for path in [path for path in paths if path not in new]:
         for name, text in module_texts(read_notebook(path), path).items():
             if name in texts:
                 raise ExportError(f"{path} exports to '{name}', a module of {owner[name]}: a new idea is a new module")
@@ -221,7 +317,7 @@ def differences(texts: dict[str, str], library: Path = LIBRARY) -> list[str]:
     """One line for each cell whose text is not what `library` holds, and for each module that no notebook exports."""
     found = []
     for file in sorted(library.rglob("*.py")):
-        if module_name(file, library) not in texts:
+        if module_name(file, library) not in texts and not hand_written(file.read_text(encoding="utf-8")):
             found.append(f"{file.relative_to(library)} is exported by no notebook")
     for name, text in texts.items():
         file = module_file(library, name)
@@ -229,7 +325,12 @@ def differences(texts: dict[str, str], library: Path = LIBRARY) -> list[str]:
         if not file.exists():
             found.append(f"{shown} is missing: run 'make export'")
             continue
-        old, new = blocks(file.read_text(encoding="utf-8")), blocks(text)
+        there = file.read_text(encoding="utf-8")
+        if hand_written(text) and there != text and formatted(there) != formatted(text):
+            found += [f"{shown} and {place} differ" for place in differing_owners(there, text)]
+        if hand_written(text):
+            continue
+        old, new = blocks(there), blocks(text)
         for heading in {**new, **old}:
             if old.get(heading) != new.get(heading):
                 where = BLOCK.match(heading)
@@ -240,12 +341,48 @@ def differences(texts: dict[str, str], library: Path = LIBRARY) -> list[str]:
     return found
 
 
+def differing_owners(old: str, new: str) -> list[str]:
+    """Which definitions differ between two texts of a hand-written module, as "exercise 04.6 (launch)"."""
+
+    def definitions(text: str) -> dict[tuple[str, str], str]:
+        text = formatted(text)
+        lines = text.split("\n")
+        return {(each.owner, each.label): "\n".join(lines[each.start - 1 : each.end]) for each in owned(text)}
+
+    before, after = definitions(old), definitions(new)
+    names = [each for each in {**before, **after} if before.get(each) != after.get(each)]
+    return [f"{owner} ({label})" for owner, label in names] or ["what the notebooks export to it"]
+
+
+def locate_spliced(file: Path, line: int, text: str, workbook: Path) -> tuple[Path, int, str, int] | None:
+    """As `locate`, for a module that is written by hand; a learner's definition is in a notebook of `workbook`."""
+    if (place := locate_owned(text, line)) is None:
+        return None
+    found: Owned = place[0]
+    parts = Path(file).with_suffix("").parts
+    module = ".".join(parts[len(parts) - parts[::-1].index(LIBRARY.name) :])
+    start = found.exercise[:2] if found.exercise else re.search(r"\w+", found.owner.removeprefix("notebook"))[0]
+    for path in sorted((workbook if found.is_learners else NOTEBOOKS).glob(f"{start}*_*.ipynb")):
+        for number, cell in enumerate(read_notebook(path)["cells"], start=1):
+            try:
+                exported = read(cell["source"], cell.get("id", "")) if cell["cell_type"] == "code" else None
+            except CellError:
+                continue
+            if exported and owner_of(exported, path) == found.owner.removesuffix(YOURS):
+                if (exported.module, exported.cls) == (module, found.cls) and found.name in exported.definitions:
+                    return path, number, cell.get("id", ""), line_in_cell(text, place, exported)
+    return None
+
+
 def locate(file: Path, line: int, text: str | None = None) -> tuple[Path, int, str, int] | None:
     """The notebook, cell number, cell id and line in the cell that a line of a module came from; None outside a block.
 
     `text` is what the module holds, where it is not written yet.
     """
-    lines = (Path(file).read_text(encoding="utf-8") if text is None else text).splitlines()
+    text = Path(file).read_text(encoding="utf-8") if text is None else text
+    if hand_written(text):
+        return locate_spliced(file, line, text, ROOT / "workbook")
+    lines = text.splitlines()
     heading = next((i for i in range(line - 1, -1, -1) if BLOCK.match(lines[i])), None)
     if heading is None:
         return None
@@ -277,9 +414,13 @@ def main(argv: list[str] | None = None) -> int:
         found = differences(texts)
         print("\n".join(found) if found else f"course_lib is in step with the notebooks ({len(texts)} modules)")
         return 1 if found else 0
+    standing = {name: module_file(LIBRARY, name) for name in texts}
+    standing = {name: file.read_text(encoding="utf-8") for name, file in standing.items() if file.exists()}
+    for name in [name for name in texts if hand_written(texts[name])]:
+        texts[name] = standing[name] if formatted(standing[name]) == formatted(texts[name]) else formatted(texts[name])
     write_modules(texts, LIBRARY)
     for file in LIBRARY.rglob("*.py"):
-        if module_name(file, LIBRARY) not in texts:
+        if module_name(file, LIBRARY) not in texts and not hand_written(file.read_text(encoding="utf-8")):
             file.unlink()
     print(f"course_lib: {len(texts)} modules")
     return 0

@@ -5,11 +5,13 @@ deadlock and the interrupt button end in a report by rank, cell and line, and th
 is in `worker`.
 """
 
+import contextlib
 import itertools
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from course_kit.exercises.install import installed
 from course_kit.ranks import worker
 from course_kit.ranks.processes import Processes
 from course_kit.ranks.report import BadCall, Interrupted, RankError, RanksHung, failed, pickled_call, where
@@ -31,7 +33,8 @@ class Call:
         self.next_look_alive = 0.0
 
     def start(self, payload: bytes, seed: int) -> None:
-        self.pending = dict(enumerate(self.processes.apply(worker.run, self.number, payload, seed)))
+        """Have all ranks run the pickled call, with the answers that this kernel's library runs."""
+        self.pending = dict(enumerate(self.processes.apply(worker.run, self.number, payload, seed, installed())))
 
     @property
     def failures(self) -> dict[int, dict]:
@@ -175,6 +178,15 @@ class Ranks:
             self._processes.apply(worker.leave_other_groups)
         return call.results()
 
+    @contextlib.contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """Inside, a call ends in a hang report after so many seconds, or after `timeout_s` if that is less."""
+        before, self.timeout_s = self.timeout_s, min(seconds, self.timeout_s)
+        try:
+            yield
+        finally:
+            self.timeout_s = before
+
     def _get_ready(self) -> None:
         """Have processes, in a process group that no earlier call has broken; new ones where the old can't make one."""
         for _ in range(2):
@@ -215,6 +227,16 @@ class Ranks:
 
     def __reduce__(self):
         raise TypeError("it is this kernel's hold on other processes")
+
+
+_shared: dict[int, Ranks] = {}
+
+
+def shared(n: int) -> Ranks:
+    """`n` ranks on the CPU (gloo) that a notebook and its checks have in common: the same object at each call."""
+    if n not in _shared:
+        _shared[n] = Ranks(n, "gloo")
+    return _shared[n]
 
 
 def choose_backend(n: int, backend: str | None) -> str:

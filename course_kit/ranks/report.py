@@ -13,6 +13,8 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+from course_kit.exercises.splice import locate
+
 MOST_CALLERS = 6  # that a report shows
 
 
@@ -56,7 +58,7 @@ def failed(kind: type, message: str) -> RankError:
 def is_course_code(file: str) -> bool:
     """Whether a frame is of a notebook, the course or a learner's file, and not of a library or a check's tool."""
     library = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<frozen", "<string>", "<__array")
-    return bool(file) and not any(part in file for part in (*library, "course_kit/checks/"))
+    return bool(file) and not any(part in file for part in (*library, "course_kit/checks/", "course_kit/labs/"))
 
 
 def place(file: str, line: int) -> str:
@@ -74,7 +76,10 @@ def place(file: str, line: int) -> str:
 
 
 def exported_from(file: str, line: int) -> str:
-    """The notebook and the cell's id that a line of `course_lib` comes from, as its module says above the line."""
+    """The exercise, or the notebook and the cell's id, that a line of `course_lib` comes from, as its module says."""
+    text = "".join(linecache.getlines(file))
+    if found := locate(text, line):
+        return f" ({found[0].owner})"
     for above in range(line, 0, -1):
         if mark := re.match(r"# %% \S*/(\S+\.ipynb) #(\S+)", linecache.getline(file, above)):
             return " ({}, cell {})".format(*mark.groups())

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 import course_lib
+from course_kit.exercises.install import sync
 from course_kit.ranks.connections import cut_connections, prepare_backend, sockets
 from course_kit.ranks.outcome import describe, frames_of, pickled_result, stack
 
@@ -132,8 +133,9 @@ class Worker:
         dist.init_process_group(self.backend, store=store, rank=self.rank, world_size=self.world_size)
         self.group = dist.group.WORLD
 
-    def run(self, call: int, payload: bytes, seed: int) -> dict:
-        """Call the pickled function. Returns {"result": its pickled result} or, whatever happens, a report.
+    def run(self, call: int, payload: bytes, seed: int, answers: list) -> dict:
+        """Call the pickled function; the library runs these answers to exercises. Returns {"result": its pickled
+        result} or, whatever happens, a report.
 
         In both "sequence": how often this rank has used the default group; None if it is no longer the same group. And
         "groups": how many it is in.
@@ -143,7 +145,7 @@ class Worker:
         signal.signal(signal.SIGINT, self.interrupt)
         with contextlib.redirect_stdout(self.out), contextlib.redirect_stderr(self.out):
             try:
-                outcome = self.attempt(call, payload, seed)
+                outcome = self.attempt(call, payload, seed, answers)
             except KeyboardInterrupt as error:  # it came while another error was being described
                 outcome = describe(error)
             finally:
@@ -158,7 +160,7 @@ class Worker:
             "groups": len(dist.distributed_c10d._world.pg_map),
         }
 
-    def attempt(self, call: int, payload: bytes, seed: int) -> dict:
+    def attempt(self, call: int, payload: bytes, seed: int, answers: list) -> dict:
         """What `run` returns, unless an interrupt comes at a bad moment."""
         import cloudpickle
         import torch
@@ -169,6 +171,7 @@ class Worker:
             torch.set_num_threads(1)
             if self.backend != "gloo":
                 torch.accelerator.set_device_index(self.rank)
+            sync(answers)
             set_seeds(seed)
             function, args, kwargs = cloudpickle.loads(payload)
             return {"result": pickled_result(function(*args, **kwargs))}
@@ -258,5 +261,5 @@ def join(attempt: int) -> None:
     _here[0].join(attempt)
 
 
-def run(call: int, payload: bytes, seed: int) -> dict:
-    return _here[0].run(call, payload, seed)
+def run(call: int, payload: bytes, seed: int, answers: list) -> dict:
+    return _here[0].run(call, payload, seed, answers)

@@ -1,4 +1,4 @@
-"""course_kit.checks.advice: an error in a learner's answer becomes advice, and a note for `make progress`. Needs no
+"""course_kit.checks.frame: an error in a learner's answer becomes advice, and a note for `make progress`. Needs no
 GPU.
 """
 

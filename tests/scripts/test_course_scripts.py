@@ -146,7 +146,7 @@ def test_the_short_path_is_a_third_of_the_exercises_of_the_first_notebooks():
 
 
 def test_progress_reads_what_a_check_writes(notebooks, tmp_path, monkeypatch, capsys):
-    checks = pytest.importorskip("course_kit.checks.advice")
+    checks = pytest.importorskip("course_kit.checks.frame")
     (tmp_path / "workbook").mkdir()
     monkeypatch.chdir(tmp_path / "workbook")
     with checks.check("01.2"):

@@ -185,7 +185,7 @@ def test_a_library_in_step_has_no_differences(tiny):
         ),
         (lambda lib, nbs: swap_first_blocks(lib / "tiny.py"), "tiny.py holds the cells in another order"),
         (lambda lib, nbs: (lib / "pack" / "more.py").unlink(), "pack/more.py is missing: run 'make export'"),
-        (lambda lib, nbs: (lib / "own.py").write_text("x = 1\n"), "own.py is exported by no notebook"),
+        (lambda lib, nbs: (lib / "own.py").write_text("# %% nbs/09.ipynb #a\n"), "own.py is exported by no notebook"),
     ],
 )
 def test_a_planted_difference_is_named_with_its_cell(tiny, plant, named):
@@ -355,7 +355,9 @@ def test_the_command_checks_mends_and_removes(tmp_path):
     (tmp_path / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "export.py", tmp_path / "scripts")
     (tmp_path / "course_lib").mkdir()
-    (tmp_path / "course_lib" / "stray.py").write_text("x = 1\n")
+    own = tmp_path / "course_lib" / "by_hand.py"
+    own.write_text("x = 1\n")
+    (tmp_path / "course_lib" / "stray.py").write_text("# %% ../notebooks/09_gone.ipynb #a\nx = 1\n")
 
     def run(*arguments):
         command = [sys.executable, tmp_path / "scripts" / "export.py", *arguments]
@@ -366,9 +368,9 @@ def test_the_command_checks_mends_and_removes(tmp_path):
         1,
         ["stray.py is exported by no notebook", "tiny.py is missing: run 'make export'"],
     )
-    assert [file.name for file in (tmp_path / "course_lib").iterdir()] == ["stray.py"], "a check writes nothing"
+    assert {file.name for file in own.parent.iterdir()} == {"by_hand.py", "stray.py"}, "a check writes nothing"
     assert run().returncode == 0
-    assert [file.name for file in (tmp_path / "course_lib").iterdir()] == ["tiny.py"]
+    assert {file.name for file in own.parent.iterdir()} == {"by_hand.py", "tiny.py"}, "what is written by hand stays"
     assert run("--check").returncode == 0
     assert run("--chek").returncode == 2
     replace(tmp_path / "notebooks" / "01_tiny.ipynb", "def half(number)", "def half(number")

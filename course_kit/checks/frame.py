@@ -1,0 +1,301 @@
+"""`check("04.6")`: put an answer into the library on trial, run the exercise's assertions, keep it or take it out.
+
+An error becomes advice, and `.progress/` keeps the result. The assertions are the function `check` of a module
+`course_kit/checks/<package>/check_04_06.py`; of an exercise that is not exported its parameters are names of the
+notebook. A notebook of the old shape has its assertions in the cell: `with check("01.3"):`.
+"""
+
+import contextlib
+import functools
+import importlib
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+import course_lib
+from course_kit.exercises.cells import (
+    LOOKS_LIKE_EXPORT,
+    CellError,
+    ExportedCell,
+    bound,
+    digest,
+    parsed,
+    plain,
+    read,
+)
+from course_kit.exercises.install import Answer, install, library_module, uninstall, without
+from course_kit.exercises.notes import note, state
+from course_kit.exercises.saved import exercise_digest, saved_answers
+from course_kit.exercises.splice import check_fits, owned
+
+PROJECT = Path(__file__).resolve().parents[2]
+LIBRARY = Path(course_lib.__file__).parent
+EXERCISE = re.compile(r"\d\d\.\d+")
+Cells = list[tuple[str, str]]  # (source, file name that errors show)
+
+
+class CheckFailed(AssertionError):
+    """An exercise that is not solved yet; the message says what to do. Jupyter shows it without the stack of the check,
+    which would push it off the screen; where code of the learner's raised, that stack stands (`__cause__`).
+    """
+
+    def __getattr__(self, name: str):
+        if name == "_render_traceback_" and self.__cause__ is None:
+            return lambda: [f"{type(self).__name__}: {self}"]
+        raise AttributeError(name)
+
+
+def check(exercise: str):
+    """Check an exercise, such as "04.6": its answer goes into the library if it passes, and the reference if not.
+
+    Prints one line if it passes, else raises CheckFailed with advice. Without a check function of that name, returns
+    a context manager for the assertions of a cell: `with check("01.3"):`.
+    """
+    if check_module(exercise) is None:
+        return assertions(exercise)
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    if shell is None:
+        raise CheckFailed(f'check("{exercise}") looks for your answer in a notebook, and this is none')
+    run(exercise, cells_of(exercise, run_cells(shell)), shell.user_ns)
+    return None
+
+
+@contextlib.contextmanager
+def reference(exercise: str) -> Iterator[None]:
+    """Have the library run the reference of an exercise, inside, whatever answer has passed."""
+    if exercise not in targets_by_exercise():
+        raise ValueError(f"{exercise} is no exercise whose answer goes into the library")
+    with without(exercise):
+        yield
+
+
+def setup(chapter: str) -> None:
+    """Install the answers of a notebook that have passed, as after a restart of its kernel. chapter: as "04".
+
+    The notebook is the one in this folder whose name begins so, as it was saved. An answer that has changed since it
+    passed, and one that no longer fits the library, is left out; the reference runs in its place.
+    """
+    folder = Path.cwd()
+    if folder == PROJECT / "notebooks":
+        return  # it holds the reference alone
+    back = []
+    for exercise, cells, found in saved_answers(folder, chapter):
+        if exercise in targets_by_exercise() and state(folder, exercise, found) == "passes":
+            with contextlib.suppress(Exception):
+                install(Answer(exercise, tuple(cells)))
+                back.append(exercise)
+    if back:
+        print(f"The library runs your answers that have passed: {', '.join(back)}")
+
+
+@functools.cache
+def check_module(exercise: str) -> str | None:
+    """The name of the module that checks an exercise; None where there is none."""
+    if not EXERCISE.fullmatch(exercise):
+        return None
+    chapter, number = exercise.split(".")
+    files = sorted(Path(__file__).parent.glob(f"*/check_{chapter}_{int(number):02}.py"))
+    return f"course_kit.checks.{files[0].parent.name}.{files[0].stem}" if files else None
+
+
+@functools.cache
+def targets_by_exercise() -> dict[str, dict[str, list[str]]]:
+    """For each exercise, as the library's owner comments say: names of definitions, by directive ("a.b:Class")."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for file in sorted(LIBRARY.rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        for each in owned(text) if "# exercise " in text else ():
+            module = ".".join(file.relative_to(LIBRARY).with_suffix("").parts)
+            if each.exercise:
+                target = module + (f":{each.cls}" if each.cls else "")
+                found.setdefault(each.exercise, {}).setdefault(target, []).append(each.name)
+    return found
+
+
+def run_cells(shell) -> Cells:
+    """The cells that a kernel has run, the last one first; their files are those that its errors name."""
+    raws, codes = shell.history_manager.input_hist_raw, shell.history_manager.input_hist_parsed
+    found = []
+    for number in range(len(raws) - 1, 0, -1):
+        name = shell.compile.get_code_name(raws[number], codes[number], number)
+        found.append((raws[number], name))
+    return found
+
+
+def cells_of(exercise: str, ran: Cells) -> Cells:
+    """Of the cells that were run, those that hold the answer to an exercise: for each of its targets, the last one."""
+    targets = targets_by_exercise().get(exercise)
+    if not targets:
+        wanted = set(inspect.signature(check_function(exercise)).parameters)
+        return [next((cell for cell in ran if wanted & names_of(cell[0])), None)] if wanted else []
+    return [cell_for(target, names, ran) for target, names in targets.items()]
+
+
+def names_of(source: str) -> set[str]:
+    """The names that a cell binds at its top level."""
+    try:
+        return {name for node in parsed(source, "").body for name in bound(node)}
+    except CellError:
+        return set()
+
+
+def cell_for(target: str, names: list[str], ran: Cells) -> tuple[str, str]:
+    """The last cell that was run whose directive names a target and that defines one of its names."""
+    closest = None
+    for source, file in ran:
+        lines = [line.strip() for line in plain(source).split("\n")]
+        named = [line.removeprefix("#| export").strip() for line in lines if LOOKS_LIKE_EXPORT.match(line)]
+        if target not in named:
+            continue
+        defined = set(re.findall(r"^(?:async )?(?:def|class) (\w+)", source, re.MULTILINE))
+        if defined & {*names}:
+            return source, file
+        closest = closest or (source, defined)
+    directive = f"#| export {target}"
+    if closest and closest[1] and not closest[1] & all_names(target):
+        wrong = ", ".join(sorted(closest[1]))
+        raise CheckFailed(f"the cell '{directive}' defines {wrong}, and the exercise asks for {', '.join(names)}")
+    raise CheckFailed(f"run the exercise's cell first: it begins with '{directive}' and defines {', '.join(names)}")
+
+
+def all_names(target: str) -> set[str]:
+    """The names that the exercises of one target define."""
+    return {name for targets in targets_by_exercise().values() for name in targets.get(target, ())}
+
+
+def check_function(exercise: str) -> Callable:
+    """The function that checks an exercise."""
+    return importlib.import_module(check_module(exercise)).check
+
+
+def run(exercise: str, cells: Cells, namespace: dict) -> None:
+    """Check an answer: the cells (source, file that errors show) that hold it, and the names of its notebook.
+
+    Prints one line and keeps the answer in the library, or puts the reference back and raises CheckFailed.
+    """
+    targets = targets_by_exercise().get(exercise, {})
+    passed, of_cells = False, None
+    uninstall(exercise)
+    try:
+        with advice(exercise):
+            if targets:
+                answer = fitting(exercise, cells, targets)
+                of_cells = exercise_digest(answer)
+                with explaining(exercise, cells):
+                    install(Answer(exercise, tuple(cells)))
+                    check_function(exercise)()
+            else:
+                of_cells = "-".join(digest(source) for source, _ in filter(None, cells))
+                check_function(exercise)(**arguments(exercise, namespace))
+        passed = True
+    finally:
+        if not passed:
+            uninstall(exercise)
+        note(Path(), exercise, passed, of_cells)
+    names = " and ".join(name for found in targets.values() for name in found)
+    print(f"{exercise} passes" + (f"; the library runs your {names}" if names else ""))
+
+
+def fitting(exercise: str, cells: Cells, targets: dict[str, list[str]]) -> list[ExportedCell]:
+    """The cells, read, after a look at whether they have all that the exercise asks for and fit the library."""
+    found = {}
+    for source, file in cells:
+        cell = read(source, shown(file))
+        if cell is None or cell.target not in targets:
+            raise CheckFailed(f"the first line of the cell should be '#| export {' or '.join(targets)}'")
+        found[cell.target] = cell
+    for target, names in targets.items():
+        cell = found.get(target)
+        if cell is None:
+            raise CheckFailed(f"run the exercise's cell first: it begins with '#| export {target}'")
+        if missing := [name for name in names if name not in cell.definitions]:
+            raise CheckFailed(
+                f"the cell defines {', '.join(cell.names)}, and the exercise asks for {missing[0]} too"
+                if set(cell.names) & {*names}
+                else f"the cell defines {', '.join(cell.names)}, and the exercise asks for {missing[0]}"
+            )
+        check_fits(inspect.getsource(library_module(cell.module)), cell, learners=True)
+    return list(found.values())
+
+
+def shown(file: str) -> str:
+    """A cell's file as its reader knows it: "In[5]"."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    label = shell.compile.format_code_name(file) if shell else None
+    return label[1] if label else file
+
+
+def arguments(exercise: str, namespace: dict) -> dict:
+    """What the check of an exercise that is not exported takes from its notebook."""
+    wanted = list(inspect.signature(check_function(exercise)).parameters)
+    if missing := [name for name in wanted if name not in namespace]:
+        raise CheckFailed(f"there is no {missing[0]} yet: write it in the exercise's cell, run that, then run this")
+    return {name: namespace[name] for name in wanted}
+
+
+@contextlib.contextmanager
+def explaining(exercise: str, cells: Cells) -> Iterator[None]:
+    """Say of an error in an answer what its words alone do not: names are those of the library's module."""
+    try:
+        yield
+    except NameError as error:
+        if getattr(error, "name", None) and not hasattr(error, "_render_traceback_"):
+            raise NameError(f"{error}, in the library's module, where your code runs") from error
+        raise
+    except RecursionError as error:
+        names = {name for found in targets_by_exercise()[exercise].values() for name in found}
+        stack = [(frame.filename, frame.name) for frame in traceback.extract_tb(error.__traceback__)[-40:]]
+        files = {file for _, file in cells}
+        if any(file in files and name in names for file, name in stack):
+            again = "your code calls itself without end; the library's function of that name is yours now"
+            raise AssertionError(again) from error
+        raise
+
+
+def is_report(error: BaseException) -> bool:
+    """Whether an error tells its own place and cause, as those of ranks do (notebook 03); a stack would hide them."""
+    return hasattr(error, "_render_traceback_")
+
+
+@contextlib.contextmanager
+def advice(exercise: str) -> Iterator[None]:
+    """Raise every error as CheckFailed, with advice. What is drawn from PyTorch's generator is the same in each run."""
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            try:
+                yield
+            except Exception as error:  # PyTorch 2.11 leaves a checkpoint's contexts open to the end of its frames
+                traceback.clear_frames(error.__traceback__)
+                raise
+    except NotImplementedError:
+        raise CheckFailed(
+            f"Exercise {exercise} is still blank: write your code where it says YOUR CODE HERE, run it, then run this"
+        ) from None
+    except NameError as error:
+        own = exercise in targets_by_exercise()
+        hint = "" if is_report(error) or own else ". Run the exercise's cell first, and the cells above it"
+        raise CheckFailed(f"Exercise {exercise}: {error}{hint}") from (error if own and not is_report(error) else None)
+    except (AssertionError, CellError) as error:
+        raise CheckFailed(f"Exercise {exercise}: {error}") from None
+    except Exception as error:
+        behind = None if is_report(error) else error
+        raise CheckFailed(f"Exercise {exercise}: your code raised {type(error).__name__}: {error}") from behind
+
+
+@contextlib.contextmanager
+def assertions(exercise: str) -> Iterator[None]:
+    """Run the assertions that follow in a notebook's cell; print one line if all hold, else raise CheckFailed."""
+    passed = False
+    try:
+        with advice(exercise):
+            yield
+        passed = True
+    finally:
+        note(Path(), exercise, passed)
+    print(f"{exercise} passes")

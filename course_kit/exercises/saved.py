@@ -1,0 +1,59 @@
+"""The answers in a notebook as it was saved: its exercise cells, by exercise."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from course_kit.exercises.cells import CellError, ExportedCell, digest, plain, read
+
+CELL_ID = re.compile(r"(?P<kind>ex|check)-(?P<chapter>\d\d)-(?P<number>\d+)(?P<part>[a-z]?)")
+
+
+def exercise_of(cell_id: str, kind: str = "ex") -> str | None:
+    """The exercise that a cell belongs to by its id: "06.2" for ex-06-2, and for ex-06-2b, its second target."""
+    found = CELL_ID.fullmatch(cell_id or "")
+    return f"{found['chapter']}.{found['number']}" if found and found["kind"] == kind else None
+
+
+def exercise_digest(cells: list[ExportedCell]) -> str:
+    """The digest of an exercise's cells, in whatever order."""
+    return "-".join(cell.digest for cell in sorted(cells, key=lambda cell: cell.target))
+
+
+def exercise_cells(notebook: dict) -> dict[str, list[dict]]:
+    """The code cells of each exercise of a notebook, in their order."""
+    found: dict[str, list[dict]] = {}
+    for cell in notebook["cells"]:
+        name = exercise_of(cell.get("id", "")) if cell.get("cell_type") == "code" else None
+        if name:
+            found.setdefault(name, []).append(cell)
+    return found
+
+
+def digest_of_cells(cells: list[dict]) -> str | None:
+    """The digest of an exercise's cells as a notebook holds them; None where one of them cannot be read."""
+    sources = [plain("".join(cell["source"])) for cell in cells]
+    try:
+        exported = [read(source, cell.get("id", "")) for source, cell in zip(sources, cells)]
+    except CellError:
+        return None
+    return exercise_digest(exported) if all(exported) else "-".join(map(digest, sources))
+
+
+def saved_answers(folder: Path, chapter: str) -> Iterator[tuple[str, list[tuple[str, str]], str]]:
+    """The answers of the one notebook in a folder whose name begins with `chapter`: exercise, cells, digest.
+
+    A cell is its source and a file name that errors in it show. What cannot be read is left out.
+    """
+    paths = sorted(folder.glob(f"{chapter}_*.ipynb"))
+    if len(paths) != 1:
+        return
+    try:
+        notebook = json.loads(paths[0].read_text(encoding="utf-8"))
+        by_exercise = exercise_cells(notebook)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    for exercise, cells in by_exercise.items():
+        if found := digest_of_cells(cells):
+            yield exercise, [("".join(cell["source"]), f"{paths[0].name}, cell {cell['id']}") for cell in cells], found
