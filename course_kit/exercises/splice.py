@@ -173,12 +173,12 @@ def missing_names(cell: ExportedCell, known: set[str]) -> Iterator[tuple[str, in
     codes = [compile(ast.Module(nodes, []), cell.name, "exec", flags=ANNOTATIONS, dont_inherit=True)]
     for code in codes:  # grows
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        line = None
-        for step in dis.get_instructions(code):
-            line = step.positions.lineno if step.positions and step.positions.lineno else line
-            wanted = step.opname == "LOAD_GLOBAL" or step.opname == "LOAD_NAME" and code is codes[0]
-            if wanted and step.argval not in known:
-                yield step.argval, line
+    steps = [(code, step) for code in codes for step in dis.get_instructions(code)]
+    known |= {step.argval for _, step in steps if step.opname == "STORE_GLOBAL"}
+    for code, step in steps:
+        looked_up = step.opname == "LOAD_GLOBAL" or step.opname == "LOAD_NAME" and code is codes[0]
+        if looked_up and step.argval not in known:
+            yield step.argval, step.positions.lineno or code.co_firstlineno
 
 
 def same_import(node: ast.stmt, tree: ast.Module, name: str) -> bool:
