@@ -61,7 +61,9 @@ def check(exercise: str):
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
         raise CheckFailed(f'check("{exercise}") looks for your answer in a notebook, and this is none')
-    run(exercise, cells_of(exercise, run_cells(shell)), shell.user_ns)
+    with advice(exercise):  # an answer that was not run is none: what is noted of an earlier one, and installed, stays
+        cells = cells_of(exercise, run_cells(shell))
+    run(exercise, cells, shell.user_ns)
     return None
 
 

@@ -201,7 +201,7 @@ def decorators(text: str, cls: str | None) -> dict[str, list[str]]:
 
 def is_kernel(value: Any) -> bool:
     """Whether it is a function that Triton compiles or interprets."""
-    return type(value).__module__.partition(".")[0] == "triton"
+    return str(type(value).__module__).partition(".")[0] == "triton"
 
 
 def raw(value: Any) -> types.FunctionType | None:

@@ -67,7 +67,8 @@ def spliced(source: str, owner: str = "exercise 01.1", learners: bool = False) -
 def test_a_function_takes_the_place_of_the_one_of_its_name_and_nothing_else_changes():
     source = (
         '#| export tiny\n### BEGIN SOLUTION\n### END SOLUTION\ndef double(number):\n    """New."""\n'
-        "    ### BEGIN SOLUTION\n    return number + number\n    ### END SOLUTION\n    # a comment at its end\n\n# not its own\n"
+        "    ### BEGIN SOLUTION\n    return number + number\n    ### END SOLUTION\n    # a comment at its end\n"
+        "\n# not its own\n"
     )
     text = splice(MODULE, read(source.replace("tiny", "tiny.mod"), "ex-01-1"), "exercise 01.1")
     new = (
@@ -116,7 +117,8 @@ def test_a_whole_class_takes_the_place_of_the_one_of_its_name():
 
 def test_a_learners_imports_constants_and_helpers_stand_above_what_uses_them():
     source = (
-        "#| export a.b:Counter\nimport math\nimport operator\nfrom itertools import chain as linked\n\nSTEP = 3\nTRIAL = 4\n"
+        "#| export a.b:Counter\nimport math\nimport operator\nfrom itertools import chain as linked\n\n"
+        "STEP = 3\nTRIAL = 4\n"
         "\n\ndef plus(a, b):\n    return operator.add(a, b) * STEP\n\n\ndef add(self: Counter, more=1):\n"
         "    self.count = plus(self.count, math.floor(more))\n    self.more()\n\n\ndef more(self):\n    return 1\n\n\n"
         "counter.add(3)\n"
@@ -194,7 +196,8 @@ def test_a_cell_that_does_not_fit_its_module_is_told_in_one_line(source, learner
 
 def test_names_that_a_function_binds_or_builtins_have_are_no_missing_names():
     source = (
-        "#| export a.b:Counter\ndef add(self: Counter, more=1):\n    import os\n    global seen\n    seen = [os for os in (1,)]\n"
+        "#| export a.b:Counter\ndef add(self: Counter, more=1):\n    import os\n    global seen\n"
+        "    seen = [os for os in (1,)]\n"
         "    x: np.ndarray = max(seen)\n    return super().__init__(), __class__, double(x), self.__dict__\n"
     )
     assert definition(spliced(source, learners=True), "add").startswith("def add")
@@ -208,7 +211,8 @@ def test_owner_comments_are_taken_out(gone):
 
 def test_a_line_of_the_library_leads_to_the_line_of_the_cell():
     source = (
-        '#| export a.b:Counter\n\ndef add(self: Counter, more=1):\n    """Count."""\n    ### BEGIN SOLUTION\n\n    x = 1\n'
+        '#| export a.b:Counter\n\ndef add(self: Counter, more=1):\n    """Count."""\n    ### BEGIN SOLUTION\n\n'
+        "    x = 1\n"
         "    self.count += more / 0\n    ### END SOLUTION\n"
     )
     cell = read(source, "ex-01-2")
