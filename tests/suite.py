@@ -63,10 +63,19 @@ def notebook_of(file: Path) -> str | None:
             place = ROOT.joinpath(*node.module.split("."))
             imported += [place.with_suffix(".py"), *(place / f"{name.name}.py" for name in node.names)]
     for modules in ([own], [module for module in imported if package in module.parents], imported):
-        found = [re.search(r"/notebooks/(\w+?)_", path.read_text())[1] for path in modules if path.exists()]
-        if found:
+        if found := set(map(notebook_behind, filter(Path.exists, modules))) - {None}:
             return max(found)
     return None
+
+
+def notebook_behind(module: Path) -> str | None:
+    """The number of the notebook that a module of the library is generated from; of one that is written by hand, that
+    of the notebook with its package's name.
+    """
+    if found := re.search(r"/notebooks/(\w+?)_", module.read_text(encoding="utf-8")):
+        return found[1]
+    named = (number for number, path in NOTEBOOKS.items() if path.stem.partition("_")[2] == module.parent.name)
+    return next(named, None)
 
 
 def chosen_notebook(word: str) -> str:
