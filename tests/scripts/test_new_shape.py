@@ -1,0 +1,144 @@
+"""Notebooks of the new shape hold the lesson alone: exercises are functions of the library, and any can be skipped."""
+
+import ast
+import re
+
+import pytest
+
+from course_kit.checks import frame
+from course_kit.exercises.cells import bound, is_exported, read
+from course_kit.exercises.saved import exercise_cells, exercise_of
+from course_kit.exercises.splice import owned
+from export import LIBRARY, NOTEBOOKS, ROOT, program_of, read_notebook
+
+PATHS = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if program_of(read_notebook(path))]
+# Exercises whose answer is not exported, and why nothing of the library could call it.
+NOT_EXPORTED = {
+    "04.1": "arithmetic on paper",
+    "04.3": "a predicted number",
+    "04.9": "a diagnosis",
+    "04.12": "arithmetic on paper",
+}
+# Exported exercises that nothing else calls.
+UNCALLED: dict[str, str] = {}
+FOLDED = "hide-input"
+
+
+@pytest.fixture(params=PATHS, ids=lambda path: path.stem)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def cells(path):
+    return [cell for cell in read_notebook(path)["cells"] if cell["cell_type"] != "markdown"]
+
+
+def names_read(source: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+
+
+def names_bound(source: str) -> set[str]:
+    return {name for node in ast.parse(source).body for name in bound(node)}
+
+
+def test_there_are_notebooks_of_the_new_shape():
+    assert {path.name[:2] for path in PATHS} >= {"04", "06", "13"}
+
+
+def test_what_the_library_holds_stands_in_no_cell(path, cells):
+    """No cell of a module's text, no raw cell, no body of a check; nothing is folded but figures and widgets."""
+    assert not [cell["id"] for cell in cells if cell["cell_type"] != "code" or "#| default_exp" in cell["source"]]
+    setup = next(cell for cell in cells if cell["id"] == "setup")
+    assert cells[0] is setup and setup["source"].startswith("from __future__ import annotations\n")
+    assert f'setup("{path.name.partition("_")[0]}")' in setup["source"]
+    for cell in cells:
+        if name := exercise_of(cell["id"], "check"):
+            assert cell["source"] == f'check("{name}")'
+        if FOLDED in cell["metadata"].get("tags", []):
+            assert re.match("# (Figure|Widget|Measured)", cell["source"]), f"{cell['id']} is folded, and is no figure"
+    assert (LIBRARY / (program_of(read_notebook(path)).replace(".", "/") + ".py")).exists()
+
+
+def test_every_exercise_has_one_check_and_its_answer_goes_into_the_library(path, cells):
+    exercises, checks = exercise_cells({"cells": cells}), [exercise_of(cell["id"], "check") for cell in cells]
+    assert [name for name in checks if name] == list(exercises)
+    for name, own in exercises.items():
+        assert frame.check_module(name), f"no check of {name}"
+        exported = [read(cell["source"], cell["id"]) for cell in own]
+        assert all(exported) != (name in NOT_EXPORTED), name
+        found = {cell.target: sorted(cell.names) for cell in exported if cell}
+        assert found == {target: sorted(names) for target, names in frame.targets_by_exercise().get(name, {}).items()}
+
+
+def test_what_is_exported_is_called(path, cells):
+    """By the library, another exercise, a figure or a lab: nobody exports what nothing runs."""
+    callers = [
+        file.read_text() for folder in ("course_lib", "course_kit/labs") for file in (ROOT / folder).rglob("*.py")
+    ]
+    called = {
+        node.attr if isinstance(node, ast.Attribute) else node.id
+        for text in callers
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.Attribute, ast.Name))
+    }
+    for name, own in exercise_cells({"cells": cells}).items():
+        others = [cell["source"] for cell in cells if cell not in own]
+        here = called.union(
+            *(
+                {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
+                for source in others
+            )
+        )
+        for cell in own:
+            exported = read(cell["source"], cell["id"])
+            uncalled = [each for each in exported.names if each not in here] if exported else []
+            special = {"forward", "backward"}  # PyTorch calls them
+            assert name in UNCALLED or not set(uncalled) - special, f"{name}: nothing calls {uncalled}"
+
+
+def test_later_cells_call_an_exercise_through_its_package(path, cells):
+    """A blank cell binds a function that raises, or nothing: a later cell that names it barely would end there."""
+    exercises = {cell["id"]: names_bound(cell["source"]) for cell in cells if exercise_of(cell["id"])}
+    found = []
+    for number, cell in enumerate(cells):
+        if exercise_of(cell["id"]) or exercise_of(cell["id"], "check"):
+            continue
+        own = names_bound(cell["source"])
+        for name in names_read(cell["source"]) - own:
+            makers = [other for other in cells[:number] if name in names_bound(other["source"])]
+            if makers and makers[-1]["id"] in exercises:
+                found.append(f"{cell['id']} names {name} of {makers[-1]['id']}")
+    assert not found
+
+
+def test_an_exercise_cell_needs_nothing_of_the_notebook_but_the_setup(path, cells):
+    """Bases, decorators and defaults are evaluated when the cell is run: the set-up has to bind their names."""
+    setup = cells[0]["source"]
+    known = names_bound(setup) | set(dir(__builtins__) if not isinstance(__builtins__, dict) else __builtins__)
+    known |= {"NotImplementedError", "staticmethod", "classmethod", "property"}
+    for cell in cells:
+        if exercise_of(cell["id"]) and is_exported(cell["source"]):
+            for node in ast.parse(cell["source"]).body:
+                parts = list(getattr(node, "decorator_list", ())) + list(getattr(node, "bases", ()))
+                if isinstance(node, ast.FunctionDef):
+                    parts += [each for each in (*node.args.defaults, *node.args.kw_defaults) if each is not None]
+                missing = set().union(*(names_read(ast.unparse(part)) for part in parts)) - known
+                assert not missing, f"{cell['id']}: the set-up does not import {missing}"
+
+
+def test_every_owner_comment_of_the_library_is_true():
+    """Each names a cell that exports the definition below it; `make export` writes them."""
+    claimed = {}
+    for path in PATHS:
+        for cell in read_notebook(path)["cells"]:
+            if cell["cell_type"] == "code" and is_exported(cell["source"]):
+                exported = read(cell["source"], cell["id"])
+                owner = exercise_of(cell["id"])
+                owner = f"exercise {owner}" if owner else f"notebook {path.name.partition('_')[0]}, cell {cell['id']}"
+                claimed |= {(exported.module, exported.cls, name): owner for name in exported.names}
+    found = {}
+    for file in LIBRARY.rglob("*.py"):
+        module = ".".join(file.relative_to(LIBRARY).with_suffix("").parts)
+        found |= {(module, each.cls, each.name): each.owner for each in owned(file.read_text())}
+    assert found == claimed
