@@ -17,19 +17,25 @@ import contextlib
 import importlib
 import inspect
 import linecache
-import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from course_kit.exercises.cells import CellError, ExportedCell, read
-from course_kit.exercises.splice import ANNOTATIONS, check_fits, is_method
-
-MISSING = object()
-# What Python, or the class's own metaclass, makes of each class anew.
-NOT_COPIED = {"__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__firstlineno__", "_backward_cls"}
-NOT_COPIED |= {"__static_attributes__", "__annotate__", "__annotate_func__", "__annotations_cache__"}
-Undo = Callable[[], None]
+from course_kit.exercises.splice import ANNOTATIONS, check_fits, find, is_method, static_names
+from course_kit.exercises.swap import (
+    MISSING,
+    Undo,
+    change_class,
+    clear_cache,
+    forget_compiled,
+    is_kernel,
+    own_class,
+    raw,
+    rebind,
+    set_attribute,
+    swap_code,
+)
 
 
 class Answer(NamedTuple):
@@ -40,6 +46,8 @@ class Answer(NamedTuple):
 
 
 _installed: dict[str, tuple[Answer, list[Undo]]] = {}  # of this process, by exercise
+_replaced: dict[tuple, str] = {}  # (module, class, name) of a definition: the exercise whose answer is in its place
+_added: dict[tuple[str, str], list[str]] = {}  # (module, name) that the library has not: the exercises that brought it
 
 
 def installed() -> list[Answer]:
@@ -57,7 +65,7 @@ def install(answer: Answer) -> None:
     undo: list[Undo] = []
     try:
         for source, file in answer.cells:
-            put_cell(read(source, file), file, undo)
+            put_cell(read(source, file), file, answer.exercise, undo)
     except BaseException:
         take_back(undo)
         raise
@@ -111,22 +119,52 @@ def library_module(name: str) -> types.ModuleType:
         raise
 
 
-def put_cell(cell: ExportedCell, file: str, undo: list[Undo]) -> None:
+def claim(cell: ExportedCell, exercise: str, names: list[str], undo: list[Undo]) -> None:
+    """Keep in mind whose these definitions are. Raises CellError where another exercise's answer is in their place."""
+    for key in [(cell.module, cell.cls, name) for name in names]:
+        if key in _replaced:
+            raise CellError(
+                f"cell {cell.name} defines {key[2]}, which is exercise {_replaced[key]}'s: leave it out here"
+            )
+        _replaced[key] = exercise
+        undo.append(lambda key=key: _replaced.pop(key))
+
+
+def add(module: types.ModuleType, name: str, value: Any, cell: ExportedCell, exercise: str, undo: list[Undo]) -> None:
+    """Give a module a name that it has not. Several answers may bring the same import; the last one takes it along."""
+    owners = _added.setdefault((module.__name__, name), [])
+    if owners and vars(module).get(name) is not value:
+        raise CellError(
+            f"cell {cell.name}: your answer to {owners[0]} has brought another {name} there: choose another name"
+        )
+    owners.append(exercise)
+    setattr(module, name, value)
+
+    def drop():
+        owners.remove(exercise)
+        if not owners:
+            delattr(module, name)
+
+    undo.append(drop)
+
+
+def put_cell(cell: ExportedCell, file: str, exercise: str, undo: list[Undo]) -> None:
     """Execute a cell's definitions and put them in place of the library's."""
     module = library_module(cell.module)
     text = inspect.getsource(module)
     check_fits(text, cell, learners=True)
     linecache.cache[file] = len(cell.source), None, cell.source.splitlines(keepends=True), file
     owner = getattr(module, cell.cls) if cell.cls else module
-    targets = {name: piece.node for name, piece in cell.definitions.items() if name in vars(owner)}
+    targets = {name: piece.node for name, piece in cell.definitions.items() if find(text, name, cell.cls)}
+    claim(cell, exercise, list(targets), undo)
     references = decorators(text, cell.cls)
     swapped = set()
     if not cell.cls:
         swapped = {name for name, node in targets.items() if can_swap(vars(module)[name], node, references.get(name))}
     with out_of_reach(module, owner, targets):
-        made = execute(cell, file, module, swapped)
+        made = execute(cell, file, module, {*targets}, swapped)
     for name, value in made.helpers.items():
-        set_attribute(module, name, value, undo)
+        add(module, name, value, cell, exercise, undo)
     for name, value in made.definitions.items():
         there = vars(owner).get(name, MISSING)
         if cell.cls:
@@ -149,7 +187,7 @@ class Made(NamedTuple):
     cls: type | None  # the class in which methods were compiled
 
 
-def execute(cell: ExportedCell, file: str, module: types.ModuleType, swapped: set[str]) -> Made:
+def execute(cell: ExportedCell, file: str, module: types.ModuleType, targets: set[str], swapped: set[str]) -> Made:
     """Execute a cell's definitions in the namespace of a module, and leave that as it was.
 
     Methods are compiled in a class of the right name, so that `super()` and `self.__name` mean what they say. Of a
@@ -179,8 +217,11 @@ def execute(cell: ExportedCell, file: str, module: types.ModuleType, swapped: se
             known.pop(name, None) if value is MISSING else known.update({name: value})
     cls = after.pop(cell.cls, None) if methods else None
     made = {name: vars(cls)[name] for name in methods} if methods else {}
-    targets = {name: after.pop(name) for name in cell.definitions if not cell.cls and before.get(name) is not MISSING}
-    return Made(made | targets, {name: value for name, value in after.items() if before[name] is MISSING}, cls)
+    if not cell.cls:
+        own = {name for piece in cell.definitions.values() for name in piece.names} & targets
+        made = {name: after.pop(name) for name in own}
+    static = static_names(ast.parse(inspect.getsource(module)))
+    return Made(made, {name: value for name, value in after.items() if name not in static}, cls)
 
 
 def belongs(node: ast.stmt, cls: str, known: dict) -> bool:
@@ -197,21 +238,6 @@ def decorators(text: str, cls: str | None) -> dict[str, list[str]]:
         for node in holder.body
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
-
-
-def is_kernel(value: Any) -> bool:
-    """Whether it is a function that Triton compiles or interprets."""
-    return str(type(value).__module__).partition(".")[0] == "triton"
-
-
-def raw(value: Any) -> types.FunctionType | None:
-    """The plain function inside what decorators have made of it; None where there is none."""
-    while not isinstance(value, types.FunctionType) or hasattr(value, "__wrapped__"):
-        inner = getattr(value, "__wrapped__", None) or getattr(value, "_init_fn", None)
-        if inner is None:
-            return None
-        value = inner
-    return value
 
 
 def can_swap(there: Any, node: ast.stmt, wanted: list[str] | None) -> bool:
@@ -252,104 +278,3 @@ def refusal(name: str) -> types.FunctionType:
     space: dict = {}
     exec(f"def kept(*args, **kwargs):\n    raise AssertionError({text!r})", space)
     return space["kept"]
-
-
-def own_class(value: Any, made: type, cls: type) -> None:
-    """Let the methods in an attribute know the library's class, not the one they were compiled in, as `__class__`."""
-    functions = [value, *(getattr(value, name, None) for name in ("__func__", "fget", "fset", "fdel", "__wrapped__"))]
-    for function in functions:
-        function = getattr(function, "__wrapped__", function)
-        for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # empty
-                if cell.cell_contents is made:
-                    cell.cell_contents = cls
-
-
-def set_attribute(owner: Any, name: str, value: Any, undo: list[Undo]) -> None:
-    """Set an attribute of a module or a class."""
-    before = vars(owner).get(name, MISSING)
-    setattr(owner, name, value)
-    undo.append(lambda: delattr(owner, name) if before is MISSING else setattr(owner, name, before))
-
-
-def swap_code(there: types.FunctionType, mine: types.FunctionType, undo: list[Undo]) -> None:
-    """Let the library's function do what another one does."""
-    before = there.__code__, there.__defaults__, there.__kwdefaults__
-
-    def put(code, defaults, kwdefaults):
-        there.__code__, there.__defaults__, there.__kwdefaults__ = code, defaults, kwdefaults
-
-    put(mine.__code__, mine.__defaults__, mine.__kwdefaults__)
-    undo.append(lambda: put(*before))
-
-
-def clear_cache(function: Any, undo: list[Undo]) -> None:
-    """Forget results that functools.cache keeps."""
-    if clear := getattr(function, "cache_clear", None):
-        clear()
-        undo.append(clear)
-
-
-def change_class(there: type, mine: type, undo: list[Undo]) -> None:
-    """Give the library's class the attributes and the bases of another one."""
-    if there.__bases__ != mine.__bases__:
-        before = there.__bases__
-        try:
-            there.__bases__ = mine.__bases__
-        except TypeError:
-            names = ", ".join(base.__name__ for base in before)
-            raise CellError(f"class {there.__name__} must derive from {names}") from None
-        undo.append(lambda: setattr(there, "__bases__", before))
-    for name in [name for name in vars(there) if name not in vars(mine) and name not in NOT_COPIED]:
-        before = vars(there)[name]
-        delattr(there, name)
-        undo.append(lambda name=name, before=before: setattr(there, name, before))
-    for name, value in vars(mine).items():
-        if name not in NOT_COPIED:
-            own_class(value, mine, there)
-            set_attribute(there, name, value, undo)
-
-
-def our_modules() -> list[types.ModuleType]:
-    """The modules of the course that this process has imported."""
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name.partition(".")[0] in ("course_lib", "course_kit") and module is not None
-    ]
-
-
-def rebind(there: Any, mine: Any, undo: list[Undo]) -> None:
-    """Put an object in place of another one, in each module of the course that has it."""
-    for module in our_modules():
-        for name in [name for name, value in vars(module).items() if value is there]:
-            set_attribute(module, name, mine, undo)
-
-
-def forget_compiled() -> None:
-    """Have torch.compile and Triton look at functions anew."""
-    if dynamo := sys.modules.get("torch._dynamo"):
-        dynamo.reset()
-    if "triton.runtime.jit" in sys.modules:
-        forget_kernels()
-
-
-def forget_kernels() -> None:
-    """Forget what Triton has compiled, tuned and rewritten: a compiled kernel keeps the functions that it calls."""
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
-
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").partition(".")[0] in ("triton", "torch"):
-            continue
-        for value in list(getattr(module, "__dict__", {}).values()):
-            while is_kernel(value) and not isinstance(value, types.ModuleType):
-                if isinstance(value, JITFunction):
-                    value.hash = None
-                    value.used_global_vals = {}
-                    value.device_caches.clear()
-                elif isinstance(value, Autotuner):
-                    value.cache.clear()
-                elif hasattr(type(value), "rewritten_fn"):
-                    value.rewritten_fn.pop(value.fn, None)
-                value = getattr(value, "fn", None)

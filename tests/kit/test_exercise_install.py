@@ -243,6 +243,28 @@ def test_a_rank_runs_what_the_list_says_and_nothing_else():
     assert not installed()
 
 
+def test_two_answers_do_not_get_in_each_others_way():
+    """A definition belongs to one exercise; an import may be of several, and stays until the last of them goes."""
+    first = "#| export single_gpu.model\nimport operator\ndef apply_rope(a):\n    return operator.add(a, 1)\n"
+    second = "#| export single_gpu.model\nimport operator\ndef loss(a, b):\n    return operator.add(a, b)\n"
+    put(first)
+    install(Answer("01.2", ((second, "<second>"),)))
+    uninstall(EXERCISE)
+    assert model.loss(1, 2) == 3
+    put(first)
+    uninstall("01.2")
+    assert alias(1) == 2
+    for more, words in (
+        ("import operator\ndef apply_rope(a):\n    return a\n", "apply_rope, which is exercise 01.1's"),
+        ("def operator(a):\n    return a\n", "your answer to 01.1 has brought another operator"),
+    ):
+        with pytest.raises(CellError, match=words):
+            install(Answer("01.2", ((second.replace("import operator\n", "") + more, "<second>"),)))
+        assert alias(1) == 2 and len(installed()) == 1
+    uninstall(EXERCISE)
+    assert not hasattr(model, "operator") and not installing._replaced and not any(installing._added.values())
+
+
 @torch.compile(backend="eager", fullgraph=True)
 def compiled(x):
     return model.loss(x, x)

@@ -11,8 +11,9 @@ import pytest
 
 from course_kit.checks import CheckFailed, frame
 from course_kit.exercises.cells import MARKER, plain, read
-from course_kit.exercises.install import Answer, install, installed, raw, uninstall
+from course_kit.exercises.install import Answer, install, installed, uninstall
 from course_kit.exercises.saved import exercise_cells
+from course_kit.exercises.swap import raw
 from export import NOTEBOOKS, program_of, read_notebook
 
 PATHS = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if program_of(read_notebook(path))]

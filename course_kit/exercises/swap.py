@@ -1,0 +1,134 @@
+"""Exchange parts of a library that runs: functions' code, methods, classes' attributes, Triton's kernels.
+
+Each change is noted as a function that undoes it. What torch.compile and Triton have made of the old parts is forgotten.
+"""
+
+import contextlib
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+from course_kit.exercises.cells import CellError
+
+MISSING = object()
+# What Python, or the class's own metaclass, makes of each class anew.
+NOT_COPIED = {"__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__firstlineno__", "_backward_cls"}
+NOT_COPIED |= {"__static_attributes__", "__annotate__", "__annotate_func__", "__annotations_cache__"}
+Undo = Callable[[], None]
+
+
+def is_kernel(value: Any) -> bool:
+    """Whether it is a function that Triton compiles or interprets."""
+    return str(type(value).__module__).partition(".")[0] == "triton"
+
+
+def raw(value: Any) -> types.FunctionType | None:
+    """The plain function inside what decorators have made of it; None where there is none."""
+    while not isinstance(value, types.FunctionType) or hasattr(value, "__wrapped__"):
+        inner = getattr(value, "__wrapped__", None) or getattr(value, "_init_fn", None)
+        if inner is None:
+            return None
+        value = inner
+    return value
+
+
+def set_attribute(owner: Any, name: str, value: Any, undo: list[Undo]) -> None:
+    """Set an attribute of a module or a class."""
+    before = vars(owner).get(name, MISSING)
+    setattr(owner, name, value)
+    undo.append(lambda: delattr(owner, name) if before is MISSING else setattr(owner, name, before))
+
+
+def swap_code(there: types.FunctionType, mine: types.FunctionType, undo: list[Undo]) -> None:
+    """Let the library's function do what another one does."""
+    before = there.__code__, there.__defaults__, there.__kwdefaults__
+
+    def put(code, defaults, kwdefaults):
+        there.__code__, there.__defaults__, there.__kwdefaults__ = code, defaults, kwdefaults
+
+    put(mine.__code__, mine.__defaults__, mine.__kwdefaults__)
+    undo.append(lambda: put(*before))
+
+
+def clear_cache(function: Any, undo: list[Undo]) -> None:
+    """Forget results that functools.cache keeps."""
+    if clear := getattr(function, "cache_clear", None):
+        clear()
+        undo.append(clear)
+
+
+def own_class(value: Any, made: type, cls: type) -> None:
+    """Let the methods in an attribute know the library's class, not the one they were compiled in, as `__class__`."""
+    functions = [value, *(getattr(value, name, None) for name in ("__func__", "fget", "fset", "fdel", "__wrapped__"))]
+    for function in functions:
+        function = getattr(function, "__wrapped__", function)
+        for cell in getattr(function, "__closure__", None) or ():
+            with contextlib.suppress(ValueError):  # empty
+                if cell.cell_contents is made:
+                    cell.cell_contents = cls
+
+
+def change_class(there: type, mine: type, undo: list[Undo]) -> None:
+    """Give the library's class the attributes and the bases of another one."""
+    if there.__bases__ != mine.__bases__:
+        before = there.__bases__
+        try:
+            there.__bases__ = mine.__bases__
+        except TypeError:
+            names = ", ".join(base.__name__ for base in before)
+            raise CellError(f"class {there.__name__} must derive from {names}") from None
+        undo.append(lambda: setattr(there, "__bases__", before))
+    for name in [name for name in vars(there) if name not in vars(mine) and name not in NOT_COPIED]:
+        before = vars(there)[name]
+        delattr(there, name)
+        undo.append(lambda name=name, before=before: setattr(there, name, before))
+    for name, value in vars(mine).items():
+        if name not in NOT_COPIED:
+            own_class(value, mine, there)
+            set_attribute(there, name, value, undo)
+
+
+def our_modules() -> list[types.ModuleType]:
+    """The modules of the course that this process has imported."""
+    return [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in ("course_lib", "course_kit") and module is not None
+    ]
+
+
+def rebind(there: Any, mine: Any, undo: list[Undo]) -> None:
+    """Put an object in place of another one, in each module of the course that has it."""
+    for module in our_modules():
+        for name in [name for name, value in vars(module).items() if value is there]:
+            set_attribute(module, name, mine, undo)
+
+
+def forget_compiled() -> None:
+    """Have torch.compile and Triton look at functions anew."""
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+    if "triton.runtime.jit" in sys.modules:
+        forget_kernels()
+
+
+def forget_kernels() -> None:
+    """Forget what Triton has compiled, tuned and rewritten: a compiled kernel keeps the functions that it calls."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").partition(".")[0] in ("triton", "torch"):
+            continue
+        for value in list(getattr(module, "__dict__", {}).values()):
+            while is_kernel(value) and not isinstance(value, types.ModuleType):
+                if isinstance(value, JITFunction):
+                    value.hash = None
+                    value.used_global_vals = {}
+                    value.device_caches.clear()
+                elif isinstance(value, Autotuner):
+                    value.cache.clear()
+                elif hasattr(type(value), "rewritten_fn"):
+                    value.rewritten_fn.pop(value.fn, None)
+                value = getattr(value, "fn", None)
