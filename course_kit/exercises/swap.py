@@ -1,6 +1,6 @@
 """Exchange parts of a library that runs: functions' code, methods, classes' attributes, Triton's kernels.
 
-Each change is noted as a function that undoes it. What torch.compile and Triton have made of the old parts is forgotten.
+Each change is noted as a function that undoes it. What torch.compile and Triton have made of old parts is forgotten.
 """
 
 import contextlib
