@@ -1,0 +1,259 @@
+"""Batches, the lab and the measurements of notebook 04. All functions but `drift_runs` run on a rank."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_kit.ranks import Ranks
+from course_lib.collectives.traffic import count_traffic
+from course_lib.data_parallel import naive, replicas
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+
+FAULTS = (2, 5, 12), (0, 3, 5), (3, 1, 3)  # of the drift lab: the rank, the step of its fault, steps in all
+MiB = 2**20
+
+
+def batch_of(rank: int, config: ModelConfig, batch: int = 2, seq: int = 17) -> torch.Tensor:
+    """Return inputs and targets of one rank, [2, batch, seq], the same in every call."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randint(config.vocab, (2, batch, seq), generator=generator)
+
+
+@torch.no_grad()
+def sgd_step(module: nn.Module, lr: float = 0.1) -> None:
+    """Take a step of plain SGD. (The first optimizer of torch.optim in a process imports a compiler, for seconds.)"""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter -= lr * parameter.grad
+
+
+def sent_a_step(preset: str) -> int:
+    """Return the bytes that this rank sends to average the gradients of a preset, one all-reduce for each."""
+    model = Transformer(PRESETS[preset])
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with count_traffic() as traffic:
+        naive.average_gradients(model)
+    return traffic.bytes
+
+
+Step = list[tuple[str, float, float]]  # (name, start in ms, ms) of each phase and all-reduce
+
+
+def timed_steps(modes: tuple[str, ...] = ("naive", "overlap", "bucket"), rounds: int = 5) -> dict[str, Step]:
+    """Return a step of this rank for each mode, of median length, taken in alternation over a slow link.
+
+    The link does one all-reduce at a time, for real, then stays busy for 0.5 ms and as long as the bytes take at
+    0.5 GB/s.
+    """
+    torch.set_num_threads(1)
+    config = PRESETS["small"]
+    models = {mode: replicas.DataParallel(Transformer(config), mode=mode, bucket_mb=4.0) for mode in modes}
+    inputs, targets = batch_of(dist.get_rank(), config, batch=2, seq=128)
+    all_reduce, found = dist.all_reduce, {mode: [] for mode in modes}
+
+    def timed(mode: str) -> tuple[float, Step]:
+        sends, marks, model = [], [], models[mode]
+
+        def slow_all_reduce(tensor, group=None, async_op=True):
+            def carry() -> None:
+                start = time.perf_counter()
+                all_reduce(tensor, group=group)
+                time.sleep(0.5e-3 + tensor.nbytes / 0.5e9)
+                sends.append(("all-reduce", start, time.perf_counter()))
+
+            work = link.submit(carry)
+            work.wait = work.result
+            return work
+
+        model.zero_grad()
+        dist.barrier()
+        with mock.patch.object(dist, "all_reduce", slow_all_reduce):
+            marks.append(time.perf_counter())
+            step_loss = loss(model(inputs), targets)
+            marks.append(time.perf_counter())
+            step_loss.backward()
+            marks.append(time.perf_counter())
+            model.finish()
+            marks.append(time.perf_counter())
+        spans = [*sends, *zip(("forward", "backward", "wait"), marks, marks[1:], strict=False)]
+        return marks[-1] - marks[0], [(name, 1e3 * (a - marks[0]), 1e3 * (b - a)) for name, a, b in spans]
+
+    with ThreadPoolExecutor(1) as link:
+        for _ in range(rounds):
+            for mode in modes:
+                found[mode].append(timed(mode))
+    return {mode: sorted(steps[2:])[(rounds - 2) // 2][1] for mode, steps in found.items()}
+
+
+def step_ms(mode: str, bucket_mb: float = 25.0, steps: int = 4) -> list[float]:
+    """Return the ms of forward, backward and finish, on the slowest rank, of each step after the first."""
+    torch.set_num_threads(1)
+    model = replicas.DataParallel(Transformer(PRESETS["small"]), mode=mode, bucket_mb=bucket_mb)
+    inputs, targets = batch_of(dist.get_rank(), PRESETS["small"], batch=1, seq=64)
+    taken = []
+    for _ in range(steps):
+        model.zero_grad()
+        dist.barrier()
+        start = time.perf_counter()
+        loss(model(inputs), targets).backward()
+        model.finish()
+        taken.append(time.perf_counter() - start)
+    slowest = torch.tensor(taken[1:])
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return [1e3 * seconds for seconds in slowest.tolist()]
+
+
+def backward_ms(steps: int = 8) -> list[list[float]]:
+    """Return the ms of backward on this rank, without finish(): pairs of (naive, bucket), in alternation."""
+    torch.set_num_threads(1)
+    config = PRESETS["small"]
+    models = [replicas.DataParallel(Transformer(config), mode=mode, bucket_mb=2.0) for mode in ("naive", "bucket")]
+    inputs, targets = batch_of(dist.get_rank(), config, batch=2, seq=128)
+    pairs = []
+    for _ in range(steps):
+        pairs.append([])
+        for model in models:
+            model.zero_grad()
+            step_loss = loss(model(inputs), targets)
+            dist.barrier()
+            start = time.perf_counter()
+            step_loss.backward()
+            pairs[-1].append(1e3 * (time.perf_counter() - start))
+            model.finish()
+    return pairs[2:]
+
+
+class Branches(nn.Module):
+    """A trunk, two branches and a head that is tied to the trunk; the caller decides which branch is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.left, self.right, self.never = (nn.Linear(4, 4) for _ in range(4))
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 4, bias=False)
+        self.head.weight = self.trunk.weight
+
+    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+        """Return what the head makes of one branch; x: [b, 4]."""
+        x = self.frozen(self.trunk(x))
+        return self.head(self.left(x) if branch == "left" else self.right(x))
+
+
+def branches_trial() -> tuple[dict[str, float | None], dict[str, float | None]]:
+    """Return the sums of the gradients of `Branches` on this rank, and of one process that has all four batches.
+
+    Rank 3 goes right, the others go left.
+    """
+
+    def sums(module: nn.Module) -> dict[str, float | None]:
+        gradients = {name: p.grad for name, p in module.named_parameters()}
+        return {name: None if grad is None else round(grad.sum().item(), 4) for name, grad in gradients.items()}
+
+    torch.manual_seed(dist.get_rank())
+    dp, alone = replicas.DataParallel(Branches()), Branches()
+    alone.load_state_dict(dp.module.state_dict())
+    dp(torch.ones(2, 4), "right" if dist.get_rank() == 3 else "left").sum().backward()
+    dp.finish()
+    (sum(alone(torch.ones(2, 4), branch).sum() for branch in ["left"] * 3 + ["right"]) / 4).backward()
+    return sums(dp.module) | {"frozen, its values": round(dp.module.frozen.weight.sum().item(), 4)}, sums(alone)
+
+
+def bf16_error(reduce_dtype: torch.dtype | None) -> tuple[float, int]:
+    """Return how far the mean of BF16 gradients is from their exact mean, relative, and the bytes that it took."""
+    dp = replicas.DataParallel(Transformer(PRESETS["debug"]).bfloat16(), reduce_dtype=reduce_dtype)
+    inputs, targets = batch_of(dist.get_rank(), PRESETS["debug"], seq=64)
+    with dp.no_sync():
+        loss(dp(inputs), targets).backward()
+    exact = [p.grad.double() for p in dp.parameters()]
+    for gradient in exact:
+        dist.all_reduce(gradient)
+        gradient /= dist.get_world_size()
+    with count_traffic() as traffic:
+        dp.finish()
+    apart = sum((p.grad.double() - e).square().sum() for p, e in zip(dp.parameters(), exact, strict=True))
+    return (apart / sum(e.square().sum() for e in exact)).sqrt().item(), traffic.bytes
+
+
+def drifting(bad_rank: int, bad_step: int, steps: int) -> dict[str, list[float]]:
+    """Return by step: this rank's loss, the norm of the averaged gradient, and that of its own gradient on a batch that
+    all ranks share (probe). In step `bad_step` rank `bad_rank` updates its weights before finish().
+    """
+    config, rank = PRESETS["debug"], dist.get_rank()
+    dp = replicas.DataParallel(Transformer(config), mode="naive")
+    told = {"loss": [], "averaged": [], "probe": []}
+    for step in range(steps):
+        dp.zero_grad()
+        with dp.no_sync():  # the same batch on all ranks, nothing sent
+            inputs, targets = batch_of(1000, config, seq=32)
+            loss(dp(inputs), targets).backward()
+        told["probe"].append(torch.cat([p.grad.flatten() for p in dp.parameters()]).norm().item())
+        dp.zero_grad()
+        inputs, targets = batch_of(10 * step + rank, config, seq=32)
+        step_loss = loss(dp(inputs), targets)
+        step_loss.backward()
+        if rank == bad_rank and step == bad_step:
+            sgd_step(dp, lr=0.5)
+            dp.finish()
+        else:
+            dp.finish()
+            sgd_step(dp, lr=0.5)
+        told["loss"].append(step_loss.item())
+        told["averaged"].append(torch.cat([p.grad.flatten() for p in dp.parameters()]).norm().item())
+    return told
+
+
+@functools.cache
+def drift_runs(ranks: Ranks) -> dict[tuple[int, int], list[dict[str, list[float]]]]:
+    """Run `drifting` with each of FAULTS; return its results, by (rank, step) of the fault, a list with one per rank.
+
+    The runs are the same every time, so they are made once.
+    """
+    return {fault[:2]: ranks(drifting, *fault) for fault in FAULTS}
+
+
+def peak_of(step: Callable[[], object]) -> float:
+    """Return the MiB at the peak of a step above what was there before, by the profiler's memory events."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes no log lines between our outputs
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
+        step()
+    events = sorted((e.start_ns(), e.nbytes()) for e in log.profiler.kineto_results.events() if e.name() == "[memory]")
+    return max(np.cumsum([nbytes for _, nbytes in events])) / MiB
+
+
+def against_ddp(preset: str = "small", rounds: int = 3) -> tuple[dict[str, np.ndarray], dict[str, float], float]:
+    """Return the seconds of each step and the peak MiB of ours, of DDP and of DDP again, and how far gradients are
+    apart.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    config = PRESETS[preset]
+    inputs, targets = batch_of(dist.get_rank(), config, batch=2, seq=128)
+    options = {"gradient_as_bucket_view": True, "static_graph": True}
+    models = {"ours": replicas.DataParallel(Transformer(config))}
+    models |= {name: DistributedDataParallel(Transformer(config), **options) for name in ("DDP", "DDP again")}
+
+    def step(name: str) -> float:
+        models[name].zero_grad()
+        dist.barrier()
+        start = time.perf_counter()
+        loss(models[name](inputs), targets).backward()
+        if name == "ours":
+            models[name].finish()
+        return time.perf_counter() - start
+
+    times = np.array([[step(name) for name in models] for _ in range(rounds + 2)])[2:]
+    grads = [[p.grad for p in models[name].parameters()] for name in ("ours", "DDP")]
+    apart = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*grads, strict=True))
+    return dict(zip(models, times.T, strict=True)), {name: peak_of(lambda: step(name)) for name in models}, apart
