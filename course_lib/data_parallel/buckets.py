@@ -115,16 +115,19 @@ class Reducer:
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(parameters, bucket))
 
-    def add(self, parameter: nn.Parameter, final: bool) -> None:
-        """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready."""
-        bucket = self.bucket_of[parameter]
+    def check_gradient(self, parameter: nn.Parameter) -> None:
+        """Raise an error for a gradient that `add` cannot take: a sparse one, or a second final one before finish()."""
         if parameter.grad.layout != torch.strided:
             raise ValueError(f"{self.names[parameter]} has a sparse gradient: use a layer with sparse=False")
-        if parameter not in bucket.missing:
+        if parameter not in self.bucket_of[parameter].missing:
             raise RuntimeError(
                 f"a second gradient for {self.names[parameter]} before finish(): run all but a step's last backward in "
                 "no_sync(), and use a parameter in one reentrant checkpoint only"
             )
+
+    def add(self, parameter: nn.Parameter, final: bool) -> None:
+        """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready."""
+        bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
         if final:
             bucket.missing.remove(parameter)

@@ -8,8 +8,9 @@ all-reduce: with K bytes of gradients a rank sends 2 (N-1)/N K a step, however s
     overlap   the same, each as soon as its gradient is there         hidden behind backward; a latency a parameter
     bucket    gradients share flat buffers, an all-reduce for each    hidden too, and few large messages
 
-They differ in two facts alone, `buckets.MODES`: how much goes into a bucket, and whether a bucket may start during
-backward. (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB, §3.2.)
+In `DataParallel` they differ in two facts alone, `buckets.MODES`: how much goes into a bucket, and whether a bucket may
+start during backward. The program's modes naive and overlap do without it: they are the few lines of `naive`. (Li et
+al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB, §3.2.)
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_lib.data_parallel import naive
 from course_lib.data_parallel.buckets import MODES, Reducer
 from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
 from course_lib.single_gpu import training as single_gpu
@@ -157,6 +159,7 @@ class DataParallel(nn.Module):
 
     def on_gradient(self, parameter: nn.Parameter) -> None:
         """Called during backward, once `parameter.grad` is complete."""
+        self.reducer.check_gradient(parameter)
         self.reducer.add(parameter, final=self.synchronizes)
 
     def forward(self, *args, **kwargs) -> Any:
@@ -241,7 +244,7 @@ def overlap_ratio(tokens: int, dp: int, bandwidth: float, peak: float, gradient_
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     parser = single_gpu.training_parser("data_parallel", "Train with data parallelism.")
-    parser.add_argument("--mode", default="bucket", choices=list(MODES))
+    parser.add_argument("--mode", default="bucket", choices=list(MODES), help="naive, overlap: without DataParallel")
     parser.add_argument("--bucket-mb", type=float, help="MB of gradients a bucket (25, or 1 a rank if more)")
     parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
     parser.add_argument("--reduce-fp32", action="store_true", help="send and add gradients in float32")
@@ -249,6 +252,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         "--check-every", type=int, default=100, help="steps between two checks of the replicas; 0: never"
     )
     chosen = single_gpu.parse(parser, argv)
+    if chosen.mode != "bucket" and (chosen.bucket_mb is not None or chosen.reduce_fp32):
+        parser.error(f"--bucket-mb and --reduce-fp32 are of buckets: --mode {chosen.mode} has none")
     chosen.micro_batch = chosen.batch if chosen.micro_batch is None else chosen.micro_batch
     if not 1 <= chosen.micro_batch <= chosen.batch:
         parser.error("--micro-batch must be 1 or more, and no more than --batch")
@@ -260,25 +265,34 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say. Rank 0 prints one line a step (its own tokens/s) and writes where --out says.
 
+    Modes naive and overlap train the plain model, with the functions of `naive`; all ranks have made it with one seed.
     Returns the records. Needs the default process group. Raises RuntimeError where the replicas have drifted apart.
     """
     chosen, rank, world_size = options(argv), dist.get_rank(), dist.get_world_size()
-    count = 0
+    count, wait_for_gradients = 0, None
 
-    def step(dp, optimizer, inputs, targets, dtype=torch.float32, max_norm=1.0):
+    def step(model, optimizer, inputs, targets, dtype=torch.float32, max_norm=1.0):
         nonlocal count
         count += 1
         optimizer.zero_grad()
-        parts = zip(inputs.split(chosen.micro_batch), targets.split(chosen.micro_batch), strict=True)
-        step_loss = parallel_accumulate(dp, list(parts), dtype)
-        nn.utils.clip_grad_norm_(dp.parameters(), max_norm)
+        parts = list(zip(inputs.split(chosen.micro_batch), targets.split(chosen.micro_batch), strict=True))
+        if chosen.mode == "bucket":
+            step_loss = parallel_accumulate(model, parts, dtype)
+        else:
+            step_loss = naive.averaged_backward(model, parts, dtype, wait_for_gradients)
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
-        if chosen.check_every and count % chosen.check_every == 0 and (names := out_of_step(dp.module)):
+        replica = getattr(model, "module", model)
+        if chosen.check_every and count % chosen.check_every == 0 and (names := out_of_step(replica)):
             raise RuntimeError(f"step {count}: the ranks have different values of {', '.join(names[:3])}")
         return step_loss
 
     def build(config, seed):
+        nonlocal wait_for_gradients
         model, reduce_dtype = Transformer(config, seed), torch.float32 if chosen.reduce_fp32 else None
-        return DataParallel(model, mode=chosen.mode, bucket_mb=chosen.bucket_mb, reduce_dtype=reduce_dtype)
+        if chosen.mode == "bucket":
+            return DataParallel(model, bucket_mb=chosen.bucket_mb, reduce_dtype=reduce_dtype)
+        wait_for_gradients = naive.overlap_gradients(model) if chosen.mode == "overlap" else None
+        return model
 
     return single_gpu.run(chosen, step, build, rank=rank, world_size=world_size)

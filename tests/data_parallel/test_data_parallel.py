@@ -101,6 +101,8 @@ def test_the_overlap_ratio_is_that_of_the_two_times():
         (["--bucket-mb", "nan"], "--bucket-mb must be above 0"),
         (["--check-every", "-1"], "--check-every 0 or more"),
         (["--mode", "ring"], "invalid choice"),
+        (["--mode", "naive", "--reduce-fp32"], "--mode naive has none"),
+        (["--mode", "overlap", "--bucket-mb", "3"], "--mode overlap has none"),
     ],
 )
 def test_bad_options_end_with_one_line(argv, message, capsys):
