@@ -17,11 +17,14 @@ from torch import nn
 MODES = {"naive": (False, False), "overlap": (False, True), "bucket": (True, True)}
 
 
+# exercise 04.5
 def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
-    """Parameters whose gradients are reduced together, at most `bucket_bytes` unless one alone is larger.
+    """Return lists of the parameters whose gradients are reduced together.
 
-    In the order in which backward completes them: from the last parameter to the first, a bucket's place being that of
-    its last one. Only parameters of one dtype, device and `reduce_group` share a bucket.
+    Filled from the last parameter to the first. A bucket holds at most `bucket_bytes`, and is full when the next
+    parameter of its kind would bring it above that; a larger parameter has a bucket of its own. Only parameters of one
+    dtype, device and `reduce_group` share a bucket. The buckets are in the order in which backward completes them: that
+    of their last parameters.
     """
     place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
     buckets, filling = [], {}  # filling: the bucket that takes the next parameter, and its bytes, by kind
@@ -72,8 +75,14 @@ class Bucket:
             return self.flat
         return self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
 
+    # exercise 04.6
     def launch(self) -> None:
-        """Start the all-reduce: with zeros for a parameter that has no gradient, not even of earlier micro-batches."""
+        """Start the all-reduce of this bucket, and do not wait for it.
+
+        Keep its work in `self.work`, and the tensor that is sent in `self.sent`. Each flag is 1, but 0 for a parameter
+        in `self.missing` without a gradient, which takes part with zeros. If such a parameter has a gradient, from an
+        earlier micro-batch, it takes part with that, stored with `self.scale`.
+        """
         self.flags.fill_(1)
         for i, parameter in enumerate(self.parameters if self.missing else ()):
             if parameter in self.missing and parameter.grad is not None:
@@ -125,8 +134,14 @@ class Reducer:
                 "no_sync(), and use a parameter in one reentrant checkpoint only"
             )
 
+    # exercise 04.7
     def add(self, parameter: nn.Parameter, final: bool) -> None:
-        """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready."""
+        """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready.
+
+        The final gradient is scaled by `bucket.scale`, those of earlier micro-batches are not scaled. With the final
+        one the parameter leaves `bucket.missing`, and every bucket that is complete starts, but only after all buckets
+        before it; `self.launched` counts them. If `self.launches_early` is False, none starts here.
+        """
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)
         if final:

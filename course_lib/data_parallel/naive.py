@@ -19,7 +19,8 @@ from course_lib.recompute.modes import IGNORED, accumulate
 def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replace every gradient of `module` by its mean over the ranks of `group` (None: all ranks).
 
-    Sends one all-reduce for each gradient, in the same order on all ranks. A parameter without a gradient keeps none.
+    Sends what one all-reduce of each gradient sends, and no more, in the same order on all ranks. A parameter without a
+    gradient still has none afterwards.
     """
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -29,11 +30,12 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
 
 # exercise 04.4
 def overlap_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
-    """Average gradients over `group` (None: all ranks) while backward runs.
+    """Average gradients over the ranks of `group` (None: all ranks) while backward runs.
 
-    From now on every backward starts one all-reduce for each gradient, as soon as that gradient is complete. Returns
-    `finish()`, to be called after each backward: it waits for the all-reduces of that backward, and then every gradient
-    is the mean over the group. Parameters that are frozen, or that backward does not reach, stay as they are.
+    From now on every backward starts one all-reduce for each gradient, as soon as that gradient is complete. Return
+    `finish()`, to be called after each backward: it waits for all works of that backward, and for no older ones; then
+    every gradient is the mean over the group. A parameter that is frozen, or that backward does not reach, stays as it
+    is, with the gradient that it has or without one.
     """
     works, n = [], dist.get_world_size(group)
 

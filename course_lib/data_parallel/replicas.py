@@ -188,15 +188,18 @@ class DataParallel(nn.Module):
         self.reducer.finish()
 
 
+# exercise 04.8
 def parallel_accumulate(
     dp: DataParallel,
     micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
     dtype: torch.dtype = torch.float32,
     loss_of: Callable[..., torch.Tensor] = summed_loss,
 ) -> torch.Tensor:
-    """Forward and backward of this rank's micro-batches, then finish(): the gradient of the mean loss over all target
-    tokens of all ranks; one micro-batch or more; dtype, loss_of: as of `accumulate`. Returns that loss, in float32, the
-    same on all ranks.
+    """Run forward and backward of this rank's micro-batches, then `dp.finish()`: each gradient is that of the mean loss
+    over all target tokens of all micro-batches of all ranks.
+
+    micro_batches: one or more of (inputs, targets), [b, s] each; dtype, loss_of: as of `accumulate`. Gradients are sent
+    once. Returns that loss, a float32 scalar, the same on all ranks; 0, as the gradients, if no rank has a target.
     """
     micro_batches = list(micro_batches)
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
@@ -213,11 +216,13 @@ def parallel_accumulate(
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
-def out_of_step(module: nn.Module, group=None) -> list[str]:
-    """Names of the parameters and buffers whose bits are not the same on all ranks of the group; 16 bytes a tensor are
-    sent. The same list on all ranks.
+# exercise 04.10
+def out_of_step(module: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Return the names of the parameters and buffers whose bits are not the same on all ranks of `group` (None: all).
 
-    Compares a checksum of each tensor: its bits as whole numbers, weighted by place, summed modulo 2**64.
+    The same list on all ranks. Sends at most 16 bytes for each tensor: it compares a checksum, the bits of the elements
+    as integers, weighted by their places and summed modulo 2**64. No copy has more than 2**20 integers; the module
+    stays as it is.
     """
     named, numbers = [*module.named_parameters(), *module.named_buffers()], []
     for _, tensor in named:
@@ -232,11 +237,12 @@ def out_of_step(module: nn.Module, group=None) -> list[str]:
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
 
+# exercise 04.11
 def overlap_ratio(tokens: int, dp: int, bandwidth: float, peak: float, gradient_bytes: int = 2) -> float:
-    """Time of the gradients' all-reduce over that of the backward beside it; up to 1 it can be hidden.
+    """Return the time of the gradients' all-reduce over that of the backward beside it; up to 1 it can be hidden.
 
-    tokens: of one GPU's (last) micro-batch; bandwidth: bytes a second of a GPU (bus bandwidth); peak: floating-point
-    operations a second. The Ultra-Scale Playbook, appendix A3, corrected: the parameters cancel.
+    tokens: of one GPU's (last) micro-batch; bandwidth: bytes per second of a GPU (bus bandwidth); peak: floating-point
+    operations per second. The Ultra-Scale Playbook, appendix A3, corrected: the parameters cancel.
     """
     return gradient_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
 

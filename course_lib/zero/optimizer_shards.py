@@ -129,6 +129,7 @@ class ShardReducer(Reducer):
         """Take a gradient that backward has made; `final`: send it once its bucket is full."""
         if parameter not in self.bucket_of[parameter].missing:
             self.finish()  # that was the backward before
+        self.check_gradient(parameter)
         super().add(parameter, final)
 
 # %% ../../notebooks/05_zero.ipynb #optimizer-shard
