@@ -1,4 +1,4 @@
-"""scripts/reshape.py: a workbook of the old shape is updated to the new one, and no line of a learner is lost. No GPU."""
+"""scripts/reshape.py: a workbook of the old shape is updated to the new one, and no line of a learner is lost."""
 
 import copy
 import random
