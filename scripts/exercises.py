@@ -12,18 +12,11 @@ from pathlib import Path
 
 from course_kit.exercises import notes
 from course_kit.exercises.saved import digest_of_cells, exercise_cells, exercise_of
-from export import NOTEBOOKS, ROOT, ExportError, kept_lines, read_notebook
+from export import NOTEBOOKS, ROOT, ExportError, kept_lines, program_of, read_notebook
 
 PROGRESS = ROOT / "workbook" / notes.FOLDER
 STARRED = re.compile(r"^### Exercise (\d\d\.\d+) .*\n\*★", re.MULTILINE)  # those of the short path
 BLANK = "raise NotImplementedError()"  # nbgrader's, in an exercise that has no answer yet
-
-
-def program(notebook: dict) -> str | None:
-    """The module whose main the launcher starts, as a notebook's metadata say; None for a notebook of the old shape."""
-    course = notebook.get("metadata", {}).get("course", {})
-    found = course.get("program") if isinstance(course, dict) else None
-    return found if isinstance(found, str) and found else None
 
 
 def exercise_name(cell: dict, kind: str) -> str | None:
@@ -51,7 +44,7 @@ def solution(name: str, notebooks: Path) -> str:
         notebook = read_notebook(path)
         found = exercise_cells(notebook)
         if name in found:
-            return "\n\n".join(answer(name, path, cell, program(notebook) is not None) for cell in found[name])
+            return "\n\n".join(answer(name, path, cell, program_of(notebook) is not None) for cell in found[name])
         others += found
     if not paths:
         raise ExportError(f"there is no notebook {name[:2]} in {notebooks}")
@@ -97,7 +90,7 @@ def progress(notebooks: Path, folder: Path) -> str:
         notebook = read_notebook(path)
         short, mine = starred(notebook), learners_exercises(folder.parent / path.name)
         for name in exercises(notebook):
-            found = state(name, mine.get(name, []), folder.parent, program(notebook) is not None)
+            found = state(name, mine.get(name, []), folder.parent, program_of(notebook) is not None)
             names[found].append(f"{name}★" if name in short else name)
         lines.append(f"{path.stem}: {len(names['passes'])} of {sum(map(len, names.values()))} exercises pass")
         hints = {"changed": " (since they passed: run their checks again)"}

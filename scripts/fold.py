@@ -19,8 +19,7 @@ from pathlib import Path
 import nbformat
 
 from course_kit.exercises.saved import exercise_of
-from exercises import program
-from export import DIRECTIVE, ExportError, plain_directives, read_notebook, write_atomically
+from export import DIRECTIVE, ExportError, plain_directives, program_of, read_notebook, write_atomically
 
 TAG, OPEN = "hide-input", "show-input"
 FIGURE_LINES = 6
@@ -98,7 +97,7 @@ def mark(cell: nbformat.NotebookNode, folded: bool) -> None:
 
 def fold(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
     """Fold and unfold the notebook's cells by the rule, in place; returns it."""
-    new_shape = program(notebook) is not None
+    new_shape = program_of(notebook) is not None
     for cell in notebook["cells"]:
         folded = is_folded(cell, new_shape)
         mark(cell, folded)

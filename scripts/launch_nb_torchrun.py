@@ -7,6 +7,7 @@ anything is written. Exit status: 0; 1 where a rank failed; 2 where the launch c
 """
 
 import argparse
+import functools
 import importlib.util
 import os
 import shlex
@@ -41,14 +42,17 @@ def own_options() -> argparse.ArgumentParser:
     add("--no-export", action="store_true", help="run what is exported, whatever the notebook says now")
     add("--reference", action="append", default=[], metavar="NN",
         help="take chapter NN from the reference, not from workbook/; may be repeated")
+    add("--unchecked", action="store_true",
+        help="take your answers whose checks have not passed as well (in notebooks of the new shape)")
     add("--dry-run", action="store_true", help="print the torchrun command, or the sbatch script, and do nothing")
     add("--slurm", metavar=slurm.FORM,
         help="write an sbatch script to runs/slurm/, and submit it where there is Slurm; cpus: cores for each GPU")
     return parser
 
 
+@functools.cache
 def nbdev_found() -> bool:
-    """Whether this machine can export; a bare cluster node has no nbdev."""
+    """Whether this machine can export notebooks of the old shape; a bare cluster node has no nbdev."""
     try:
         import nbdev.export  # noqa: F401
     except ImportError:
@@ -83,8 +87,12 @@ def export(program: Program) -> None:
         raise LaunchError(f"cannot export to {shown(program.library)}: {error.strerror}") from None
     if program.taken:
         say(f"still blank, taken from the reference: {', '.join(program.taken)}")
+    if program.refused:
+        refused = ", ".join(f"{name} ({why})" for name, why in program.refused.items())
+        say(f"taken from the reference as well: {refused}; run the checks, or use --unchecked")
     if program.overlay:
-        say(f"your own work is that of {' and '.join(program.own) or 'no notebook yet'}; all else is the reference's")
+        own = " and ".join(filter(None, [", ".join(program.own[:-1]), *program.own[-1:]])) or "no notebook yet"
+        say(f"your own work is that of {own}; all else is the reference's")
 
 
 def torchrun_command(torchrun: list[str], program: Program, options: list[str]) -> list[str]:
@@ -103,7 +111,8 @@ def slurm_script(own: argparse.Namespace, torchrun: list[str], program: Program,
     if set_there:
         raise LaunchError(f"--slurm sets --{min(set_there).replace('_', '-')} itself: leave it out")
     command = [sys.executable, str(Path(__file__).resolve()), str(program.path.resolve())]
-    more = [word for chapter in own.reference for word in ("--reference", chapter)] + torchrun
+    more = [word for chapter in own.reference for word in ("--reference", chapter)]
+    more += ["--unchecked"] * own.unchecked + torchrun
     more += ["--", *options] if options else []
     restarts = arguments(torchrun).max_restarts > 0
     return slurm.script(slurm.parse(own.slurm), program.path.stem, command, more, restarts)
@@ -116,7 +125,7 @@ def launch(argv: list[str]) -> int:
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(f"{sys.executable} has no PyTorch: start the launcher with the Python of .venv")
     notebook, torchrun = split_notebook(rest)
-    program = read_program(notebook, own.reference, export=not own.no_export and nbdev_found())
+    program = read_program(notebook, own.reference, not own.no_export, own.unchecked, nbdev_found)
     if own.slurm:
         printed = script = slurm_script(own, torchrun, program, options)
     else:

@@ -33,8 +33,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from course_kit.exercises.saved import exercise_of
-from exercises import program
-from export import NOTEBOOKS, ROOT, ExportError, read_notebook, write_atomically
+from export import NOTEBOOKS, ROOT, ExportError, program_of, read_notebook, write_atomically
 from reshape import has_new_shape, is_value, reshape
 
 WORKBOOK = ROOT / "workbook"
@@ -67,7 +66,7 @@ def blank_notebook(path: Path) -> dict:
     except (RuntimeError, ValidationError) as error:
         raise ExportError(f"{path}: nbgrader cannot make it blank: {error}") from None
     notebook = json.loads(json.dumps(notebook))  # plain dicts again
-    if program(notebook):
+    if program_of(notebook):
         go_on_after_failures(notebook)
     notebook["metadata"].setdefault("course", {})["base"] = stamp(notebook)
     return notebook

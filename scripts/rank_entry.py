@@ -32,6 +32,7 @@ import time
 import traceback
 from pathlib import Path
 
+from launcher.copies import fits
 from launcher.other_nodes import OtherNodes, job_here
 from launcher.reports import describe, write_report
 from launcher.round_store import round_store
@@ -42,9 +43,9 @@ GRACE_S = 5.0  # how long a rank that only lost its peer waits for the peer to s
 
 
 class LearnersModules:
-    """Import finder: modules that lie in the overlay, save for those of `reference_modules`; all others are the
-    reference's. What has its name from a package of the reference has to be one: an overlay of a time before packages
-    has other modules.
+    """Import finder: modules that lie in the overlay and fit the reference's, save for `reference_modules`; all others
+    are the reference's. What has its name from a package of the reference has to be one: an overlay of a time before
+    packages has other modules.
     """
 
     def __init__(self, overlay: Path, reference: Path, reference_modules: list[str]):
@@ -57,10 +58,10 @@ class LearnersModules:
             return None
         own, theirs = (folder.joinpath(*parts) for folder in (self.overlay, self.reference))
         if theirs.is_dir():
-            file, places = own / "__init__.py", [str(own), str(theirs)]
+            file, original, places = own / "__init__.py", theirs / "__init__.py", [str(own), str(theirs)]
         else:
-            file, places = own.with_suffix(".py"), None
-        if not file.is_file():
+            file, original, places = own.with_suffix(".py"), theirs.with_suffix(".py"), None
+        if not file.is_file() or not fits(file, original):
             return None
         return importlib.util.spec_from_file_location(name, file, submodule_search_locations=places)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from course_kit.exercises.cells import BLANK, CellError, Definition, ExportedCell, read
 from course_kit.exercises.saved import exercise_of
 from course_kit.exercises.splice import definitions
-from exercises import program
+from export import program_of
 
 JOINED = "\n\n\n"
 
@@ -160,7 +160,7 @@ def annotated(text: str, cls: str | None) -> str:
 
 def has_new_shape(base: dict | None, learner: dict, course: dict) -> bool:
     """Whether the course's notebook has the new shape, and what the learner was handed out has not."""
-    return program(course) is not None and program(base or learner) is None
+    return program_of(course) is not None and program_of(base or learner) is None
 
 
 @dataclass

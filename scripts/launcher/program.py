@@ -2,8 +2,9 @@
 
 A notebook of notebooks/ exports to course_lib/. A learner's notebook of workbook/ exports to workbook/course_lib, which
 is laid over course_lib; a cell that is still blank is taken, by its id, from the notebook of the same name in
-notebooks/. With it go the learner's notebooks before it: a job runs all that a learner has built so far. Nothing here
-writes.
+notebooks/. Of a notebook of the new shape, the answers that have passed are spliced into copies of the library's
+modules (answers.py). With it go the learner's notebooks before it: a job runs all that a learner has built so far.
+Nothing here writes.
 """
 
 import ast
@@ -13,12 +14,14 @@ import importlib.abc
 import importlib.util
 import io
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from course_kit.exercises.cells import BLANK, CellError
+from course_kit.exercises.saved import CELL_ID
+from course_kit.exercises.splice import splice
 from export import (
     LIBRARY,
     NOTEBOOKS,
@@ -28,19 +31,23 @@ from export import (
     default_module,
     directive,
     exported_cells,
+    formatted,
+    hand_written_text,
     imported_as,
     kept_lines,
     module_file,
     module_texts,
+    owner_of,
+    program_of,
     read_notebook,
+    spliced_cells,
 )
+from launcher.answers import Answers, copies, has_answer_of
 from launcher.first_error import shown, told
 from launcher.reports import describe
 from rank_entry import open_library
 
 WORKBOOK = ROOT / "workbook"
-BLANK = re.compile(r"^[ \t]*# YOUR CODE HERE[ \t]*\n[ \t]*raise NotImplementedError\(\)", re.MULTILINE)
-EXERCISE = re.compile(r"ex-(\d+)-(\d+)")
 
 
 class LaunchError(ValueError):
@@ -56,8 +63,9 @@ class Program:
     module: str  # the one whose main is started
     library: Path  # the folder that its modules go to
     texts: dict[str, str]  # what they shall hold; without export, what they do hold
-    own: list[str]  # the learner's notebooks that differ from the reference, by chapter
+    own: list[str]  # the learner's work: exercises, and chapters of the old shape that differ from the reference
     taken: list[str]  # what is still blank there, for the reader: exercises, or whole chapters
+    refused: dict[str, str]  # exercises that are the reference's as well: why
     reference_modules: list[str]  # not to be taken from the learner
 
     @property
@@ -71,30 +79,68 @@ class Program:
         return course.get("nproc_per_node") if isinstance(course, dict) else None
 
 
-def read_program(argument: str, chapters: list[str], export: bool) -> Program:
-    """The program of the notebook that the user named. `chapters`: those to take from the reference."""
+def read_program(
+    argument: str, chapters: list[str], export: bool, unchecked: bool = False, has_nbdev: Callable[[], bool] = bool
+) -> Program:
+    """The program of the notebook that the user named. `chapters`: those to take from the reference; unchecked: take a
+    learner's answers whose checks have not passed as well; has_nbdev: asked only where a notebook cannot be exported
+    without it.
+    """
     notebook = read_notebook(Path(argument))
     folder, name = Path(argument).resolve().parent, Path(argument).resolve().name
     if folder not in (NOTEBOOKS, WORKBOOK):
         raise LaunchError(f"{argument} is not of this course: neither in {shown(NOTEBOOKS)} nor in {shown(WORKBOOK)}")
     if not LIBRARY.is_dir():
         raise LaunchError(f"there is no {shown(LIBRARY)}: 'python scripts/export.py' makes it")
-    if chapters and folder == NOTEBOOKS:
-        raise LaunchError("--reference is for a notebook of workbook/: one of notebooks/ has nothing but the reference")
+    for option, given in (("--reference", chapters), ("--unchecked", unchecked)):
+        if given and folder == NOTEBOOKS:
+            raise LaunchError(
+                f"{option} is for a notebook of workbook/: one of notebooks/ has nothing but the reference"
+            )
     path = Path(os.path.relpath(folder / name))
     library = LIBRARY if folder == NOTEBOOKS else WORKBOOK / LIBRARY.name
-    module, own, taken = default_module(notebook), [], []
-    if not export:
-        texts = standing_texts(notebook, path, library)
-    elif folder == NOTEBOOKS:
-        texts = module_texts(notebook, path, library)
-    else:
-        texts, own, taken = learners_texts(notebook, path, chapters)
+    module, work = program_of(notebook) or default_module(notebook), Work({}, [], [], Answers(LIBRARY, unchecked))
+    if not isinstance(module, str | None):
+        raise LaunchError(f"{path}: the program that its metadata name is no module: {module!r}")
     if folder == WORKBOOK:
-        texts.pop("__init__", None)  # the package is the reference's; the learner's modules lie over its own
-    if not defines_main(texts.get(module) or library_text(module)):
+        work = learners_work(notebook, path, chapters, export, unchecked, has_nbdev)
+    elif program_of(notebook):
+        work.texts = spliced_modules(notebook, path) if export else {}
+    else:
+        export = export and has_nbdev()
+        work.texts = module_texts(notebook, path, library) if export else standing_texts(notebook, path, library)
+    if folder == WORKBOOK:
+        work.texts.pop("__init__", None)  # the package is the reference's; the learner's modules lie over its own
+    if not defines_main(work.texts.get(module) or library_text(module)):
         raise LaunchError(f"{path}: its module '{module}' has no function main: nothing to start")
-    return Program(path, notebook, module, library, texts, own, taken, modules_of(chapters))
+    answers = work.answers
+    own, taken = sorted(work.own + answers.taken, key=place), work.taken + answers.blank
+    not_taken = modules_of(chapters) + passed_over(library, chapters, work.texts if export else None)
+    return Program(path, notebook, module, library, work.texts, own, taken, answers.refused, not_taken)
+
+
+def spliced_modules(notebook: dict, path: Path) -> dict[str, str]:
+    """The modules that a notebook of the new shape changes, as `make export` writes them."""
+    texts = {}
+    for cell in spliced_cells(notebook, path):
+        text = texts.get(cell.module) or hand_written_text(cell.module, f"{path}: cell {cell.name}", LIBRARY)
+        try:
+            texts[cell.module] = splice(text, cell, owner_of(cell, path))
+        except CellError as error:
+            raise ExportError(f"{path}: {error}") from None
+    standing = {name: library_text(name) for name in texts}
+    return {name: formatted(text) for name, text in texts.items() if formatted(text) != formatted(standing[name])}
+
+
+def passed_over(library: Path, chapters: list[str], texts: dict[str, str] | None) -> list[str]:
+    """The copies in a learner's library that this launch does not run: those that are none of `texts`; where nothing is
+    exported (None), those that hold an answer of one of these chapters.
+    """
+    if library == LIBRARY:
+        return []
+    new = [each[:2] for each in chapters]
+    there = copies(library).items()
+    return [name for name, text in there if (name not in texts if texts is not None else has_answer_of(text, new))]
 
 
 def library_text(module: str | None) -> str:
@@ -103,29 +149,61 @@ def library_text(module: str | None) -> str:
     return file.read_text(encoding="utf-8") if file and file.is_file() else ""
 
 
-def learners_texts(notebook: dict, path: Path, chapters: list[str]) -> tuple[dict[str, str], list[str], list[str]]:
-    """What the modules of a learner's notebook, and of those before it, shall hold; the chapters that are the learner's
-    own work, and what is blank in them. Before it: notebooks of lower names that the reference has too, without the
-    named chapters.
+@dataclass
+class Work:
+    """What a learner has built: modules of notebooks of the old shape, and answers to exercises of the new one."""
+
+    texts: dict[str, str]  # of modules
+    own: list[str]  # notebooks of the old shape that differ from the reference, by chapter
+    taken: list[str]  # what is blank in them
+    answers: Answers
+
+
+def learners_work(
+    notebook: dict, path: Path, chapters: list[str], export: bool, unchecked: bool, has_nbdev: Callable[[], bool]
+) -> Work:
+    """What a learner has built in a notebook and in those before it: notebooks of lower names that the reference has
+    too, without the named chapters.
     """
-    library, texts, own, taken = WORKBOOK / LIBRARY.name, {}, [], []
+    library, work = WORKBOOK / LIBRARY.name, Work({}, [], [], Answers(LIBRARY, unchecked))
     earlier = [found for found in sorted(WORKBOOK.glob("*.ipynb")) if found.name < path.name]
     earlier = [found for found in earlier if (NOTEBOOKS / found.name).exists() and not is_of(found, chapters)]
     for each in [*(Path(os.path.relpath(found)) for found in earlier), path]:
         try:
-            content = notebook if each == path else read_notebook(each)
-            exercises = [cell["id"] for _, cell in exported_cells(content) if EXERCISE.fullmatch(cell.get("id", ""))]
-            blank = fill_blanks(content, each)
-            made = module_texts(content, each, library)
+            content = notebook if each == path else read_notebook(each) if export else {}
+            if each == path or export:
+                check_shape(content, each)
+            if content and program_of(content):
+                if export and not is_of(each, chapters):
+                    work.answers.add(content, each)
+            elif export and has_nbdev():
+                add_old(work, content, each, each == path)
+            elif each == path:
+                work.texts |= standing_texts(content, each, library)
         except (ExportError, LaunchError) as error:
             hint = "" if each == path else f" (--reference {chapter(each)} leaves this chapter out)"
             raise LaunchError(f"{error}{hint}") from None
-        texts |= name_origin(made, blank, each, library)
-        differs = differs_from_reference(content, each)
-        own += [chapter(each)] if differs else []
-        if differs or each == path:
-            taken += [f"all of {chapter(each)}"] if len(blank) == len(exercises) > 1 else map(exercise, blank)
-    return texts, own, taken
+    work.texts |= work.answers.texts()
+    return work
+
+
+def check_shape(notebook: dict, path: Path) -> None:
+    """Raise LaunchError for a learner's notebook of the old shape where the course's has the new one."""
+    reference = NOTEBOOKS / path.name
+    if program_of(notebook) is None and reference.exists() and program_of(read_notebook(reference)):
+        raise LaunchError(f"{path} is of an older course: 'make workbook' brings it up to date, and keeps your work")
+
+
+def add_old(work: Work, content: dict, path: Path, launched: bool) -> None:
+    """Add the modules of a learner's notebook of the old shape, blanks filled. launched: is it the one to launch."""
+    library = WORKBOOK / LIBRARY.name
+    exercises = [cell["id"] for _, cell in exported_cells(content) if CELL_ID.fullmatch(cell.get("id", ""))]
+    blank = fill_blanks(content, path)
+    work.texts |= name_origin(module_texts(content, path, library), blank, path, library)
+    differs = differs_from_reference(content, path)
+    work.own += [chapter(path)] if differs else []
+    if differs or launched:
+        work.taken += [f"all of {chapter(path)}"] if len(blank) == len(exercises) > 1 else map(exercise, blank)
 
 
 def differs_from_reference(notebook: dict, path: Path) -> bool:
@@ -138,7 +216,9 @@ def differs_from_reference(notebook: dict, path: Path) -> bool:
 
 
 def module_names(notebook: dict) -> list[str]:
-    """The modules that a notebook exports to."""
+    """The modules that a notebook of the old shape exports to; none of one of the new shape, which shares them."""
+    if program_of(notebook):
+        return []
     names = [directive(cell["source"], "export") or default_module(notebook) for _, cell in exported_cells(notebook)]
     return sorted({name for name in names if name})
 
@@ -201,10 +281,16 @@ def is_of(path: Path, chapters: list[str]) -> bool:
     return chapter(path) in chapters or chapter(path)[:2] in chapters
 
 
+def place(name: str) -> tuple[str, int]:
+    """Where a chapter, "05", or an exercise, "04.10", stands in the course."""
+    start, _, number = name.partition(".")
+    return start, int(number or 0)
+
+
 def exercise(cell_id: str) -> str:
     """A cell as the course calls it: '01.2 (ex-01-2)' for an exercise, else its id."""
-    found = EXERCISE.fullmatch(cell_id)
-    return f"{found[1]}.{found[2]} ({cell_id})" if found else cell_id
+    found = CELL_ID.fullmatch(cell_id)
+    return f"{found['chapter']}.{found['number']} ({cell_id})" if found else cell_id
 
 
 def parse(parser: Callable, words: object, who: object) -> object:

@@ -12,8 +12,7 @@ import pytest
 import clean
 import edit
 import fold
-from exercises import program
-from export import directive, plain_directives
+from export import directive, plain_directives, program_of
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -191,7 +190,7 @@ def test_a_reader_sees_90_cells_at_most_and_no_code_longer_than_a_screen(path):
     """Of a notebook of the new shape, which folds little, 110."""
     notebook = nbformat.read(path, as_version=4)
     seen = [cell for cell in notebook.cells if fold.TAG not in cell.metadata.get("tags", [])]
-    most = 110 if program(notebook) else 90
+    most = 110 if program_of(notebook) else 90
     assert len(seen) <= most, f"{len(seen)} cells: what is beyond {most} goes to a second notebook"
     long = [cell.id for cell in seen if cell.cell_type == "code" and len(cell.source.splitlines()) > fold.LONGEST]
     assert not long, f"more than {fold.LONGEST} lines: {long}"

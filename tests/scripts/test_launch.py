@@ -23,6 +23,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+FIRST = "notebooks/06_base.ipynb"
 TOY, LEARNERS = "notebooks/07_toy.ipynb", "workbook/07_toy.ipynb"
 PATIENCE_S = 300  # a deadline for what hangs; a launch takes less than a tenth of it on a quiet machine
 
@@ -130,7 +131,7 @@ def make_course(folder: Path) -> Path:
         (folder / name).mkdir(parents=True)
     shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "course_lib" / "__init__.py").write_text("")
-    (folder / "course_lib" / "base.py").write_text("def scale():\n    return 1\n")
+    (folder / "course_lib" / "base.py").write_text(f"# %% ../{FIRST} #a\ndef scale():\n    return 1\n")
     (folder / "notebooks" / "06_base.ipynb").write_text(notebook(cell("name", "#| default_exp base"), cell("a", BASE)))
     (folder / TOY).write_text(toy())
     (folder / LEARNERS).write_text(toy(BLANK))
@@ -148,10 +149,9 @@ def snapshot(folder: Path) -> dict:
 # --- without ranks: the launcher inside this process
 
 
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    """The launcher of a toy course, imported here: `launcher.module` and its folder, `launcher.course`."""
-    course = make_course(tmp_path_factory.mktemp("course"))
+@contextlib.contextmanager
+def loaded_launcher(course: Path):
+    """The launcher of a course, imported here: `module`, and the course's folder, `course`."""
     ours = {file.stem for file in (course / "scripts").glob("*.py")} | {"launcher"}
 
     def loaded():
@@ -169,6 +169,13 @@ def launcher(tmp_path_factory):
         del sys.modules[name]
     sys.modules.update(before)
     sys.path[:], sys.dont_write_bytecode = path, bytecode
+
+
+@pytest.fixture(scope="module")
+def launcher(tmp_path_factory):
+    """The launcher of a toy course."""
+    with loaded_launcher(make_course(tmp_path_factory.mktemp("course"))) as loaded:
+        yield loaded
 
 
 @pytest.fixture
@@ -325,7 +332,7 @@ def test_a_chapters_second_part_starts_the_program_of_the_first(launch, course):
     library = course / "course_lib" / "base.py"
     exported = library.read_text()
     assert "no function main" in launch("notebooks/06b_more.ipynb", "--dry-run")[2]
-    library.write_text(BASE)
+    library.write_text(f"# %% ../{FIRST} #a\n{BASE}")
     before = snapshot(course)
     status, out, err = launch("notebooks/06b_more.ipynb", "--dry-run")
     assert status == 0 and not err and "rank_entry.py base\n" in out
@@ -430,7 +437,7 @@ def test_the_learners_modules_lie_over_the_reference(launch, course):
     """Chapter 06 is the learner's too, once exported; --reference leaves it out."""
     own = course / "workbook" / "course_lib"
     own.mkdir()
-    (own / "base.py").write_text("def scale():\n    return 100\n")
+    (own / "base.py").write_text("# %% ../06_base.ipynb #a\ndef scale():\n    return 100\n")
     code = (
         "import sys; from rank_entry import open_library; from pathlib import Path; "
         "open_library(Path(sys.argv[1]), sys.argv[2:]); import course_lib.base; print(course_lib.base.scale())"

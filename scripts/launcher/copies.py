@@ -1,0 +1,39 @@
+"""Which modules of a learner's library may lie over the course's: ranks look at each file before they import it.
+
+A copy of a hand-written module, with a learner's answers in it, says in its first line which text it was made from; it
+lies over that text and no other. A module that a notebook exports as a whole lies over one of its kind. So what a
+launch of an older course has left behind is passed over.
+"""
+
+import hashlib
+import re
+from pathlib import Path
+
+HEADER = re.compile(r"# A copy of \S+ \((?P<digest>[0-9a-f]{12})\), with answers of yours; a launch writes it\.")
+BLOCK = re.compile(r"^# %% \S+\.ipynb #\S+$", re.MULTILINE)
+
+
+def digest(text: str) -> str:
+    """A short hash of a module's text."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+
+
+def headed(text: str, name: str, original: str) -> str:
+    """A copy of the module `name`, which says what it was made from."""
+    file = f"course_lib/{name.replace('.', '/')}.py"
+    return f"# A copy of {file} ({digest(original)}), with answers of yours; a launch writes it.\n{text}"
+
+
+def is_copy(text: str) -> bool:
+    """Whether this is the text of a copy."""
+    return HEADER.match(text) is not None
+
+
+def fits(own: Path, reference: Path) -> bool:
+    """Whether the learner's file may lie over the reference's; one that the reference has not is the learner's own."""
+    if not reference.is_file():
+        return True
+    text, original = own.read_text(encoding="utf-8"), reference.read_text(encoding="utf-8")
+    if header := HEADER.match(text):
+        return header["digest"] == digest(original)
+    return bool(BLOCK.search(original)) or not BLOCK.search(text)
