@@ -25,6 +25,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+import make_workbook
 from headless import browser, needs_browser
 from needed_cells import needed_cells
 
@@ -175,6 +176,25 @@ def test_from_the_welcome_page_to_a_slider_that_moves_the_picture(learner):
     assert not driver.find_elements(By.CSS_SELECTOR, ".jp-Dialog, .Toastify__toast"), "news, or a question"
     before = picture(driver)
     wait.until(lambda _: moves_the_picture(driver, before))
+
+
+@needs_browser
+def test_a_notebook_opens_without_a_change_and_run_all_goes_on_below_a_failing_check(learner):
+    """JupyterLab puts a dot on the tab of a notebook that differs from its file; a workbook's checks bear a tag."""
+    driver, workbook, wait, run_all = learner
+    lab = driver.current_url.partition("/lab")[0] + "/lab/tree/"
+    notebook = nbformat.v4.new_notebook(metadata=nbformat.read(workbook / "02_recompute.ipynb", as_version=4).metadata)
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in ("1 / 0", "print('it ' + 'goes on')")]
+    notebook.cells[0].metadata.tags = [make_workbook.GOES_ON]
+    nbformat.write(notebook, workbook / "fails.ipynb")
+    driver.get(f"{lab}02_recompute.ipynb?reset")
+    wait.until(lambda _: "| Idle" in driver.find_element(By.ID, "jp-main-statusbar").text)
+    time.sleep(2)  # JupyterLab asks the kernel for its language, and writes it down
+    assert not driver.find_elements(By.CSS_SELECTOR, ".lm-DockPanel-tabBar .jp-mod-dirty")
+    driver.get(f"{lab}fails.ipynb?reset")
+    run_all()
+    wait.until(lambda _: "it goes on" in driver.find_element(By.CSS_SELECTOR, ".jp-NotebookPanel").text)
+    assert driver.find_elements(By.CSS_SELECTOR, ".lm-DockPanel-tabBar .jp-mod-dirty"), "this is how it shows a change"
 
 
 def makers_of_widgets() -> set[str]:

@@ -18,11 +18,12 @@ from nbgrader.preprocessors import Execute
 
 import tiny_course
 from course_kit.checks.grading import RunEveryCell
+from course_kit.exercises.saved import exercise_cells
 from exercises import BLANK, exercise_name, exercises
 from make_course import make_course, nbgrader_at
-from make_workbook import blank_notebook
+from make_workbook import GOES_ON, blank_notebook
 from needed_cells import needed_cells
-from tiny_course import ROOT, read, text
+from tiny_course import NEW, ROOT, read, text
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WITH_RANKS = "14b_fp8"  # the cheapest one
@@ -76,7 +77,7 @@ class Course:
     def solutions(self, name: str) -> dict[str, str]:
         """The reference's exercises, by cell id and in their order."""
         source = read(self.folder / "source" / name / f"{name}.ipynb")
-        return {cell["id"]: cell["source"] for cell in exercises(source).values()}
+        return {cell["id"]: cell["source"] for cells in exercise_cells(source).values() for cell in cells}
 
     def points(self, name: str, submissions: dict[str, dict]) -> dict[str, dict[str, float]]:
         """What nbgrader gives each student's notebook, by check."""
@@ -150,7 +151,8 @@ def test_a_release_shows_no_solution(course):
         added = collections.Counter(line for cell in cells for line in cell["source"].splitlines()) - shown
         assert {line.strip() for line in added} == {"# YOUR CODE HERE", BLANK}, path.stem
         assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells), path.stem
-        assert all(BLANK in cell["source"] for cell in exercises({"cells": cells}).values()), path.stem
+        every = [cell for found in exercise_cells({"cells": cells}).values() for cell in found]
+        assert all(BLANK in cell["source"] for cell in every), path.stem
 
 
 def test_a_learner_cannot_edit_the_checks_of_a_release(course):
@@ -160,8 +162,10 @@ def test_a_learner_cannot_edit_the_checks_of_a_release(course):
 
 
 def test_workbooks_hold_the_cells_that_nbgrader_releases(course):
-    def without_points(metadata):  # which are part of the checksum
-        return {**metadata, "nbgrader": {**metadata.get("nbgrader", {}), "points": None, "checksum": None}}
+    def without_points(metadata):  # which are part of the checksum; nor the tag by which Run All goes on in a workbook
+        tags = [tag for tag in metadata.get("tags", []) if tag != GOES_ON]
+        nbgrader = {**metadata.get("nbgrader", {}), "points": None, "checksum": None}
+        return {**metadata, "tags": tags, "nbgrader": nbgrader}
 
     def shown(notebook):
         cells = notebook["cells"]
@@ -205,6 +209,41 @@ def test_what_one_exercise_does_costs_no_points_of_another(tmp_path):
         "dies-and-hangs": {"check-01-1": 0, "check-01-2": 0, "check-01-3": 3},
         "warns-quits-and-skips-checks": {"check-01-1": 1, "check-01-2": 2, "check-01-3": 0},
     }
+
+
+def test_a_notebook_of_the_new_shape_gets_the_points_of_what_is_solved(tmp_path, monkeypatch):
+    """Blank and broken answers, one that ends the kernel, and checks of a workbook, whose failures are let by, take no
+    points from others: the reference stands for them.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    tiny_course.write_library(tmp_path)
+    tiny_course.write_kit(tmp_path)
+    tiny_course.write(tmp_path / "notebooks" / f"{NEW}.ipynb", tiny_course.new_cells(), tiny_course.PROGRAM)
+    course = Course(tmp_path / "notebooks", tmp_path / "course")
+    released = course.released(NEW)
+    assert worth(released) == {"check-02-1": 1, "check-02-2": 2, "check-02-3": 3, "check-02-4": 4}
+    assert not any(GOES_ON in cell["metadata"].get("tags", []) for cell in released["cells"])
+    solutions = course.solutions(NEW)
+    assert [*solutions] == ["ex-02-1", "ex-02-2", "ex-02-3", "ex-02-3b", "ex-02-4"]
+    wrong = {
+        "ex-02-1": "#| export counters.numbers\ndef square(number\n",
+        "ex-02-2": "#| export counters.counter:Counter\ndef add(self: Counter, n):\n    import os\n    os._exit(1)",
+        "ex-02-4": "# YOUR CODE HERE\nraise NotImplementedError()",
+    }
+    of_workbook = course.answered(NEW, solutions | wrong)
+    for cell in of_workbook["cells"]:
+        if exercise_name(cell, "check"):
+            cell["metadata"]["tags"] = [GOES_ON]
+    submissions = {
+        "solved": course.answered(NEW, solutions),
+        "blank": course.answered(NEW, {}),
+        "wrong": of_workbook,
+    }
+    points = course.points(NEW, submissions)
+    of = {name: [*found.values()] for name, found in points.items()}
+    assert of["solved"] == [1, 2, 3, 4], course.failures(NEW, "solved")
+    assert of["blank"] == [0, 0, 0, 0]
+    assert of["wrong"] == [0, 0, 3, 0], course.failures(NEW, "wrong")
 
 
 def test_a_graded_folder_whose_project_has_moved_gets_new_links(tmp_path, monkeypatch):
