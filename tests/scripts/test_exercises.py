@@ -1,4 +1,5 @@
-"""Every exercise of every notebook: its check advises on the blank, catches wrong answers and passes right ones.
+"""Every exercise of every notebook of the old shape: its check advises on the blank, catches wrong answers and passes
+right ones. (test_answers.py tries those of the new shape.)
 
 A notebook runs once, in one kernel: its checks and the cells that they depend on (`needed_cells`), those tagged
 measurement left out; nbmake runs all of it. At each check the exercise is put in blank, then as each wrong answer of
@@ -12,10 +13,8 @@ Needs no GPU.
 import ast
 import json
 import os
-import re
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,51 +22,33 @@ from jupyter_client.manager import start_new_kernel
 
 import tiny_course
 from exercises import exercise_name, exercises
-from export import chapter, read_notebook
+from export import chapter, program_of, read_notebook
 from make_workbook import blank_notebook
 from needed_cells import bound_names, needed_cells
 from tiny_course import ROOT, code
+from verdicts import Failure, answer_faults, blank_faults
+from written_answers import read_answers
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+OLD_SHAPE = [path for path in NOTEBOOKS if not program_of(read_notebook(path))]
 WRONG, RIGHT = (ROOT / "tests" / kind for kind in ("wrong_answers", "right_answers"))
-FEWEST = {"wrong": 3, "right": 1}
-HEADING = re.compile(r"^# %% (\d\d\.\d+) (\S.*)$")
 CELL_LIMIT_S = 100  # against a hang: none takes a tenth of it
 HANGS_S = 1.5  # the deadline of an answer that is said to hang: a learner's is longer, and nobody learns from this one
 
-# Runs in the kernel: what the last cell raised, as the fields of Failure. `check` raises an AssertionError of its own
-# kind for every error; where the one behind it is no assertion, the answer crashed and the check only reported it. A
-# timeout is a verdict too: the check's deadline caught an answer that hangs, and where each rank waits is the advice.
-# Nobody reads the tracebacks, and in colour they take longer than most checks.
-LAST_ERROR = """
+# Runs in the kernel: what the last cell raised, as the fields of Failure. Nobody reads the tracebacks, and in colour
+# they take longer than most checks.
+LAST_ERROR = f"""
 get_ipython().run_line_magic("xmode", "Minimal")
 
 def _last_error():
     import sys
 
-    error = sys.last_value
-    behind = None if type(error) is AssertionError else error.__cause__ or error.__context__
-    is_advice = isinstance(error, AssertionError)
-    is_verdict = is_advice and isinstance(behind or error, (AssertionError, TimeoutError))
-    return [is_verdict, is_advice, type(behind if is_advice and behind else error).__name__, str(error)]
+    sys.path.append({str(Path(__file__).parent)!r})
+    from verdicts import failure_of
+    sys.path.pop()
+    failure = failure_of(sys.last_value)
+    return [failure.is_verdict, failure.is_advice, failure.kind, failure.message]
 """
-
-
-@dataclass
-class Failure:
-    """How a cell failed."""
-
-    is_verdict: bool  # an assertion of the check's own, or its deadline
-    is_advice: bool  # an assertion, whatever lies behind it
-    kind: str  # the type of the error, or of the one behind it
-    message: str
-
-    def __str__(self) -> str:
-        return f"{self.kind}: {self.message.splitlines()[0] if self.message else 'without a message'}"
-
-    def words(self) -> int:
-        """How many words the message has, the exercise's name left out."""
-        return len(re.findall(r"\w+", re.sub(r"^Exercise \d\d\.\d+", "", self.message)))
 
 
 class Kernel:
@@ -131,27 +112,6 @@ def kernel(folder: Path, project: Path):
         running.manager.shutdown_kernel(now=True)
 
 
-def read_answers(file: Path, names: list[str], kind: str) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
-    """The wrong or right answers of a file, as (what is wrong or other, source), by exercise; and what is the matter
-    with the file.
-    """
-    answers, faults = {name: [] for name in names}, []
-    if not file.exists():
-        missing = [f"{file.name} is missing: it holds the wrong answers that the checks must catch"]
-        return answers, missing if kind == "wrong" else []
-    for block in re.split(r"(?m)^(?=# %%)", file.read_text(encoding="utf-8"))[1:]:
-        heading, _, source = block.partition("\n")
-        found = HEADING.match(heading)
-        if not found:
-            faults.append(f"{file.name}: '{heading}' is no heading such as '# %% 01.2 counts the head twice'")
-        elif found[1] not in answers:
-            faults.append(f"{file.name}: there is no exercise {found[1]}")
-        else:
-            answers[found[1]].append((found[2], source.strip()))
-    few = {name: len(given) for name, given in answers.items() if len(given) < (least := FEWEST[kind])}
-    return answers, faults + [f"{name} has {n} {kind} answers; it needs {least} or more" for name, n in few.items()]
-
-
 def cells_to_run(notebook: dict, solved: dict[str, dict], variants: dict[str, list[str]]) -> list[dict]:
     """The set-up, the checks and the code cells that these need; those tagged measurement only measure and draw."""
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -163,28 +123,6 @@ def cells_to_run(notebook: dict, solved: dict[str, dict], variants: dict[str, li
         if cell["id"] == "setup" or exercise_name(cell, "check"):
             needed |= needed_cells([cell["source"] for cell in cells], number, answers)
     return [cells[number] for number in sorted(needed)]
-
-
-def blank_faults(failure: Failure | None) -> list[str]:
-    """What is wrong with how a check answers a blank exercise."""
-    if failure is None:
-        return ["its check passes while it is blank"]
-    if not failure.is_advice:
-        return [f"blank, its check shows a bare error instead of advice: {failure}"]
-    return [] if failure.words() >= 4 else [f"blank, its check does not say what to do: '{failure.message}'"]
-
-
-def answer_faults(what: str, failure: Failure | None) -> list[str]:
-    """What is wrong with how a check answers a wrong answer. One that writes to memory which is gone "may crash": the
-    report of the rank's death is a verdict then.
-    """
-    if failure is None:
-        return [f"its check accepts the wrong answer '{what}'"]
-    if not failure.is_verdict and not ("may crash" in what and "SIG" in failure.message):
-        return [f"the wrong answer '{what}' crashes instead of being caught: {failure}"]
-    if failure.words() < 4:
-        return [f"its check does not explain what is wrong with '{what}': '{failure.message}'"]
-    return []
 
 
 @contextmanager
@@ -278,7 +216,7 @@ def exercise_faults(
     return faults + [f"{name}: no check" for name in sorted(unchecked)]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", OLD_SHAPE, ids=lambda path: path.stem)
 def test_every_check_fails_on_the_blank_catches_wrong_answers_and_passes_right_ones(path, tmp_path, record_property):
     wrong, right = (kind / f"{chapter(path)}.py" for kind in (WRONG, RIGHT))
     faults = exercise_faults(path, wrong, right, tmp_path, note_seconds=record_property)

@@ -1,0 +1,228 @@
+"""Every exercise of every notebook of the new shape: its check advises on the blank, catches wrong answers and passes
+right ones.
+
+All of it in this process, and on the ranks that it shares with the checks: no kernel. Each check is tried on the blank
+that a learner gets, on each wrong answer of `wrong_answers/NN.py`, which must fail, and on the solution and each right
+answer of `right_answers/NN.py`, which must pass (`written_answers.py` says how they are written). Each time the library
+is afterwards what it was. How long each check took is in the report of the suite. Needs no GPU.
+"""
+
+import __future__
+
+import contextlib
+import inspect
+import io
+import json
+import linecache
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny_course
+from course_kit.checks import frame
+from course_kit.exercises import install
+from course_kit.exercises.saved import exercise_cells
+from course_kit.ranks import calls
+from exercises import exercise_name
+from export import chapter, program_of, read_notebook
+from make_workbook import blank_notebook
+from needed_cells import needed_cells
+from tiny_course import ROOT, code
+from verdicts import Failure, answer_faults, blank_faults, failure_of
+from written_answers import AnswerError, expanded, read_answers, solution
+
+NEW_SHAPE = [path for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if program_of(read_notebook(path))]
+WRONG, RIGHT = (ROOT / "tests" / kind for kind in ("wrong_answers", "right_answers"))
+CHECK_LIMIT_S = 100  # against a hang: none takes a tenth of it
+HANGS_S = 1.5  # the deadline of an answer that is said to hang: a learner's is longer, and nobody learns from this one
+FLAGS = __future__.annotations.compiler_flag
+
+
+class NoEnd(BaseException):
+    """A check that does not end. No Exception: the check would report it as one of the answer's."""
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raise NoEnd inside after so many seconds."""
+
+    def stop(signum, frame):
+        raise NoEnd(f"no end after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def execute(source: str, name: str, namespace: dict) -> Failure | None:
+    """Run a cell as the kernel would, in a namespace."""
+    linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    try:
+        exec(compile(source, name, "exec", FLAGS), namespace)
+    except Exception as error:
+        return failure_of(error)
+    return None
+
+
+def library_of(exercise: str) -> list:
+    """What the library runs for an exercise: its definitions, and the code inside them."""
+    found = []
+    for target, names in frame.targets_by_exercise().get(exercise, {}).items():
+        module, _, cls = target.partition(":")
+        owner = install.library_module(module)
+        owner = getattr(owner, cls) if cls else owner
+        for value in map(vars(owner).get, names):
+            inner = vars(value).items() if isinstance(value, type) else ()
+            codes = [getattr(install.raw(each), "__code__", None) for each in (value, *(each for _, each in inner))]
+            found += [value, *(each for _, each in inner if callable(each)), *codes]
+    return found
+
+
+def same(one: list, other: list) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other))
+
+
+class Trials:
+    """Tries answers to the exercises of one notebook, in the folder of a workbook, with the notebook's set-up run."""
+
+    def __init__(self, cells: list[dict], folder: Path):
+        self.cells = [cell for cell in cells if cell["cell_type"] == "code"]
+        self.folder, self.seconds, self.remarks = folder, {}, ""
+        self.setup = {"__name__": "__main__"}
+        for cell in self.cells:
+            if cell["id"] == "setup" and (failure := execute(cell["source"], "setup", self.setup)):
+                raise RuntimeError(f"the set-up cell fails: {failure}")
+
+    def prepared(self, exercise: str, ids: list[str], answers: list[list[str]]) -> dict:
+        """The namespace in which an exercise is tried. One that is not exported may need names of cells before it, and
+        its check what other cells measured; both are run. Raises RuntimeError where such a cell fails.
+        """
+        space = dict(self.setup)
+        if exercise in frame.targets_by_exercise():
+            return space
+        places = {cell["id"]: number for number, cell in enumerate(self.cells)}
+        parameters = ", ".join(inspect.signature(frame.check_function(exercise)).parameters)
+        end = max(places[each] for each in ids) + 1
+        sources = [cell["source"] for cell in self.cells[:end]] + [parameters]
+        variants = {places[name]: [answer[number] for answer in answers] for number, name in enumerate(ids)}
+        for number in sorted(needed_cells(sources, end, variants) - {end, *variants}):
+            if self.cells[number]["id"] == "setup":
+                continue
+            if failure := execute(sources[number], self.cells[number]["id"], space):
+                raise RuntimeError(f"cell {self.cells[number]['id']}, which it needs, fails: {failure}")
+        return space
+
+    def check(self, exercise: str, what: str, cells: list[str], space: dict) -> Failure | None:
+        """Run the check of an exercise on the cells of an answer; they have been executed in `space`."""
+        named = [(source, f"{exercise} {what}, cell {number}") for number, source in enumerate(cells, start=1)]
+        said, start = io.StringIO(), time.perf_counter()
+        patience = {each: each.timeout_s for each in calls._shared.values()}
+        for each in patience if "hangs" in what else ():
+            each.timeout_s = HANGS_S
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said), limited(CHECK_LIMIT_S):
+                frame.run(exercise, named, space)
+            return None
+        except (Exception, NoEnd) as error:
+            return failure_of(error)
+        finally:
+            self.remarks = said.getvalue()
+            self.seconds[f"check {exercise}, {what}"] = time.perf_counter() - start
+            for each, seconds in patience.items():
+                each.timeout_s = seconds
+
+    def faults(self, exercise: str, kind: str, what: str, cells: list[str], space: dict) -> list[str]:
+        """What is wrong with a check, tried on one answer; kind: blank, wrong or right."""
+        space, before = dict(space), library_of(exercise)
+        shown = "the solution" if what == "the solution" else f"'{what}'"
+        for number, source in enumerate(cells):
+            failure = execute(source, f"{exercise} {what}, cell {number}", space)
+            if failure and (kind != "blank" or failure.kind != "NotImplementedError"):
+                return [f"the cell of {shown} fails by itself: {failure}"]
+        failure = self.check(exercise, what, cells, space)
+        found = []
+        if kind == "right":
+            found += [f"{shown} fails: {failure}"] if failure else self.pass_faults(exercise, shown, before)
+            install.uninstall(exercise)
+        else:
+            found += blank_faults(failure) if kind == "blank" else answer_faults(what, failure)
+        if install.installed() or not same(library_of(exercise), before):
+            found.append(f"after {shown} the library is not what it was")
+            install.sync([])
+        return found
+
+    def pass_faults(self, exercise: str, shown: str, before: list) -> list[str]:
+        """What is wrong with how a check has answered what is right."""
+        found = []
+        if self.remarks:
+            found.append(f"nbgrader gives no points for a check that writes to stderr: {self.remarks.splitlines()[0]}")
+        note = self.folder / ".progress" / f"{exercise}.json"
+        if not note.exists() or not json.loads(note.read_text())["passed"]:
+            found.append(f"its check does not note that {shown} passes")
+        is_there = exercise in [answer.exercise for answer in install.installed()]
+        if is_there != (exercise in frame.targets_by_exercise()) or is_there and same(library_of(exercise), before):
+            found.append(f"{shown} passes, and the library does not run it")
+        return found
+
+
+def exercise_faults(
+    path: Path, wrong: Path, right: Path, folder: Path, note_seconds=lambda what, seconds: None
+) -> list[str]:
+    """Try the checks of the notebook at `path`, in a folder; one line for each thing wrong with its exercises."""
+    notebook, handed_out = read_notebook(path), exercise_cells(blank_notebook(path))
+    solved = exercise_cells(notebook)
+    checks = [exercise_name(cell, "check") for cell in notebook["cells"]]
+    written = {}
+    written["wrong"], faults = read_answers(wrong, list(solved), "wrong")
+    written["right"], more_faults = read_answers(right, list(solved), "right")
+    faults += more_faults
+    trials = Trials(notebook["cells"], folder)
+    for exercise, cells in solved.items():
+        if exercise not in checks or frame.check_module(exercise) is None:
+            faults.append(f"{exercise}: no check")
+            continue
+        sources = [cell["source"] for cell in cells]
+        answers = [("blank", "the blank", [cell["source"] for cell in handed_out[exercise]])]
+        answers += [("right", "the solution", [solution(source) for source in sources])]
+        for kind in ("wrong", "right"):
+            for what, text in written[kind][exercise]:
+                try:
+                    answers.append((kind, what, expanded(text, sources)))
+                except AnswerError as error:
+                    faults.append(f"{exercise}: the {kind} answer '{what}': {error}")
+        try:
+            space = trials.prepared(exercise, [cell["id"] for cell in cells], [given for *_, given in answers])
+        except RuntimeError as error:
+            faults.append(f"{exercise}: {error}")
+            continue
+        for answer in answers:
+            faults += [f"{exercise}: {fault}" for fault in trials.faults(exercise, *answer, space)]
+    for what, seconds in trials.seconds.items():
+        note_seconds(what, seconds)
+    return faults
+
+
+@pytest.fixture
+def workbook(tmp_path, monkeypatch) -> Path:
+    """The folder of a workbook beside the project's data; this process works in it."""
+    folder = tmp_path / "workbook"
+    folder.mkdir()
+    for name in ("data", "benchmarks"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.mark.parametrize("path", NEW_SHAPE, ids=lambda path: path.stem)
+def test_every_check_fails_on_the_blank_catches_wrong_answers_and_passes_right_ones(path, workbook, record_property):
+    wrong, right = (kind / f"{chapter(path)}.py" for kind in (WRONG, RIGHT))
+    faults = exercise_faults(path, wrong, right, workbook, note_seconds=record_property)
+    assert not faults, "\n".join(["", *faults])
