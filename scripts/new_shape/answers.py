@@ -62,7 +62,9 @@ class Source:
 
 
 def git(path: str) -> str:
-    return subprocess.run(["git", "show", f"{BEFORE}:{path}"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        ["git", "show", f"{BEFORE}:{path}"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def read(text: str, cls: str | None = None) -> Source:
@@ -160,7 +162,7 @@ class Converter:
 
     def wanted(self, answer: Source) -> dict[Key, Def]:
         """The answer's definitions that are not the solution's, and methods that it adds."""
-        found, self.bases = {}, {}
+        found, self.bases, self.trimmed = {}, {}, {}
         for key, each in answer.defs.items():
             cls, name = key
             if key not in self.of_cell:
@@ -195,7 +197,8 @@ class Converter:
             del lines[node.lineno - top : node.end_lineno - top + 1]
         self.remarks.append(f"{key[1]} without what the library does before it")
         text = "\n".join(lines)
-        return Def(ast.parse(text).body[0], text)
+        self.trimmed[key] = Def(ast.parse(text).body[0], text)
+        return self.trimmed[key]
 
     def extra(self, answer: Source, wanted: dict[Key, Def]) -> list[str]:
         """Lines above the definitions: imports, constants and functions that they use and the solution has not."""
@@ -271,7 +274,9 @@ class Converter:
                 else:
                     edits.append((len(lines), len(lines), "\n\n" + text))
         if extra and edits:
-            first = min(first_line(node) for node in ast.parse(self.cells[number]).body if isinstance(node, DEFINITIONS))
+            first = min(
+                first_line(node) for node in ast.parse(self.cells[number]).body if isinstance(node, DEFINITIONS)
+            )
             edits.append((first - 1, first - 1, "\n".join(spaced(extra))))
         for cls in source.classes.keys() & self.bases.keys() & {cls for cls, _ in wanted}:
             place = source.classes[cls].lineno - 1
@@ -326,7 +331,8 @@ class Converter:
             name
             for (cls, name), each in answer.defs.items()
             if ((cls, name) in self.of_cell or (cls, name) not in self.old.defs)
-            and dump(found.get((cls, name)) or found.get((None, name)) or self.anywhere(cells, name)) != dump(each)
+            and dump(found.get((cls, name)) or found.get((None, name)) or self.anywhere(cells, name))
+            != dump(self.trimmed.get((cls, name), each))
         ]
 
     @staticmethod

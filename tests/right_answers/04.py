@@ -1,6 +1,5 @@
 """Right answers in another style than the solutions, that the checks of notebook 04 must accept."""
 
-
 # %% 04.1 one product
 def accumulation_steps(batch_tokens: int, seq: int, micro_batch: int, dp: int) -> int:
     """Micro-batches of `micro_batch` sequences that each of `dp` GPUs works through in a step of `batch_tokens` tokens.
@@ -12,7 +11,6 @@ def accumulation_steps(batch_tokens: int, seq: int, micro_batch: int, dp: int) -
         raise ValueError(f"a step of {batch_tokens} tokens is no multiple of {seq} x {micro_batch} x {dp} = {per_step}")
     return batch_tokens // per_step
 
-
 # %% 04.2 divided first
 def average_gradients(module: nn.Module, group=None) -> None:
     """Replace each gradient by its mean over the ranks of the group."""
@@ -20,11 +18,9 @@ def average_gradients(module: nn.Module, group=None) -> None:
         gradient.div_(dist.get_world_size(group))
         dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group)
 
-
 # %% 04.3 from bytes
 # Set gigabytes_sent: what each of 64 GPUs sends in a step.
 gigabytes_sent = 2 * (64 - 1) / 64 * 2 * 8.03e9 / 1e9
-
 
 # %% 04.4 a queue of works
 def overlap_gradients(module: nn.Module, group=None):
@@ -47,18 +43,7 @@ def overlap_gradients(module: nn.Module, group=None):
 
     return finish
 
-
 # %% 04.5 the kinds apart, then in order
-from collections.abc import Iterable
-
-import torch
-import torch.distributed as dist
-from torch import nn
-
-# Of each mode: whether buckets hold up to bucket_mb (else a parameter each), and whether they start during backward.
-MODES = {"naive": (False, False), "overlap": (False, True), "bucket": (True, True)}
-
-
 def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
     """Parameters whose gradients are reduced together, at most `bucket_bytes` unless one alone is larger.
 
@@ -84,80 +69,41 @@ def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> lis
     closed.sort(key=lambda bucket: bucket[-1][0])
     return [[parameter for _, parameter in bucket] for bucket in closed]
 
-
 # %% 04.6 what is missing, one by one
-class Bucket(FlatGradients):
-    """Gradients that one all-reduce sums: views of a flat buffer [all their elements, then a flag for each parameter].
-
-    The summed flag tells a rank without a gradient whether another rank had one. Gradients are multiplied by `scale`
-    before the sum. `reduce_dtype`: that of the scaling, the transfer and the sum, in a copy, rounded back at the end.
-    """
-
-    def launch(self) -> None:
-        """Start the all-reduce: with zeros for a parameter that has no gradient, not even of earlier micro-batches."""
-        self.flags.fill_(1)
-        for flag, parameter in zip(self.flags, self.parameters):
-            if parameter not in self.missing:
-                continue
-            if parameter.grad is None:
-                flag.zero_()
-                self.views[parameter].fill_(0)
-            else:
-                self.store(parameter, self.scale)
-        if self.reduce_dtype == self.flat.dtype:
-            self.sent = self.flat
+def launch(self: Bucket) -> None:
+    """Start the all-reduce: with zeros for a parameter that has no gradient, not even of earlier micro-batches."""
+    self.flags.fill_(1)
+    for flag, parameter in zip(self.flags, self.parameters):
+        if parameter not in self.missing:
+            continue
+        if parameter.grad is None:
+            flag.zero_()
+            self.views[parameter].fill_(0)
         else:
-            self.sent = self.flat.to(self.reduce_dtype) * self.copy_scale
-        self.work = dist.all_reduce(self.sent, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
-
-    def finish(self) -> None:
-        """Wait for the all-reduce. A parameter that was used on other ranks alone gets their mean, one that was used on
-        no rank keeps None; for such a parameter only, a flag is read on the host.
-        """
-        self.work.wait()
-        if self.sent is not self.flat:
-            self.flat.copy_(self.sent)
-        for i, parameter in enumerate(self.parameters if self.missing else ()):
-            if parameter.grad is None and self.flags[i] > 0:
-                parameter.grad = self.views[parameter]
-        self.missing = set(self.parameters)
-        self.work = self.sent = None
-
+            self.store(parameter, self.scale)
+    if self.reduce_dtype == self.flat.dtype:
+        self.sent = self.flat
+    else:
+        self.sent = self.flat.to(self.reduce_dtype) * self.copy_scale
+    self.work = dist.all_reduce(self.sent, op=dist.ReduceOp.SUM, group=self.group, async_op=True)
 
 # %% 04.7 returns early
-class Reducer(BucketQueue):
-    """The buckets of a model. They start in the same order on all ranks, each after those before it.
-
-    Otherwise ranks that use different parameters would start different all-reduces, and wait for each other for ever.
-    """
-
-    def add(self, parameter: nn.Parameter, final: bool) -> None:
-        """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready."""
-        bucket = self.bucket_of[parameter]
-        if parameter.grad.layout != torch.strided:
-            raise ValueError(f"{self.names[parameter]} has a sparse gradient: use a layer with sparse=False")
-        if parameter not in bucket.missing:
-            raise RuntimeError(
-                f"a second gradient for {self.names[parameter]} before finish(): run all but a step's last backward in "
-                "no_sync(), and use a parameter in one reentrant checkpoint only"
-            )
-        if not final:
-            bucket.store(parameter, 1.0)
-            return
-        bucket.store(parameter, bucket.scale)
-        bucket.missing.discard(parameter)
-        if self.launches_early:
-            for ready in self.buckets[self.launched :]:
-                if ready.missing:
-                    break
-                ready.launch()
-                self.launched += 1
-
+def add(self: Reducer, parameter: nn.Parameter, final: bool) -> None:
+    """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready."""
+    bucket = self.bucket_of[parameter]
+    if not final:
+        bucket.store(parameter, 1.0)
+        return
+    bucket.store(parameter, bucket.scale)
+    bucket.missing.discard(parameter)
+    if self.launches_early:
+        for ready in self.buckets[self.launched :]:
+            if ready.missing:
+                break
+            ready.launch()
+            self.launched += 1
 
 # %% 04.8 the last micro-batch apart
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
 def parallel_accumulate(
     dp: DataParallel, micro_batches, dtype: torch.dtype = torch.float32, loss_of=summed_loss
 ) -> torch.Tensor:
@@ -182,7 +128,6 @@ def parallel_accumulate(
     dist.all_reduce(loss, group=dp.group)
     return loss
 
-
 # %% 04.9 all at once
 def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
     """(step, rank) where a replica's norm first leaves the others'; norms[rank][step], of three or more ranks."""
@@ -193,11 +138,7 @@ def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
     places = np.argwhere(~same.T)
     return tuple(int(place) for place in places[0]) if len(places) else None
 
-
 # %% 04.10 largest and smallest apart, by a sum of products with a pattern
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
-
-
 def out_of_step(module: nn.Module, group=None) -> list[str]:
     """Names of the parameters and buffers whose bits are not the same on all ranks of the group; 16 bytes a tensor are
     sent. The same list on all ranks.
@@ -221,18 +162,12 @@ def out_of_step(module: nn.Module, group=None) -> list[str]:
     most, least = both[: len(sums)], -both[len(sums) :]
     return [name for (name, _), differs in zip(named, (most != least).tolist()) if differs]
 
-
 # %% 04.11 two times
-def overlap_ratio(tokens: int, dp: int, bandwidth: float, peak: float, gradient_bytes: int = 2) -> float:
-    """Time of the gradients' all-reduce over that of the backward beside it; up to 1 it can be hidden.
-
-    tokens: of one GPU's (last) micro-batch; bandwidth: bytes a second of a GPU (bus bandwidth); peak: floating-point
-    operations a second. The Ultra-Scale Playbook, appendix A3, corrected: the parameters cancel.
-    """
-    communication_s = gradient_bytes * (dp - 1) / dp * 2 / bandwidth  # of one parameter
-    backward_s = 4 * tokens / peak
-    return communication_s / backward_s
-
+return gradient_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
+=>
+communication_s = gradient_bytes * (dp - 1) / dp * 2 / bandwidth  # of one parameter
+backward_s = 4 * tokens / peak
+return communication_s / backward_s
 
 # %% 04.12 all that divide, then the largest
 def recipe(sequences: int, gpus: int, largest_micro_batch: int) -> tuple[int, int, int]:
@@ -245,7 +180,6 @@ def recipe(sequences: int, gpus: int, largest_micro_batch: int) -> tuple[int, in
     )
     return best[0], best[1], sequences // (best[0] * best[1])
 
-
 # %% 04.1 a whole number of NumPy
 def accumulation_steps(batch_tokens: int, seq: int, micro_batch: int, dp: int) -> int:
     """Micro-batches of `micro_batch` sequences that each of `dp` GPUs works through in a step of `batch_tokens` tokens.
@@ -257,10 +191,8 @@ def accumulation_steps(batch_tokens: int, seq: int, micro_batch: int, dp: int) -
         raise ValueError(f"{batch_tokens} tokens leave {rest}")
     return steps
 
-
 # %% 04.3 a number of NumPy
 gigabytes_sent = np.float32(8.03) * 2 * 2 * 63 / 64
-
 
 # %% 04.9 counts how many agree
 def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
@@ -275,23 +207,20 @@ def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
             return step, agree.index(min(agree))
     return None
 
-
 # %% 04.4 waits for futures
-def overlap_gradients(module: nn.Module, group=None):
-    """From now on each backward starts an all-reduce as soon as a gradient is complete. Returns finish(), to be called
-    after each backward: it waits until every gradient is the mean over the group.
-    """
-    futures = []
-
-    def start(parameter):
-        parameter.grad /= dist.get_world_size(group)
-        futures.append(dist.all_reduce(parameter.grad, group=group, async_op=True).get_future())
-
-    def finish():
-        torch.futures.wait_all(futures)
-        futures.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
+works, n = [], dist.get_world_size(group)
+=>
+futures = []
+---
+parameter.grad /= n
+works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+=>
+parameter.grad /= dist.get_world_size(group)
+futures.append(dist.all_reduce(parameter.grad, group=group, async_op=True).get_future())
+---
+for work in works:
+    work.wait()
+works.clear()
+=>
+torch.futures.wait_all(futures)
+futures.clear()

@@ -14,9 +14,11 @@ import inspect
 import io
 import json
 import linecache
-import os
 import signal
+import sys
 import time
+import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -62,11 +64,26 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@contextlib.contextmanager
+def as_in_a_kernel() -> Iterator[io.StringIO]:
+    """Inside, what is printed is lost, and what goes to stderr is in the buffer: warnings too, by Python's own rules."""
+    said = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+        warnings.simplefilter("default")
+        for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+            warnings.simplefilter("ignore", kind)
+        warnings.showwarning = lambda message, category, *place: print(
+            f"{category.__name__}: {message}", file=sys.stderr
+        )
+        yield said
+
+
 def execute(source: str, name: str, namespace: dict) -> Failure | None:
     """Run a cell as the kernel would, in a namespace."""
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     try:
-        exec(compile(source, name, "exec", FLAGS), namespace)
+        with as_in_a_kernel():
+            exec(compile(source, name, "exec", FLAGS), namespace)
     except Exception as error:
         return failure_of(error)
     return None
@@ -123,12 +140,12 @@ class Trials:
     def check(self, exercise: str, what: str, cells: list[str], space: dict) -> Failure | None:
         """Run the check of an exercise on the cells of an answer; they have been executed in `space`."""
         named = [(source, f"{exercise} {what}, cell {number}") for number, source in enumerate(cells, start=1)]
-        said, start = io.StringIO(), time.perf_counter()
+        start = time.perf_counter()
         patience = {each: each.timeout_s for each in calls._shared.values()}
         for each in patience if "hangs" in what else ():
             each.timeout_s = HANGS_S
         try:
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said), limited(CHECK_LIMIT_S):
+            with as_in_a_kernel() as said, limited(CHECK_LIMIT_S):
                 frame.run(exercise, named, space)
             return None
         except (Exception, NoEnd) as error:
@@ -226,3 +243,190 @@ def test_every_check_fails_on_the_blank_catches_wrong_answers_and_passes_right_o
     wrong, right = (kind / f"{chapter(path)}.py" for kind in (WRONG, RIGHT))
     faults = exercise_faults(path, wrong, right, workbook, note_seconds=record_property)
     assert not faults, "\n".join(["", *faults])
+
+
+# The harness itself, on tiny notebooks.
+
+LIBRARY = """
+TWO = 2
+
+# exercise 01.1
+def double(number):
+    return TWO * number
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    # exercise 01.2
+    def add(self, more=1):
+        self.count += more
+"""
+DOUBLE = "#| export tiny_package.sums\ndef double(number):\n    ### BEGIN SOLUTION\n    return TWO * number\n    ### END SOLUTION"
+ADD = "#| export tiny_package.sums:Counter\ndef add(self: Counter, more=1):\n    ### BEGIN SOLUTION\n    self.count += more\n    ### END SOLUTION"
+
+
+@pytest.fixture
+def tiny_faults(tmp_path, workbook, monkeypatch):
+    """A function that says what the harness finds in a tiny notebook: of exercises as (cell, check function), and texts
+    of answers. Exercises 01.1 and 01.2 may be the functions of a tiny package of the library.
+    """
+    package = tmp_path / "library" / "tiny_package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "sums.py").write_text(LIBRARY)
+    monkeypatch.setattr("course_lib.__path__", [*sys.modules["course_lib"].__path__, str(package.parent)])
+    targets = {"01.1": {"tiny_package.sums": ["double"]}, "01.2": {"tiny_package.sums:Counter": ["add"]}}
+
+    def faults(exercises: list[tuple[str, types.FunctionType]], wrong: str, right: str | None = None) -> list[str]:
+        numbered = {f"01.{number}": each for number, each in enumerate(exercises, start=1)}
+        cells, of_library = [code("setup", "TWO = 2\nclass Counter: pass")], {}
+        for name, (source, check) in numbered.items():
+            number = name.removeprefix("01.")
+            cells.append(code(f"ex-01-{number}", source))
+            cells += [code(f"check-01-{number}", f'check("{name}")')] if check else []
+            of_library |= {name: targets[name]} if source.startswith("#| export") else {}
+        path = tiny_course.write(tmp_path / "notebooks" / "01_tiny.ipynb", cells)
+        files = tmp_path / "wrong.py", tmp_path / "right.py"
+        if right is None:
+            right = "".join(f"# %% {name} it\n{without_marks(source)}\n" for name, (source, _) in numbered.items())
+        for file, text in zip(files, (wrong, right)):
+            file.write_text(text)
+        monkeypatch.setattr(frame, "check_module", lambda exercise: numbered[exercise][1])
+        monkeypatch.setattr(frame, "check_function", lambda exercise: numbered[exercise][1])
+        monkeypatch.setattr(frame, "targets_by_exercise", lambda: of_library)
+        return exercise_faults(path, *files, workbook)
+
+    yield faults
+    install.sync([])
+    for name in [name for name in sys.modules if name.startswith("course_lib.tiny_package")]:
+        del sys.modules[name]
+
+
+def without_marks(source: str) -> str:
+    """The whole text of a solution, as an answer has it."""
+    return solution(source).removeprefix(source.split("\n")[0] + "\n" if source.startswith("#| export") else "")
+
+
+def sums() -> types.ModuleType:
+    """The module of the tiny package, as a check calls it."""
+    return install.library_module("tiny_package.sums")
+
+
+def check_double():
+    assert sums().double(3) == 6, "double(3) should be six"
+    assert sums().double(5) == 10, "double(5) should be ten"
+
+
+def check_add():
+    counter = sums().Counter()
+    counter.add()
+    counter.add(3)
+    assert counter.count == 4, f"1 and 3 more make four, not {counter.count}"
+
+
+GOOD_ANSWERS = """
+Text before the first heading is no answer.
+
+# %% 01.1 adds two
+return TWO * number => return TWO + number
+# %% 01.1 the number itself
+TWO * =>
+# %% 01.1 fake: remembers
+def double(number):
+    return {3: 6}.get(number, 0)
+# %% 01.2 adds one more
+    self.count += more
+=>
+    self.count += more
+    self.count += 1
+# %% 01.2 adds nothing
++= more => += 0
+# %% 01.2 always one
+def add(self: Counter, more=1):
+    self.count += 1
+# %% 01.3 too few
+guess = 4
+# %% 01.3 too many
+5 => 6
+# %% 01.3 none
+guess = None
+"""
+
+
+def check_guess(guess):
+    assert guess == 5, "it should be five"
+
+
+GOOD = [(DOUBLE, check_double), (ADD, check_add), ("### BEGIN SOLUTION\nguess = 5\n### END SOLUTION", check_guess)]
+
+
+def test_the_harness_finds_nothing_wrong_with_good_exercises(tiny_faults):
+    assert tiny_faults(GOOD, GOOD_ANSWERS) == []
+
+
+def value(check: types.FunctionType) -> tuple[str, types.FunctionType]:
+    """An exercise that binds `x`, and its check."""
+    return "### BEGIN SOLUTION\nx = 1\n### END SOLUTION", check
+
+
+def one(x, wanted=1, message="it should be one"):
+    assert x == wanted, message
+
+
+def warns(x):
+    warnings.warn("old", stacklevel=1)
+    one(x)
+
+
+def sleeps(x):
+    time.sleep(60 * (x == 3))
+    one(x)
+
+
+def installs(x):
+    cell = "#| export tiny_package.sums\ndef double(number):\n    return 0"
+    install.install(install.Answer("01.99", ((cell, "of another"),)))
+    one(x)
+
+
+# (check, the three wrong answers, the fault that must be found)
+PLANTED = [
+    (lambda: None, ["x = 2"] * 3, "its check passes while it is blank"),
+    (lambda x: one(bool(x), True), ["x = 2", "x = 0", "x = ''"], "its check accepts the wrong answer 'answer 0'"),
+    (lambda x: one(x, message=""), ["x = 2"] * 3, "its check does not explain what is wrong with 'answer 0'"),
+    (
+        lambda x: one(x + 0),
+        ["x = None", "x = 2", "x = 2"],
+        "the wrong answer 'answer 0' crashes instead of being caught: TypeError",
+    ),
+    (one, ["x = y", "x = 2", "x = 2"], "the cell of 'answer 0' fails by itself: NameError"),
+    (one, ["x = = 2", "x = 2", "x = 2"], "the cell of 'answer 0' fails by itself: SyntaxError"),
+    (one, ["raise NotImplementedError", "x = 2", "x = 2"], "the cell of 'answer 0' fails by itself: NotImplemented"),
+    (installs, ["x = 2"] * 3, "after 'answer 0' the library is not what it was"),
+    (lambda x: one(x, 2), ["x = 3"] * 3, "the solution fails: AssertionError: Exercise"),
+    (one, ["x = 2"] * 2, "has 2 wrong answers; it needs 3 or more"),
+    (sleeps, ["x = 3", "x = 2", "x = 2"], "the wrong answer 'answer 0' crashes instead of being caught: NoEnd: no end"),
+    (warns, ["x = 2"] * 3, "nbgrader gives no points for a check that writes to stderr: UserWarning: old"),
+    (one, ["1 =>", "y => 2", "x => 2 =>"], "the wrong answer 'answer 1': 'y' stands nowhere in the solution"),
+    (None, ["x = 2"] * 3, "no check"),
+]
+
+
+def test_the_harness_finds_every_planted_fault(tiny_faults, monkeypatch):
+    monkeypatch.setattr("test_answers.CHECK_LIMIT_S", 1)
+    wrong, right = "", "# %% 01.3 more precise\nx = 1.01\n"
+    for number, (_, answers, _) in enumerate(PLANTED, start=1):
+        wrong += "".join(f"# %% 01.{number} answer {i}\n{text}\n" for i, text in enumerate(answers))
+    faults = tiny_faults([value(check) for check, *_ in PLANTED], wrong, right)
+    assert any(fault.startswith("01.3: 'more precise' fails: AssertionError") for fault in faults), faults
+    for number, (_, _, expected) in enumerate(PLANTED, start=1):
+        mine = [fault for fault in faults if fault.startswith((f"01.{number}:", f"01.{number} "))]
+        assert any(expected in fault for fault in mine), f"expected '{expected}', found {mine}"
+
+
+def test_the_harness_tells_whether_the_library_runs_what_has_passed(tiny_faults, monkeypatch):
+    monkeypatch.setattr(install, "put_cell", lambda *args: None)
+    faults = tiny_faults(GOOD[:1], GOOD_ANSWERS.replace("01.2", "01.1").replace("01.3", "01.1"))
+    assert "01.1: the solution passes, and the library does not run it" in faults

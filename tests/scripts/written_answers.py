@@ -25,7 +25,7 @@ answer, or what is changed in the notebook's solution:
   the old ones. A line `---` ends such a change where another one follows.
 - What is old stands once in the exercise's cells: in any of them, where there are several. All of it is sought in the
   solution as it is, so changes do not meet. `    def launch` or an import before it are lines like others.
-- A whole answer is text that Python can read. Each function and class takes the place of the solution's of that name,
+- A whole answer is text that Python can read, with arrows in strings alone. Each function and class takes the place of the solution's of that name,
   in whichever cell that is; what it leaves out stays. Imports and helpers come along with the definition below them.
   If it has none of the solution's definitions, it is all that the exercise's one cell holds, but for the directive.
 
@@ -33,8 +33,10 @@ In a notebook of the old shape every answer is whole.
 """
 
 import ast
+import io
 import re
 import textwrap
+import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,12 +111,15 @@ def expanded(text: str, cells: list[str]) -> list[str]:
 
 
 def is_whole(text: str) -> bool:
-    """Whether a text is a whole answer. One that Python cannot read is so too, if it has nothing of a change."""
+    """Whether a text is a whole answer: one that Python can read, but for arrows in comments, or without any arrow."""
+    if ARROW not in text:
+        return True
     try:
         ast.parse(text)
-    except SyntaxError:
-        return not any(ARROW in line for line in text.split("\n"))
-    return True
+        tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    except (SyntaxError, tokenize.TokenError):
+        return False
+    return not any(ARROW in token.string for token in tokens if token.type == tokenize.COMMENT)
 
 
 def changes(text: str) -> list[Change]:
@@ -163,7 +168,7 @@ def parts_in(change: Change, cell: str, number: int) -> list[Place]:
             line_start, line_end = cell.rfind("\n", 0, start) + 1, cell.find("\n", end)
             line_end = len(cell) if line_end < 0 else line_end
             if not (cell[line_start:start] + cell[end:line_end]).strip():
-                start, end = line_start, min(line_end + 1, len(cell))
+                start, end = whole_lines(cell, line_start, line_end + 1)
             elif not cell[end:line_end].strip():
                 start = line_start + len(cell[line_start:start].rstrip())
         found.append(Place(number, start, end, change.new))
@@ -187,10 +192,17 @@ def lines_in(change: Change, cell: str, number: int) -> list[Place]:
             continue
         moved = indent(there) - indent(change.old)
         new = [moved_line(line, moved) for line in change.new.split("\n")] if change.new else []
-        end = min(starts[first + len(wanted)], len(cell))
-        text = "".join(f"{line}\n" for line in new)
-        found.append(Place(number, starts[first], end, text if end < len(cell) else text.rstrip("\n")))
+        start, end = starts[first], starts[first + len(wanted)]
+        if new:
+            found.append(Place(number, start, end - 1, "\n".join(new)))
+        else:
+            found.append(Place(number, *whole_lines(cell, start, end), ""))
     return found
+
+
+def whole_lines(cell: str, start: int, end: int) -> tuple[int, int]:
+    """Lines with the line end that goes with them: theirs, or at the end of a cell the one before them."""
+    return (start, end) if end <= len(cell) else (max(start - 1, 0), len(cell))
 
 
 def moved_line(line: str, columns: int) -> str:

@@ -1,20 +1,16 @@
 """Wrong answers that the checks of notebook 04 must catch. None of them hangs."""
 
-
 # %% 04.1 rounds down: a silently smaller batch
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     return batch_tokens // (seq * micro_batch * dp)
-
 
 # %% 04.1 rounds up
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     return -(-batch_tokens // (seq * micro_batch * dp))
 
-
 # %% 04.1 at least one step, whatever comes out
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     return max(1, batch_tokens // (seq * micro_batch * dp))
-
 
 # %% 04.1 forgets the other GPUs
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
@@ -23,14 +19,12 @@ def accumulation_steps(batch_tokens, seq, micro_batch, dp):
         raise ValueError(f"{batch_tokens} tokens do not divide")
     return steps
 
-
 # %% 04.1 takes tokens for sequences
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     steps, rest = divmod(batch_tokens, micro_batch * dp)
     if rest:
         raise ValueError(f"{batch_tokens} tokens do not divide")
     return steps
-
 
 # %% 04.1 cuts the last sequence off
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
@@ -39,7 +33,6 @@ def accumulation_steps(batch_tokens, seq, micro_batch, dp):
         raise ValueError(f"{batch_tokens} tokens do not divide")
     return steps
 
-
 # %% 04.1 does not ask whether the GPUs divide the micro-batches
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     sequences, rest = divmod(batch_tokens, seq)
@@ -47,20 +40,17 @@ def accumulation_steps(batch_tokens, seq, micro_batch, dp):
         raise ValueError(f"{batch_tokens} tokens do not divide")
     return sequences // micro_batch // dp
 
-
 # %% 04.1 a float
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     if batch_tokens % (seq * micro_batch * dp):
         raise ValueError(f"{batch_tokens} tokens do not divide")
     return batch_tokens / (seq * micro_batch * dp)
 
-
 # %% 04.1 an error without a message
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     if batch_tokens % (seq * micro_batch * dp):
         raise ValueError
     return batch_tokens // (seq * micro_batch * dp)
-
 
 # %% 04.1 prints the reason and returns nothing
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
@@ -69,356 +59,127 @@ def accumulation_steps(batch_tokens, seq, micro_batch, dp):
         return None
     return batch_tokens // (seq * micro_batch * dp)
 
-
 # %% 04.2 a sum instead of a mean
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-
+parameter.grad /= dist.get_world_size(group) =>
 
 # %% 04.2 reduces the parameter instead of its gradient
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.data, group=group)
-            parameter.data /= dist.get_world_size(group)
-
+parameter.grad, group => parameter.data, group
+parameter.grad /= dist.get_world_size => parameter.data /= dist.get_world_size
 
 # %% 04.2 divides by the world instead of the group
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= dist.get_world_size()
-
+dist.get_world_size(group) => dist.get_world_size()
 
 # %% 04.2 divides, and sends nothing
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= dist.get_world_size(group)
-
+dist.all_reduce(parameter.grad, group=group) =>
 
 # %% 04.2 only rank 0 has the mean
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.reduce(parameter.grad, group_dst=0, group=group)
-            parameter.grad /= dist.get_world_size(group)
-
+dist.all_reduce(parameter.grad, group=group) => dist.reduce(parameter.grad, group_dst=0, group=group)
 
 # %% 04.3 once through the ring only
 gigabytes_sent = 63 / 64 * 2 * 8.03
 
-
 # %% 04.3 of all GPUs together
 gigabytes_sent = 64 * 2 * 63 / 64 * 2 * 8.03
-
 
 # %% 04.3 float32 gradients
 gigabytes_sent = 2 * 63 / 64 * 4 * 8.03
 
-
 # %% 04.3 parameters instead of bytes
 gigabytes_sent = 2 * 63 / 64 * 8.03
-
 
 # %% 04.3 gradients once to each other GPU
 gigabytes_sent = 63 * 2 * 8.03
 
-
 # %% 04.3 in GiB
 gigabytes_sent = 2 * 63 / 64 * 2 * 8.03e9 / 2**30
-
 
 # %% 04.3 bytes
 gigabytes_sent = 2 * 63 / 64 * 2 * 8.03e9
 
-
 # %% 04.3 nothing
 gigabytes_sent = None
-
 
 # %% 04.3 a word
 gigabytes_sent = "31.6"
 
-
 # %% 04.4 no overlap: the hook takes notes, finish() starts everything
-def overlap_gradients(module, group=None):
-    ready, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        ready.append(parameter)
-
-    def finish():
-        works = [dist.all_reduce(parameter.grad, group=group, async_op=True) for parameter in ready]
-        for work in works:
-            work.wait()
-        ready.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+works, n => ready, n
+---
+works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+=>
+ready.append(parameter)
+---
+def finish():
+=>
+def finish():
+    works = [dist.all_reduce(parameter.grad, group=group, async_op=True) for parameter in ready]
+---
+works.clear() => ready.clear()
 
 # %% 04.4 fake: nothing starts before the last hook, then all at once
-def overlap_gradients(module, group=None):
-    works, ready, n = [], [], dist.get_world_size(group)
-    last = next(module.parameters())
-
-    def start(parameter):
-        parameter.grad /= n
-        ready.append(parameter)
-        if parameter is last:
-            works.extend(dist.all_reduce(parameter.grad, group=group, async_op=True) for parameter in ready)
-            ready.clear()
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+works, n = [], dist.get_world_size(group)
+=>
+works, ready, n = [], [], dist.get_world_size(group)
+last = next(module.parameters())
+---
+works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+=>
+ready.append(parameter)
+if parameter is last:
+    works.extend(dist.all_reduce(parameter.grad, group=group, async_op=True) for parameter in ready)
+    ready.clear()
 
 # %% 04.4 reduces the parameter instead of its gradient
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.data /= n
-        works.append(dist.all_reduce(parameter.data, group=group, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+parameter.grad /= n => parameter.data /= n
+parameter.grad, group => parameter.data, group
 
 # %% 04.4 a sum instead of a mean
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+parameter.grad /= n =>
 
 # %% 04.5 one bucket for all
-import torch
-from torch import nn
-
-
 def make_buckets(parameters, bucket_bytes):
     parameters = list(reversed(list(parameters)))
     return [parameters] if parameters else []
 
-
 # %% 04.5 a bucket for each parameter
-import torch
-from torch import nn
-
-
 def make_buckets(parameters, bucket_bytes):
     return [[parameter] for parameter in reversed(list(parameters))]
 
-
 # %% 04.5 from the first parameter to the last
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(parameters)}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+reversed(list(parameters)) => parameters
 
 # %% 04.5 the model's order, and then the buckets from behind
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(parameters)}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return buckets[::-1]
-
+reversed(list(parameters)) => parameters
+---
+return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+=>
+return buckets[::-1]
 
 # %% 04.5 a bucket is closed when it is above the limit already
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+size + parameter.nbytes > bucket_bytes => size > bucket_bytes
 
 # %% 04.5 counts elements instead of bytes
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.numel() > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.numel()
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+parameter.nbytes > bucket_bytes => parameter.numel() > bucket_bytes
+bucket, size + parameter.nbytes => bucket, size + parameter.numel()
 
 # %% 04.5 forgets to add up the size
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + 0
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+bucket, size + parameter.nbytes => bucket, size + 0
 
 # %% 04.5 dtypes are mixed
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+parameter.dtype, parameter.device => parameter.device
 
 # %% 04.5 reduce groups are mixed
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device)
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+parameter.device, getattr(parameter, "reduce_group", None) => parameter.device
 
 # %% 04.5 in the order in which buckets are opened
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return buckets
-
+return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+=>
+return buckets
 
 # %% 04.5 sorted by each bucket's first parameter
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[0]])
-
+[-1] => [0]
 
 # %% 04.5 only one bucket is open at a time: another kind closes it
-import torch
-from torch import nn
-
-
 def make_buckets(parameters, bucket_bytes):
     buckets, size, before = [], 0, None
     for parameter in reversed(list(parameters)):
@@ -430,12 +191,7 @@ def make_buckets(parameters, bucket_bytes):
         size, before = size + parameter.nbytes, kind
     return buckets
 
-
 # %% 04.5 any earlier bucket with room takes a parameter
-import torch
-from torch import nn
-
-
 def make_buckets(parameters, bucket_bytes):
     buckets = []
     for parameter in reversed(list(parameters)):
@@ -450,12 +206,7 @@ def make_buckets(parameters, bucket_bytes):
             buckets.append([parameter])
     return buckets
 
-
 # %% 04.5 reads an iterator twice: the second time it is empty
-import torch
-from torch import nn
-
-
 def make_buckets(parameters, bucket_bytes):
     kinds = {(p.dtype, p.device, getattr(p, "reduce_group", None)) for p in parameters}
     buckets, sizes = {kind: [[]] for kind in kinds}, dict.fromkeys(kinds, 0)
@@ -468,427 +219,236 @@ def make_buckets(parameters, bucket_bytes):
         sizes[kind] += parameter.nbytes
     return [bucket for of_kind in buckets.values() for bucket in of_kind]
 
-
 # %% 04.6 forgets the zeros: what an earlier step left is added up
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+self.views[parameter].zero_() =>
+---
+self.sent = self.outgoing()
+=>
+self.sent = self.flat
+if self.reduce_dtype != self.flat.dtype:
+    self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
 
 # %% 04.6 forgets the flag of a missing parameter
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+---
+        self.flags[i] = 0
+self.sent = self.outgoing()
+=>
+self.sent = self.flat
+if self.reduce_dtype != self.flat.dtype:
+    self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
 
 # %% 04.6 a flag for each missing parameter, by its place among the missing
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(p for p in self.parameters if p in self.missing):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => p for p in self.parameters if p in self.missing
+---
+self.sent = self.outgoing()
+=>
+self.sent = self.flat
+if self.reduce_dtype != self.flat.dtype:
+    self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
 
 # %% 04.6 zeros for a gradient of earlier micro-batches
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+def launch(self: Bucket):
+    self.flags.fill_(1)
+    for i, parameter in enumerate(self.parameters):
+        if parameter in self.missing:
+            self.views[parameter].zero_()
+            self.flags[i] = 0
+    self.sent = self.flat
+    if self.reduce_dtype != self.flat.dtype:
+        self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+    self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
 
 # %% 04.6 the late gradient is not scaled
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, 1.0)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+self.store(parameter, self.scale) => self.store(parameter, 1.0)
+---
+self.sent = self.outgoing()
+=>
+self.sent = self.flat
+if self.reduce_dtype != self.flat.dtype:
+    self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
 
 # %% 04.6 scales the whole buffer once more
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.flat.mul_(1 / self.group.size())
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+---
+self.sent = self.outgoing()
+=>
+self.flat.mul_(1 / self.group.size())
+self.sent = self.flat
+if self.reduce_dtype != self.flat.dtype:
+    self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
 
 # %% 04.6 scales nothing in the copy
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+---
+self.sent = self.outgoing()
+=>
+self.sent = self.flat
+if self.reduce_dtype != self.flat.dtype:
+    self.sent = self.flat.to(self.reduce_dtype)
 
 # %% 04.6 always sends the buffer itself, in its own dtype
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+self.sent = self.outgoing() => self.sent = self.flat
 
 # %% 04.6 always adds in float32
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.flat.dtype != torch.float32:
-            self.sent = self.flat.to(torch.float32).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+---
+self.sent = self.outgoing()
+=>
+self.sent = self.flat
+if self.flat.dtype != torch.float32:
+    self.sent = self.flat.to(torch.float32).mul_(self.copy_scale)
 
 # %% 04.6 copies the late gradient, which is no view then and stays this rank's own
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.views[parameter].copy_(parameter.grad).mul_(self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+self.store(parameter, self.scale) => self.views[parameter].copy_(parameter.grad).mul_(self.scale)
+---
+self.sent = self.outgoing()
+=>
+self.sent = self.flat
+if self.reduce_dtype != self.flat.dtype:
+    self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
 
 # %% 04.6 gives a missing parameter zeros as its gradient
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-                parameter.grad = self.views[parameter]
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+---
+self.sent = self.outgoing()
+=>
+        parameter.grad = self.views[parameter]
+self.sent = self.flat
+if self.reduce_dtype != self.flat.dtype:
+    self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
 
 # %% 04.6 an all-reduce for each parameter, and one for the flags
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        for part in self.sent.split([*(parameter.numel() for parameter in self.parameters), len(self.parameters)]):
-            self.work = dist.all_reduce(part, group=self.group, async_op=True)
-
+def launch(self: Bucket):
+    self.flags.fill_(1)
+    for i, parameter in enumerate(self.parameters):
+        if parameter in self.missing and parameter.grad is not None:
+            self.store(parameter, self.scale)
+        elif parameter in self.missing:
+            self.views[parameter].zero_()
+            self.flags[i] = 0
+    self.sent = self.flat
+    if self.reduce_dtype != self.flat.dtype:
+        self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+    for part in self.sent.split([*(parameter.numel() for parameter in self.parameters), len(self.parameters)]):
+        self.work = dist.all_reduce(part, group=self.group, async_op=True)
 
 # %% 04.6 does not keep the work: nobody can wait for it
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+def launch(self: Bucket):
+    self.flags.fill_(1)
+    for i, parameter in enumerate(self.parameters):
+        if parameter in self.missing and parameter.grad is not None:
+            self.store(parameter, self.scale)
+        elif parameter in self.missing:
+            self.views[parameter].zero_()
+            self.flags[i] = 0
+    self.sent = self.flat
+    if self.reduce_dtype != self.flat.dtype:
+        self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+    dist.all_reduce(self.sent, group=self.group, async_op=True)
 
 # %% 04.6 an all-reduce that is not asynchronous
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group)
-
+def launch(self: Bucket):
+    self.flags.fill_(1)
+    for i, parameter in enumerate(self.parameters):
+        if parameter in self.missing and parameter.grad is not None:
+            self.store(parameter, self.scale)
+        elif parameter in self.missing:
+            self.views[parameter].zero_()
+            self.flags[i] = 0
+    self.sent = self.flat
+    if self.reduce_dtype != self.flat.dtype:
+        self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+    self.work = dist.all_reduce(self.sent, group=self.group)
 
 # %% 04.6 leaves all flags as they were
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+def launch(self: Bucket):
+    for i, parameter in enumerate(self.parameters):
+        if parameter in self.missing and parameter.grad is not None:
+            self.store(parameter, self.scale)
+        elif parameter in self.missing:
+            self.views[parameter].zero_()
+    self.sent = self.flat
+    if self.reduce_dtype != self.flat.dtype:
+        self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+    self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
 
 # %% 04.6 scales the buffer while it is in flight
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-        self.sent.mul_(1 / self.group.size())
-
+def launch(self: Bucket):
+    self.flags.fill_(1)
+    for i, parameter in enumerate(self.parameters):
+        if parameter in self.missing and parameter.grad is not None:
+            self.store(parameter, self.scale)
+        elif parameter in self.missing:
+            self.views[parameter].zero_()
+            self.flags[i] = 0
+    self.sent = self.flat
+    if self.reduce_dtype != self.flat.dtype:
+        self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+    self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+    self.sent.mul_(1 / self.group.size())
 
 # %% 04.7 no overlap: everything is left to finish()
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-
+def add(self: Reducer, parameter, final):
+    bucket = self.bucket_of[parameter]
+    bucket.store(parameter, bucket.scale if final else 1.0)
+    if final:
+        bucket.missing.remove(parameter)
 
 # %% 04.7 fake: nothing is launched before the last gradient, then all buckets at once
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-            if self.launches_early and not any(bucket.missing for bucket in self.buckets):
-                for bucket in self.buckets:
-                    bucket.launch()
-                self.launched = len(self.buckets)
-
+def add(self: Reducer, parameter, final):
+    bucket = self.bucket_of[parameter]
+    bucket.store(parameter, bucket.scale if final else 1.0)
+    if final:
+        bucket.missing.remove(parameter)
+        if self.launches_early and not any(bucket.missing for bucket in self.buckets):
+            for bucket in self.buckets:
+                bucket.launch()
+            self.launched = len(self.buckets)
 
 # %% 04.7 mode naive launches early as well
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
+self.launches_early and self.launched => self.launched
 
 # %% 04.7 a sum instead of a mean: never scales
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
+bucket.scale if final else 1.0 => 1.0
 
 # %% 04.7 the parameter stays missing: nothing is ever complete
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
+bucket.missing.remove(parameter) =>
 
 # %% 04.7 copies into the buffer, and leaves the gradient a fresh tensor
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.views[parameter].copy_(parameter.grad).mul_(bucket.scale if final else 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
+bucket.store(parameter, bucket.scale if final else 1.0) => bucket.views[parameter].copy_(parameter.grad).mul_(bucket.scale if final else 1.0)
 
 # %% 04.7 synchronises on every micro-batch
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, 1.0)
-        if not final:
-            dist.all_reduce(parameter.grad, group=bucket.group)
-            parameter.grad.div_(bucket.group.size())
-            return
-        bucket.views[parameter].mul_(bucket.scale)
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
+bucket.store(parameter, bucket.scale if final else 1.0)
+=>
+bucket.store(parameter, 1.0)
+if not final:
+    dist.all_reduce(parameter.grad, group=bucket.group)
+    parameter.grad.div_(bucket.group.size())
+    return
+bucket.views[parameter].mul_(bucket.scale)
 
 # %% 04.7 forgets the earlier micro-batches
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        if final:
-            bucket.store(parameter, bucket.scale)
-        else:
-            parameter.grad = None
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
+bucket.store(parameter, bucket.scale if final else 1.0)
+=>
+if final:
+    bucket.store(parameter, bucket.scale)
+else:
+    parameter.grad = None
 
 # %% 04.8 the mean over ranks instead of over tokens
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    tokens = tokens.clamp(min=1)
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+micro_batches = list(micro_batches) =>
+---
+dist.all_reduce(tokens, group=dp.group)
+tokens = tokens.clamp(min=1) / dp.group.size()
+=>
+tokens = tokens.clamp(min=1)
 
 # %% 04.8 each micro-batch has the same weight
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
     count, total = len(micro_batches), 0.0
     for number, part in enumerate(micro_batches):
@@ -899,43 +459,18 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_l
     dist.all_reduce(total, group=dp.group)
     return total
 
-
 # %% 04.8 divides by all ranks' tokens, and DataParallel by N once more
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1)
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+micro_batches = list(micro_batches) =>
+(min=1) / dp.group.size() => (min=1)
+(total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size() => total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)
 
 # %% 04.8 a rank without targets counts as one token
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float().clamp(min=1)
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+micro_batches = list(micro_batches)
+tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+=>
+tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float().clamp(min=1)
 
 # %% 04.8 synchronises on every micro-batch
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
     dist.all_reduce(tokens, group=dp.group)
@@ -947,7 +482,6 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_l
     dist.all_reduce(total, group=dp.group)
     return total
 
-
 # %% 04.9 compares with rank 0
 def first_drift(norms):
     for step in range(len(norms[0])):
@@ -956,7 +490,6 @@ def first_drift(norms):
             if abs(run[step] / usual - 1) > 1e-4:
                 return step, rank
     return None
-
 
 # %% 04.9 compares with the mean, which the culprit moves
 def first_drift(norms):
@@ -967,7 +500,6 @@ def first_drift(norms):
                 return step, rank
     return None
 
-
 # %% 04.9 compares with the smallest
 def first_drift(norms):
     for step in range(len(norms[0])):
@@ -976,7 +508,6 @@ def first_drift(norms):
             if abs(run[step] / usual - 1) > 1e-4:
                 return step, rank
     return None
-
 
 # %% 04.9 rank first
 def first_drift(norms):
@@ -987,7 +518,6 @@ def first_drift(norms):
                 return rank, step
     return None
 
-
 # %% 04.9 the step before, in which the mistake was made
 def first_drift(norms):
     for step in range(len(norms[0])):
@@ -996,7 +526,6 @@ def first_drift(norms):
             if abs(run[step] / usual - 1) > 1e-4:
                 return step - 1, rank
     return None
-
 
 # %% 04.9 counts ranks from 1
 def first_drift(norms):
@@ -1007,7 +536,6 @@ def first_drift(norms):
                 return step, rank + 1
     return None
 
-
 # %% 04.9 compares with the same rank's step before
 def first_drift(norms):
     for step in range(1, len(norms[0])):
@@ -1016,7 +544,6 @@ def first_drift(norms):
                 return step, rank
     return None
 
-
 # %% 04.9 the last step, where the replicas are farthest apart
 def first_drift(norms):
     last = len(norms[0]) - 1
@@ -1024,16 +551,13 @@ def first_drift(norms):
     rank = int(np.argmax([abs(run[last] - usual) for run in norms]))
     return last, rank
 
-
 # %% 04.9 never finds anything
 def first_drift(norms):
     return None
 
-
 # %% 04.9 fake: knows the figure above
 def first_drift(norms):
     return 6, 2
-
 
 # %% 04.9 rank by rank, each compared with all the others' means: the first rank that differs from anybody
 def first_drift(norms):
@@ -1044,7 +568,6 @@ def first_drift(norms):
                 return step, rank
     return None
 
-
 # %% 04.9 a tenth more or less is taken for noise
 def first_drift(norms):
     for step in range(len(norms[0])):
@@ -1053,7 +576,6 @@ def first_drift(norms):
             if abs(run[step] / usual - 1) > 0.1:
                 return step, rank
     return None
-
 
 # %% 04.9 only a norm above the others' counts
 def first_drift(norms):
@@ -1064,7 +586,6 @@ def first_drift(norms):
                 return step, rank
     return None
 
-
 # %% 04.10 a plain sum: blind to exchanged elements
 def out_of_step(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -1072,7 +593,6 @@ def out_of_step(module, group=None):
     extremes = torch.stack([numbers, -numbers])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
-
 
 # %% 04.10 parameters only
 def out_of_step(module, group=None):
@@ -1090,7 +610,6 @@ def out_of_step(module, group=None):
     largest, smallest = extremes.chunk(2)
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
-
 # %% 04.10 a tolerance that hides what is small
 def out_of_step(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -1103,7 +622,6 @@ def out_of_step(module, group=None):
     extremes = torch.stack([numbers, -numbers])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if abs(spread) > 0.1]
-
 
 # %% 04.10 all names as soon as one differs
 def out_of_step(module, group=None):
@@ -1120,7 +638,6 @@ def out_of_step(module, group=None):
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.chunk(2)
     return [name for name, _ in named] if (largest + smallest).any() else []
-
 
 # %% 04.10 the largest number only: whoever has it sees nothing
 def out_of_step(module, group=None):
@@ -1139,7 +656,6 @@ def out_of_step(module, group=None):
     mine = torch.stack(numbers)
     return [name for (name, _), here, there in zip(named, mine, largest, strict=True) if here != there]
 
-
 # %% 04.10 only rank 0 knows
 def out_of_step(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -1156,7 +672,6 @@ def out_of_step(module, group=None):
     largest, smallest = extremes.chunk(2)
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
-
 # %% 04.10 broadcasts the whole model
 def out_of_step(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -1169,82 +684,57 @@ def out_of_step(module, group=None):
     dist.all_reduce(differs, op=dist.ReduceOp.MAX, group=group)
     return [name for (name, _), other in zip(named, differs.tolist()) if other]
 
-
 # %% 04.10 never finds anything
 def out_of_step(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
     return []
 
-
 # %% 04.11 forward counts as well: 6 FLOPs a parameter
-def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
-    return gradient_bytes * 2 / (6 * tokens) * (dp - 1) / dp * peak / bandwidth
-
+gradient_bytes / (2 * tokens) => gradient_bytes * 2 / (6 * tokens)
 
 # %% 04.11 backward counts once: 2 FLOPs a parameter
-def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
-    return gradient_bytes / tokens * (dp - 1) / dp * peak / bandwidth
-
+(2 * tokens) => tokens
 
 # %% 04.11 each gradient is sent once
-def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
-    return gradient_bytes / (4 * tokens) * (dp - 1) / dp * peak / bandwidth
-
+2 * tokens => 4 * tokens
 
 # %% 04.11 forgets the ring's share
-def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
-    return gradient_bytes / (2 * tokens) * peak / bandwidth
-
+(dp - 1) / dp * peak => peak
 
 # %% 04.11 one GPU receives from all others
-def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
-    return gradient_bytes / (2 * tokens) * (dp - 1) * peak / bandwidth
-
+(dp - 1) / dp * peak => (dp - 1) * peak
 
 # %% 04.11 elements are counted as bytes, as in the playbook
-def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
-    return 1 / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
-
+return gradient_bytes => return 1
 
 # %% 04.11 always BF16
-def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
-    return 2 / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
-
+return gradient_bytes => return 2
 
 # %% 04.11 upside down
 def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
     return 2 * tokens / gradient_bytes * dp / max(1, dp - 1) * bandwidth / peak
 
-
 # %% 04.11 bits
-def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
-    return 8 * gradient_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
-
+return gradient_bytes => return 8 * gradient_bytes
 
 # %% 04.11 all GPUs' tokens
-def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
-    return gradient_bytes / (2 * tokens * dp) * (dp - 1) / dp * peak / bandwidth
-
+* tokens => * tokens * dp
 
 # %% 04.11 a promise that it is hidden: never above 1
 def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=2):
     return min(1.0, gradient_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth)
 
-
 # %% 04.11 one byte a gradient by default
 def overlap_ratio(tokens, dp, bandwidth, peak, gradient_bytes=1):
     return gradient_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
-
 
 # %% 04.12 ignores divisibility
 def recipe(sequences, gpus, largest_micro_batch):
     return gpus, largest_micro_batch, sequences // (gpus * largest_micro_batch)
 
-
 # %% 04.12 ignores divisibility, with one step at least
 def recipe(sequences, gpus, largest_micro_batch):
     return gpus, largest_micro_batch, max(1, sequences // (gpus * largest_micro_batch))
-
 
 # %% 04.12 the largest micro-batch first, then the most GPUs
 def recipe(sequences, gpus, largest_micro_batch):
@@ -1254,13 +744,11 @@ def recipe(sequences, gpus, largest_micro_batch):
             if rest == 0:
                 return dp, micro_batch, steps
 
-
 # %% 04.12 the smallest micro-batch
 def recipe(sequences, gpus, largest_micro_batch):
     for dp in range(min(gpus, sequences), 0, -1):
         if sequences % dp == 0:
             return dp, 1, sequences // dp
-
 
 # %% 04.12 all GPUs or none
 def recipe(sequences, gpus, largest_micro_batch):
@@ -1268,7 +756,6 @@ def recipe(sequences, gpus, largest_micro_batch):
         steps, rest = divmod(sequences, gpus * micro_batch)
         if rest == 0:
             return gpus, micro_batch, steps
-
 
 # %% 04.12 halves the micro-batch only
 def recipe(sequences, gpus, largest_micro_batch):
@@ -1279,7 +766,6 @@ def recipe(sequences, gpus, largest_micro_batch):
                 return dp, micro_batch, sequences // (dp * micro_batch)
             micro_batch //= 2
 
-
 # %% 04.12 halves the number of GPUs
 def recipe(sequences, gpus, largest_micro_batch):
     dp = min(gpus, sequences)
@@ -1288,7 +774,6 @@ def recipe(sequences, gpus, largest_micro_batch):
             if sequences % (dp * micro_batch) == 0:
                 return dp, micro_batch, sequences // (dp * micro_batch)
         dp //= 2
-
 
 # %% 04.12 the largest common divisor as micro-batch
 def recipe(sequences, gpus, largest_micro_batch):
@@ -1299,24 +784,11 @@ def recipe(sequences, gpus, largest_micro_batch):
             micro_batch = math.gcd(sequences // dp, largest_micro_batch)
             return dp, micro_batch, sequences // dp // micro_batch
 
-
 # %% 04.12 steps and micro-batch exchanged
-def recipe(sequences, gpus, largest_micro_batch):
-    for dp in range(min(gpus, sequences), 0, -1):
-        for micro_batch in range(largest_micro_batch, 0, -1):
-            steps, rest = divmod(sequences, dp * micro_batch)
-            if rest == 0:
-                return dp, steps, micro_batch
-
+return dp, micro_batch, steps => return dp, steps, micro_batch
 
 # %% 04.12 accumulates in place of GPUs: the fewest first
-def recipe(sequences, gpus, largest_micro_batch):
-    for dp in range(1, gpus + 1):
-        for micro_batch in range(largest_micro_batch, 0, -1):
-            steps, rest = divmod(sequences, dp * micro_batch)
-            if rest == 0:
-                return dp, micro_batch, steps
-
+min(gpus, sequences), 0, -1 => 1, gpus + 1
 
 # %% 04.12 as many micro-batches as fit, whatever is left over
 def recipe(sequences, gpus, largest_micro_batch):
@@ -1324,356 +796,155 @@ def recipe(sequences, gpus, largest_micro_batch):
     micro_batch = min(largest_micro_batch, sequences // dp)
     return dp, micro_batch, sequences // (dp * micro_batch)
 
-
 # %% 04.1 an assertion instead of a ValueError
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     assert batch_tokens % (seq * micro_batch * dp) == 0, "does not divide"
     return batch_tokens // (seq * micro_batch * dp)
 
-
 # %% 04.2 the default group instead of the given one
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size(group)
-
+parameter.grad, group=group => parameter.grad
 
 # %% 04.4 the hook starts the all-reduce and waits for it at once
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        dist.all_reduce(parameter.grad, group=group, async_op=True).wait()
-
-    def finish():
-        pass
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+works.append(dist.all_reduce(parameter.grad, group=group, async_op=True)) => dist.all_reduce(parameter.grad, group=group, async_op=True).wait()
+---
+for work in works:
+    work.wait()
+works.clear()
+=>
+pass
 
 # %% 04.4 finish() does not wait
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-
-    def finish():
-        works.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+for work in works:
+    work.wait()
+=>
 
 # %% 04.4 finish() waits for the last all-reduce only
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-
-    def finish():
-        works[-1].wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+for work in works:
+    work.wait()
+=>
+works[-1].wait()
 
 # %% 04.4 the hook divides the gradient while it is in flight
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-        parameter.grad /= n
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+def start(parameter):
+=>
+def start(parameter):
+    works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+---
+works.append(dist.all_reduce(parameter.grad, group=group, async_op=True)) =>
 
 # %% 04.4 the default group instead of the given one
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        works.append(dist.all_reduce(parameter.grad, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+group=group, async_op => async_op
 
 # %% 04.5 one bucket for each kind, whatever its size
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+if bucket is None or size + parameter.nbytes > bucket_bytes:
+=>
+if bucket is None:
 
 # %% 04.5 a bucket that is exactly full is too full
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes >= bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+parameter.nbytes > bucket_bytes => parameter.nbytes >= bucket_bytes
 
 # %% 04.5 four bytes for every element
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + 4 * parameter.numel() > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + 4 * parameter.numel()
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+parameter.nbytes > bucket_bytes => 4 * parameter.numel() > bucket_bytes
+bucket, size + parameter.nbytes => bucket, size + 4 * parameter.numel()
 
 # %% 04.6 scales in 16 bits, then converts
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.mul_(self.copy_scale).to(self.reduce_dtype)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+---
+self.sent = self.outgoing()
+=>
+self.sent = self.flat
+if self.reduce_dtype != self.flat.dtype:
+    self.sent = self.flat.mul_(self.copy_scale).to(self.reduce_dtype)
 
 # %% 04.6 never sets a flag to 1
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.flags.fill_(1)
+for i, parameter in enumerate(self.parameters if self.missing else ()):
+=>
+for i, parameter in enumerate(self.parameters):
+---
+self.sent = self.outgoing()
+=>
+self.sent = self.flat
+if self.reduce_dtype != self.flat.dtype:
+    self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
 
 # %% 04.6 starts the all-reduce and waits for it
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-        self.work.wait()
-
+def launch(self: Bucket):
+    self.flags.fill_(1)
+    for i, parameter in enumerate(self.parameters):
+        if parameter in self.missing and parameter.grad is not None:
+            self.store(parameter, self.scale)
+        elif parameter in self.missing:
+            self.views[parameter].zero_()
+            self.flags[i] = 0
+    self.sent = self.flat
+    if self.reduce_dtype != self.flat.dtype:
+        self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+    self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
+    self.work.wait()
 
 # %% 04.6 the default group instead of the given one
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.flat
-        if self.reduce_dtype != self.flat.dtype:
-            self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
-        self.work = dist.all_reduce(self.sent, async_op=True)
-
+def launch(self: Bucket):
+    self.flags.fill_(1)
+    for i, parameter in enumerate(self.parameters):
+        if parameter in self.missing and parameter.grad is not None:
+            self.store(parameter, self.scale)
+        elif parameter in self.missing:
+            self.views[parameter].zero_()
+            self.flags[i] = 0
+    self.sent = self.flat
+    if self.reduce_dtype != self.flat.dtype:
+        self.sent = self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
+    self.work = dist.all_reduce(self.sent, async_op=True)
 
 # %% 04.7 launches out of order: each bucket as soon as it is complete
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-            if self.launches_early and not bucket.missing:
-                bucket.launch()
-                self.launched += 1
-
+def add(self: Reducer, parameter, final):
+    bucket = self.bucket_of[parameter]
+    bucket.store(parameter, bucket.scale if final else 1.0)
+    if final:
+        bucket.missing.remove(parameter)
+        if self.launches_early and not bucket.missing:
+            bucket.launch()
+            self.launched += 1
 
 # %% 04.7 if instead of while: one bucket at most for each gradient
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-            if self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
+while self.launches_early => if self.launches_early
 
 # %% 04.7 waits for each bucket that it launches
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, bucket.scale if final else 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.buckets[self.launched].work.wait()
-                self.launched += 1
-
+self.buckets[self.launched].launch()
+=>
+self.buckets[self.launched].launch()
+self.buckets[self.launched].work.wait()
 
 # %% 04.7 stores the final gradient only
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        if not final:
-            return
-        bucket.store(parameter, bucket.scale)
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
+bucket.store(parameter, bucket.scale if final else 1.0)
+=>
+if not final:
+    return
+bucket.store(parameter, bucket.scale)
 
 # %% 04.8 forgets finish()
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+micro_batches = list(micro_batches) =>
+---
+dp.finish()
+=>
 
 # %% 04.8 the default group instead of dp's
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=None)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=None)
-    return total
-
+micro_batches = list(micro_batches) =>
+dist.all_reduce(tokens, group=dp.group) => dist.all_reduce(tokens, group=None)
+dist.all_reduce(total, group=dp.group) => dist.all_reduce(total, group=None)
 
 # %% 04.8 no clamp: no rank has a target, and all divide by zero
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+micro_batches = list(micro_batches) =>
+tokens.clamp(min=1) => tokens
 
 # %% 04.8 no no_sync()
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
+micro_batches = list(micro_batches) =>
+---
+with dp.no_sync():
     total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+=>
+total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
 
 # %% 04.9 compares with the largest
 def first_drift(norms):
@@ -1684,7 +955,6 @@ def first_drift(norms):
                 return step, rank
     return None
 
-
 # %% 04.9 equal means equal to the last digit
 def first_drift(norms):
     for step in range(len(norms[0])):
@@ -1693,7 +963,6 @@ def first_drift(norms):
             if run[step] != usual:
                 return step, rank
     return None
-
 
 # %% 04.10 the default group instead of the given one
 def out_of_step(module, group=None):
@@ -1711,7 +980,6 @@ def out_of_step(module, group=None):
     largest, smallest = extremes.chunk(2)
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
-
 # %% 04.10 one float32 number
 def out_of_step(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -1725,7 +993,6 @@ def out_of_step(module, group=None):
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
 
-
 # %% 04.12 powers of two only
 def recipe(sequences, gpus, largest_micro_batch):
     dp = 2 ** (min(gpus, sequences).bit_length() - 1)
@@ -1734,7 +1001,6 @@ def recipe(sequences, gpus, largest_micro_batch):
             if sequences % (dp * micro_batch) == 0:
                 return dp, micro_batch, sequences // (dp * micro_batch)
         dp //= 2
-
 
 # %% 04.2 in an order that chance decides
 def average_gradients(module, group=None):
@@ -1746,61 +1012,19 @@ def average_gradients(module, group=None):
         dist.all_reduce(gradient, group=group)
         gradient /= dist.get_world_size(group)
 
-
 # %% 04.3 twice the gradients, without (N-1)/N
 gigabytes_sent = 2 * 2 * 8.03
 
-
 # %% 04.8 ignores dtype
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    micro_batches = list(micro_batches)
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], tokens=tokens, loss_of=loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], tokens=tokens, loss_of=loss_of)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+[:-1], dtype, tokens, loss_of => [:-1], tokens=tokens, loss_of=loss_of
+[-1:], dtype, tokens, loss_of => [-1:], tokens=tokens, loss_of=loss_of
 
 # %% 04.8 ignores dtype in the last micro-batch
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    micro_batches = list(micro_batches)
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], tokens=tokens, loss_of=loss_of)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+[-1:], dtype, tokens, loss_of => [-1:], tokens=tokens, loss_of=loss_of
 
 # %% 04.8 ignores loss_of
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    micro_batches = list(micro_batches)
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+[:-1], dtype, tokens, loss_of => [:-1], dtype, tokens
+[-1:], dtype, tokens, loss_of => [-1:], dtype, tokens
 
 # %% 04.9 the median of numbers and NaN is NaN: rank 0 is accused
 def first_drift(norms):
@@ -1811,7 +1035,6 @@ def first_drift(norms):
                 return step, rank
     return None
 
-
 # %% 04.9 NaN differs from nothing
 def first_drift(norms):
     for step in range(len(norms[0])):
@@ -1821,7 +1044,6 @@ def first_drift(norms):
                 return step, rank
     return None
 
-
 # %% 04.9 NaN on all ranks is taken for a drift
 def first_drift(norms):
     for step in range(len(norms[0])):
@@ -1830,7 +1052,6 @@ def first_drift(norms):
             if not abs(run[step] / usual - 1) <= 1e-4:
                 return step, rank
     return None
-
 
 # %% 04.10 a NaN that all ranks share hides what else differs
 def out_of_step(module, group=None):
@@ -1843,14 +1064,12 @@ def out_of_step(module, group=None):
     largest, smallest = extremes.chunk(2)
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
-
 # %% 04.1 asks of the micro-batch and of the GPUs, each alone
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     sequences, rest = divmod(batch_tokens, seq)
     if rest or sequences % micro_batch or sequences % dp or sequences < micro_batch * dp:
         raise ValueError(f"{sequences} sequences do not divide")
     return sequences // (micro_batch * dp)
-
 
 # %% 04.1 does not ask whether micro-batches come out
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
@@ -1859,23 +1078,18 @@ def accumulation_steps(batch_tokens, seq, micro_batch, dp):
         raise ValueError(f"{sequences} sequences do not divide")
     return sequences // dp // micro_batch
 
-
 # %% 04.1 a message without numbers
 def accumulation_steps(batch_tokens, seq, micro_batch, dp):
     if batch_tokens % (seq * micro_batch * dp):
         raise ValueError("the tokens do not divide")
     return batch_tokens // (seq * micro_batch * dp)
 
-
 # %% 04.2 a parameter without a gradient gets zeros
-def average_gradients(module, group=None):
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= dist.get_world_size(group)
-
+if parameter.grad is not None:
+=>
+if parameter.requires_grad:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
 
 # %% 04.2 one flat copy in float32, whatever the gradients' dtypes
 def average_gradients(module, group=None):
@@ -1886,322 +1100,121 @@ def average_gradients(module, group=None):
     for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
         gradient.copy_(mean.view_as(gradient))
 
-
 # %% 04.2 without a group it does nothing
-def average_gradients(module, group=None):
-    for parameter in module.parameters() if group else ():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad /= dist.get_world_size(group)
-
+for parameter in module.parameters(): => for parameter in module.parameters() if group else ():
 
 # %% 04.4 makes frozen parameters trainable
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        parameter.requires_grad_(True)
-        parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+if parameter.requires_grad:
+    parameter.register_post_accumulate_grad_hook(start)
+=>
+parameter.requires_grad_(True)
+parameter.register_post_accumulate_grad_hook(start)
 
 # %% 04.4 a parameter that backward does not reach gets zeros
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+works.clear()
+=>
+works.clear()
+for parameter in module.parameters():
+    if parameter.requires_grad and parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
 
 # %% 04.4 finish() divides old gradients as well
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad /= n
-
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+parameter.grad /= n =>
+---
+works.clear()
+=>
+works.clear()
+for parameter in module.parameters():
+    if parameter.grad is not None:
+        parameter.grad /= n
 
 # %% 04.4 without a group it does nothing
-def overlap_gradients(module, group=None):
-    works, n = [], dist.get_world_size(group)
-
-    def start(parameter):
-        parameter.grad /= n
-        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-
-    def finish():
-        for work in works:
-            work.wait()
-        works.clear()
-
-    for parameter in module.parameters():
-        if group and parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(start)
-    return finish
-
+if parameter.requires_grad: => if group and parameter.requires_grad:
 
 # %% 04.5 all parameters with a reduce_group in one kind
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, hasattr(parameter, "reduce_group"))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+getattr(parameter, "reduce_group", None) => hasattr(parameter, "reduce_group")
 
 # %% 04.5 devices are mixed
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+parameter.device, getattr => getattr
 
 # %% 04.5 another device closes the open bucket
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if bucket is None or bucket[0].device != parameter.device or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+parameter.device, getattr => getattr
+or size => or bucket[0].device != parameter.device or size
 
 # %% 04.5 a huge one gets a bucket of its own, and the open one stays open
-import torch
-from torch import nn
-
-
-def make_buckets(parameters, bucket_bytes):
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}
-    for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
-        bucket, size = filling.get(kind, (None, 0))
-        if parameter.nbytes > bucket_bytes:
-            buckets.append([parameter])
-            continue
-        if bucket is None or size + parameter.nbytes > bucket_bytes:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(parameter)
-        filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
-
+bucket, size = filling.get(kind, (None, 0))
+=>
+bucket, size = filling.get(kind, (None, 0))
+if parameter.nbytes > bucket_bytes:
+    buckets.append([parameter])
+    continue
 
 # %% 04.6 takes a gradient in its view for what an earlier step has left
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            view = self.views[parameter]
-            if parameter in self.missing and parameter.grad is not None and parameter.grad is not view:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                view.zero_()
-                self.flags[i] = 0
-        self.sent = self.outgoing()
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+def launch(self: Bucket):
+    self.flags.fill_(1)
+    for i, parameter in enumerate(self.parameters):
+        view = self.views[parameter]
+        if parameter in self.missing and parameter.grad is not None and parameter.grad is not view:
+            self.store(parameter, self.scale)
+        elif parameter in self.missing:
+            view.zero_()
+            self.flags[i] = 0
+    self.sent = self.outgoing()
+    self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
 
 # %% 04.6 takes a gradient in its view for scaled
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is self.views[parameter]:
-                continue
-            elif parameter in self.missing and parameter.grad is not None:
-                self.store(parameter, self.scale)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.outgoing()
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+def launch(self: Bucket):
+    self.flags.fill_(1)
+    for i, parameter in enumerate(self.parameters):
+        if parameter in self.missing and parameter.grad is self.views[parameter]:
+            continue
+        elif parameter in self.missing and parameter.grad is not None:
+            self.store(parameter, self.scale)
+        elif parameter in self.missing:
+            self.views[parameter].zero_()
+            self.flags[i] = 0
+    self.sent = self.outgoing()
+    self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
 
 # %% 04.6 scales a late gradient by 1/N, whatever self.scale is
-import course_lib.data_parallel.buckets
-
-
-class Bucket(course_lib.data_parallel.buckets.Bucket):
-    def launch(self):
-        self.flags.fill_(1)
-        for i, parameter in enumerate(self.parameters):
-            if parameter in self.missing and parameter.grad is not None:
-                in_place = self.reduce_dtype == self.flat.dtype
-                self.store(parameter, 1 / self.group.size() if in_place else 1.0)
-            elif parameter in self.missing:
-                self.views[parameter].zero_()
-                self.flags[i] = 0
-        self.sent = self.outgoing()
-        self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
-
+self.parameters if self.missing else () => self.parameters
+---
+self.store(parameter, self.scale)
+=>
+in_place = self.reduce_dtype == self.flat.dtype
+self.store(parameter, 1 / self.group.size() if in_place else 1.0)
 
 # %% 04.7 scales by 1/N, whatever bucket.scale is
-class Reducer(BucketQueue):
-    def add(self, parameter, final):
-        bucket = self.bucket_of[parameter]
-        bucket.store(parameter, 1 / bucket.group.size() if final else 1.0)
-        if final:
-            bucket.missing.remove(parameter)
-            while self.launches_early and self.launched < len(self.buckets) and not self.buckets[self.launched].missing:
-                self.buckets[self.launched].launch()
-                self.launched += 1
-
+bucket.scale if => 1 / bucket.group.size() if
 
 # %% 04.8 counts tokens in BF16
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).bfloat16()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.float().clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+micro_batches = list(micro_batches)
+tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+=>
+tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).bfloat16()
+---
+tokens.clamp => tokens.float().clamp
 
 # %% 04.8 counts tokens in dtype
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).to(dtype)
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.float().clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total
-
+micro_batches = list(micro_batches)
+tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+=>
+tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).to(dtype)
+---
+tokens.clamp => tokens.float().clamp
 
 # %% 04.8 returns the loss in dtype
-from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
-
-
-def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
-    dist.all_reduce(tokens, group=dp.group)
-    tokens = tokens.clamp(min=1) / dp.group.size()
-    with dp.no_sync():
-        total = accumulate(dp, micro_batches[:-1], dtype, tokens, loss_of)
-    total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
-    dp.finish()
-    dist.all_reduce(total, group=dp.group)
-    return total.to(dtype)
-
+micro_batches = list(micro_batches) =>
+return total => return total.to(dtype)
 
 # %% 04.9 within an absolute 1e-4
-def first_drift(norms):
-    for step in range(len(norms[0])):
-        column = np.nan_to_num([run[step] for run in norms], nan=-1.0)
-        usual = np.median(column)
-        for rank, norm in enumerate(column):
-            if abs(norm - usual) > 1e-4:
-                return step, rank
-    return None
-
+1e-4 * abs(usual) => 1e-4
 
 # %% 04.9 np.isclose, whose absolute tolerance hides small norms
-def first_drift(norms):
-    for step in range(len(norms[0])):
-        column = np.nan_to_num([run[step] for run in norms], nan=-1.0)
-        usual = np.median(column)
-        for rank, norm in enumerate(column):
-            if not np.isclose(norm, usual, rtol=1e-4):
-                return step, rank
-    return None
-
+abs(norm - usual) > 1e-4 * abs(usual) => not np.isclose(norm, usual, rtol=1e-4)
 
 # %% 04.9 relative below 1, absolute above
-def first_drift(norms):
-    for step in range(len(norms[0])):
-        column = np.nan_to_num([run[step] for run in norms], nan=-1.0)
-        usual = np.median(column)
-        for rank, norm in enumerate(column):
-            if abs(norm - usual) > 1e-4 * min(1, abs(usual)):
-                return step, rank
-    return None
-
+abs(usual) => min(1, abs(usual))
 
 # %% 04.10 what a checkpoint keeps only
 def out_of_step(module, group=None):
@@ -2219,7 +1232,6 @@ def out_of_step(module, group=None):
     largest, smallest = extremes.chunk(2)
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
-
 # %% 04.10 takes NaN for 0
 def out_of_step(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -2235,7 +1247,6 @@ def out_of_step(module, group=None):
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.chunk(2)
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
-
 
 # %% 04.10 takes -0 for 0
 def out_of_step(module, group=None):
@@ -2253,7 +1264,6 @@ def out_of_step(module, group=None):
     largest, smallest = extremes.chunk(2)
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
-
 # %% 04.10 the pieces' sums are added up, and all have the same weights
 def out_of_step(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -2270,7 +1280,6 @@ def out_of_step(module, group=None):
     largest, smallest = extremes.chunk(2)
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
-
 # %% 04.10 weights that repeat every 1,000 places
 def out_of_step(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -2286,7 +1295,6 @@ def out_of_step(module, group=None):
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.chunk(2)
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
-
 
 # %% 04.10 a whole tensor at once in int64
 def out_of_step(module, group=None):
