@@ -1,0 +1,47 @@
+"""Check of exercise 06.1: x · weightᵀ by columns and by rows, from an N-th of the multiplications on each rank."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, in_case
+from course_kit.checks.tensor_parallel.diary import Diary
+from course_kit.labs.tensor_parallel.models import in_groups, relative_error
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import Traffic, count_traffic
+from course_lib.tensor_parallel import by_hand
+
+WAYS = {"columns": [{"all_gather"}], "rows": [{"all_reduce"}, {"reduce_scatter", "all_gather"}]}
+
+
+def product_trial(group: dist.ProcessGroup, how: str, dtype: torch.dtype) -> tuple[float, torch.dtype, int, Traffic]:
+    """The error, the result's dtype, the multiplications, the traffic by collective."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (6, 24))
+    copies = x.clone(), weight.clone()
+    with in_case(f"{how}, {dtype}"), count_traffic() as traffic, Diary() as diary:
+        got = by_hand.split_product(x, weight, how, group)
+    assert torch.equal(x, copies[0]) and torch.equal(weight, copies[1]), "leave x and weight as they are"
+    return relative_error(got, x @ weight.t()), got.dtype, diary.total("product"), traffic
+
+
+def check() -> None:
+    """Judge split_product on 2 and 4 ranks, in float32 and BF16."""
+    ranks = shared(4)
+    with ranks.within(20):
+        for n, dtype in ((2, torch.float32), (4, torch.bfloat16)):
+            trials = ranks(in_groups, n, all_cases, product_trial, [(how, dtype) for how in WAYS])
+            for rank, told in enumerate(trials):
+                for (how, ways), (error, made, multiplied, traffic) in zip(WAYS.items(), told, strict=True):
+                    where = f"{how}, {n} ranks, rank {rank}, {dtype}"
+                    assert error < CLOSE[dtype], f"{where}: not x times the transpose of weight, whole"
+                    assert made == dtype, f"{where}: the result is {made}: keep the dtype of x"
+                    assert multiplied == 6 * 16 * 24 // n, (
+                        f"{where}: {multiplied} multiplications; a rank's share of them is {6 * 16 * 24 // n}"
+                    )
+                    sent = {record.collective for record in traffic.records}
+                    wanted = " or ".join(map(" and ".join, ways))
+                    assert sent in ways, f"{where}: you send by {' and '.join(sent) or 'nothing'}; by {wanted} it is"
+                    enough = (1 + (how == "rows")) * 6 * 24 * dtype.itemsize * (n - 1) // n
+                    assert traffic.bytes == enough, f"{where}: {traffic.bytes} bytes sent, {enough} are enough"

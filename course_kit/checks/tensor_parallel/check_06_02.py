@@ -1,0 +1,80 @@
+"""Check of exercise 06.2: values, gradients and traffic of f and f*, and gradcheck of an MLP between the two."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from course_kit.checks.tensor_parallel.cases import in_case
+from course_kit.checks.tensor_parallel.diary import Diary
+from course_kit.labs.tensor_parallel.models import in_groups
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import count_traffic
+from course_lib.tensor_parallel import regions
+from course_lib.tensor_parallel.by_hand import cut
+
+
+def split_mlp(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """silu(x · aᵀ) · bᵀ, from whole a and b, of which each rank uses its own part."""
+    own_a = cut(regions.copy_to_group(a, group), group, 0)
+    own_b = cut(regions.copy_to_group(b, group), group, 1)
+    hidden = F.silu(F.linear(regions.copy_to_group(x, group), own_a))
+    return regions.sum_over_group(F.linear(hidden, own_b), group)
+
+
+def pair_trial(group: dist.ProcessGroup) -> str | None:
+    """Say what is wrong with f and f*; None where nothing is."""
+    rank, n, numbers = group.rank(), group.size(), torch.arange(12.0).view(3, 4)
+    both = ("f", regions.copy_to_group, 0, 1), ("f*", regions.sum_over_group, 1, 0)
+    for (name, function, forwards, backwards), dtype in itertools.product(both, (torch.float32, torch.bfloat16)):
+        x, given = (numbers + rank).to(dtype), torch.full((3, 4), rank + 1.0, dtype=dtype)
+        if dtype == torch.bfloat16:
+            x, given = (tensor.t().contiguous().t() for tensor in (x, given))
+            name += ", tensors of BF16 that are not contiguous"
+        copies = x.clone(), given.clone()
+        x.requires_grad_()
+        with in_case(name), Diary(), count_traffic() as traffic:
+            out = function(x, group)
+            sent = traffic.calls
+            (gradient,) = torch.autograd.grad(out, x, given)
+        calls = sent, traffic.calls - sent
+        if calls != (forwards, backwards):
+            return f"{name}: sends {calls[0]} times in forward and {calls[1]} in backward: {forwards} and {backwards}"
+        if not torch.equal(x.detach(), copies[0]) or not torch.equal(given, copies[1]):
+            return f"{name}: changes a tensor that was given to it, in place"
+        expected = copies[0] if forwards == 0 else (n * numbers + sum(range(n))).to(dtype)
+        if out.dtype != dtype or not torch.equal(out.detach(), expected):
+            return f"{name}, forward: {out.detach()[0].tolist()} in {out.dtype}, not {expected[0].tolist()} in {dtype}"
+        expected = torch.full((3, 4), n * (n + 1) / 2, dtype=dtype) if forwards == 0 else copies[1]
+        if not torch.equal(gradient, expected):
+            return f"{name}, backward: a gradient of {gradient[0, 0]}, not {expected[0, 0]}"
+        if {record.group for record in traffic.records} != {tuple(dist.get_process_group_ranks(group))}:
+            return f"{name}: must reduce over `group`"
+        enough = 2 * x.nbytes * (n - 1) // n
+        if traffic.bytes != enough:
+            return f"{name}: sends {traffic.bytes} bytes, {enough} are enough: sum in the dtype that it is given"
+    return None if n > 2 else wrong_in_mlp(group)
+
+
+def wrong_in_mlp(group: dist.ProcessGroup) -> str | None:
+    """Say what gradcheck finds in an MLP between f and f*; None where it finds nothing."""
+    shapes = (2, 3), (4, 3), (3, 4)
+    generator = torch.Generator().manual_seed(2)
+    x, a, b = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
+    try:
+        torch.autograd.gradcheck(lambda *tensors: split_mlp(*tensors, group), (x, a, b))
+    except Exception as error:
+        return f"gradcheck of the pair in an MLP: {str(error).splitlines()[0]}"
+    return None
+
+
+def check() -> None:
+    """Judge CopyToGroup and SumOverGroup on 2 and 4 ranks."""
+    ranks = shared(4)
+    with ranks.within(20):
+        for n in (2, 4):
+            for rank, wrong in enumerate(ranks(in_groups, n, pair_trial)):
+                assert wrong is None, f"{n} ranks, rank {rank}: {wrong}"

@@ -1,0 +1,108 @@
+"""Check of exercise 06.4: ColumnProducts against one process, and the order of what its backward does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, in_case
+from course_kit.checks.tensor_parallel.diary import Diary
+from course_kit.labs.tensor_parallel.models import in_groups, relative_error
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import Traffic, count_traffic
+from course_lib.tensor_parallel import linear
+from course_lib.tensor_parallel.by_hand import cut
+
+CASES = {  # by number of ranks: dtype, x's dimensions but the last, whether x and which weights want a gradient
+    2: [(torch.float32, (2, 3), True, (1, 1, 1)), (torch.float32, (6,), False, (1, 1, 1))],
+    4: [(torch.bfloat16, (1, 2, 3), True, (0, 1, 0)), (torch.float32, (2, 3), True, (0, 0, 0))],
+}
+
+
+class Told(NamedTuple):
+    """What a rank tells of ColumnProducts."""
+
+    output_error: float
+    sent_forward: int  # collectives
+    error: float  # the largest of the gradients
+    events: list[tuple[str, int]]  # the diary of backward
+    traffic: Traffic  # of backward
+    spoiled: bool  # a gradient that was given is changed
+
+
+def column_trial(
+    group: dist.ProcessGroup, dtype: torch.dtype, rows: tuple[int, ...], wants_x: bool, wants: tuple[int, ...]
+) -> Told:
+    """Run ColumnProducts of three weights on x: [*rows, 8], transposed where it has 3 dimensions or more; wants: which
+    of the weights want a gradient.
+    """
+    generator = torch.Generator().manual_seed(4)
+    x, *grads = (torch.randn(*rows[::-1], size, generator=generator).to(dtype) for size in (8, 16, 8, 8))
+    x, *grads = (tensor.transpose(0, len(rows) - 1) for tensor in (x, *grads))
+    weights = [torch.randn(size, 8, generator=generator).to(dtype) for size in (16, 8, 8)]
+    whole = [t.clone().requires_grad_() for t in (x, *weights)]
+    whole_outs = [F.linear(whole[0], w) for w in whole[1:]]
+    torch.autograd.backward(whole_outs, grads)
+    expected = [whole[0].grad, *(cut(w.grad, group, 0) for w in whole[1:])]
+    own = [x.clone(), *(cut(w, group, 0).clone() for w in weights)]
+    wanted = [t.requires_grad_() for t, want in zip(own, (wants_x, *wants), strict=True) if want]
+    given = [cut(g, group, -1).clone() for g in grads]
+    copies = [g.clone() for g in given]
+    with in_case(f"x {[*x.shape]}, strides {x.stride()}, {dtype}"):
+        with count_traffic() as forward:
+            outs = linear.ColumnProducts.apply(own[0], group, *own[1:])
+        output_error = max(relative_error(o, cut(w, group, -1)) for o, w in zip(outs, whole_outs, strict=True))
+        with Diary() as diary, count_traffic() as traffic:
+            got = iter(torch.autograd.grad(outs, wanted, given))
+    errors = [relative_error(next(got), e) for e, want in zip(expected, (wants_x, *wants), strict=True) if want]
+    spoiled = not all(torch.equal(g, c) for g, c in zip(given, copies, strict=True))
+    return Told(output_error, forward.calls, max(errors), diary.events, traffic, spoiled)
+
+
+def products(events: list[tuple[str, int]]) -> int:
+    """The multiplications of some events."""
+    return sum(number for word, number in events if word == "product")
+
+
+def check() -> None:
+    """Judge ColumnProducts on 2 and 4 ranks."""
+    ranks = shared(4)
+    with ranks.within(20):
+        for n, cases in CASES.items():
+            for rank, trials in enumerate(ranks(in_groups, n, all_cases, column_trial, cases)):
+                for case, told in zip(cases, trials, strict=True):
+                    judge(n, rank, told, *case)
+
+
+def judge(
+    n: int, rank: int, told: Told, dtype: torch.dtype, rows: tuple[int, ...], wants_x: bool, wants: tuple[int, ...]
+) -> None:
+    """Judge one case of one rank."""
+    each = [6 * 8 * size // n for size in (16, 8, 8)]  # multiplications of one product
+    where = f"{n} ranks, rank {rank}, {len(rows) + 1} dimensions, {dtype}, gradients for "
+    where += f"{'x and ' if wants_x else ''}weights {wants}"
+    assert told.output_error < CLOSE[dtype], f"{where}: forward returns x · weightᵀ for each weight of this rank"
+    assert told.sent_forward == 0, f"{where}: forward sends {told.sent_forward} times: nothing is to be sent"
+    events, words = told.events, [word for word, _ in told.events]
+    assert not wants_x or {"start", "wait"} <= set(words), (
+        f"{where}: start a dist.all_reduce(..., async_op=True) of x's gradient, and wait for it at the end"
+    )
+    assert told.error < CLOSE[dtype], f"{where}: not one process's gradients"
+    assert not told.spoiled, f"{where}: a gradient that was given is changed"
+    enough = wants_x * 2 * 6 * 8 * dtype.itemsize * (n - 1) // n
+    assert (told.traffic.calls, told.traffic.bytes) == (wants_x, enough), (
+        f"{where}: {told.traffic.bytes} bytes in {told.traffic.calls} collectives of backward; {enough} in "
+        f"{int(wants_x)} are enough: sum in x's dtype"
+    )
+    enough = wants_x * sum(each) + sum(e for e, want in zip(each, wants, strict=True) if want)
+    assert products(events) == enough, f"{where}: {products(events)} multiplications, {enough} are enough"
+    if wants_x:
+        start, wait = words.index("start"), words.index("wait")
+        before, beside = products(events[:start]), products(events[start:wait])
+        assert (before, beside) == (sum(each), enough - sum(each)), (
+            f"{where}: {before} multiplications before the all-reduce starts and {beside} while it is on "
+            f"its way; {sum(each)} and {enough - sum(each)} would hide it"
+        )

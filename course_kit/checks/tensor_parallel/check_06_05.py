@@ -1,0 +1,87 @@
+"""Check of exercise 06.5: a row layer against one process, what it sends and keeps, and where its bias is added."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_kit.checks.tensor_parallel.cases import all_cases
+from course_kit.checks.tensor_parallel.memory import kept_by
+from course_kit.labs.tensor_parallel.models import in_groups, relative_error
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import Traffic, count_traffic
+from course_lib.tensor_parallel import linear
+from course_lib.tensor_parallel.by_hand import cut
+
+
+class Told(NamedTuple):
+    """What a rank tells of a row layer."""
+
+    errors: dict[str, float]
+    forward: Traffic
+    backward: Traffic
+    kept: int  # bytes
+    dtypes: set[torch.dtype]  # under autocast, of the output and of what f* gets
+    left: float  # how far the output is from the bias where f* makes zeros
+    is_inside: bool  # f* gets the bias
+
+
+def row_trial(group: dist.ProcessGroup, bias: bool) -> Told:
+    """Run a row layer of 24 inputs and 10 outputs, and one process's."""
+    torch.manual_seed(5)
+    whole_layer, x, given = nn.Linear(24, 10, bias), torch.randn(2, 3, 24), torch.randn(2, 3, 10)
+    layer, kept = kept_by(lambda: linear.RowParallelLinear(copy.deepcopy(whole_layer), group))
+    whole, own = x.clone().requires_grad_(), cut(x, group, -1).clone().requires_grad_()
+    with count_traffic() as forward:
+        out = layer(own)
+    with count_traffic() as backward:
+        out.backward(given)
+    expected = whole_layer(whole)
+    expected.backward(given)
+    pairs = {"the output": (out, expected), "the gradient of x": (own.grad, cut(whole.grad, group, -1))}
+    pairs["the gradient of the weight"] = (layer.weight.grad, cut(whole_layer.weight.grad, group, 1))
+    if bias:
+        pairs["the gradient of the bias"] = (layer.bias.grad, whole_layer.bias.grad)
+    summed = []
+    layer.leave = lambda summand, group: summed.append(summand) or torch.zeros_like(summand)
+    left = (layer(own) - (whole_layer.bias if bias else 0)).abs().max().item()
+    layer(0 * own)
+    is_inside = any(summand.any().item() for summand in summed[1:])
+    with torch.autocast("cpu", torch.bfloat16):
+        dtypes = {layer(own).dtype, *(summand.dtype for summand in summed[2:])}
+    errors = {name: relative_error(*pair) for name, pair in pairs.items()}
+    return Told(errors, forward, backward, kept, dtypes, left, is_inside)
+
+
+def check() -> None:
+    """Judge the forward of RowParallelLinear on 2 and 4 ranks, with a bias and without."""
+    ranks = shared(4)
+    with ranks.within(20):
+        for n in (2, 4):
+            for rank, trials in enumerate(ranks(in_groups, n, all_cases, row_trial, [(False,), (True,)])):
+                for bias, told in zip((False, True), trials, strict=True):
+                    judge(n, rank, bias, told)
+
+
+def judge(n: int, rank: int, bias: bool, told: Told) -> None:
+    """Judge one layer on one rank."""
+    where = f"{n} ranks, rank {rank}{', with bias' if bias else ''}"
+    assert not told.is_inside, f"{where}: the bias goes into f* and is summed there: add it to what f* returns"
+    for name, error in told.errors.items():
+        assert error < 1e-5, f"{where}: {name} is not one process's"
+    enough, forward = 2 * 6 * 10 * 4 * (n - 1) // n, told.forward
+    assert (forward.calls, forward.bytes) == (1, enough), (
+        f"{where}: forward sends {forward.bytes} bytes in {forward.calls} calls; one of {enough} is enough"
+    )
+    assert told.backward.calls == 0, f"{where}: backward sends {told.backward.calls} times: nothing is to be sent"
+    enough = 4 * (10 * 24 // n + 10 * bias)
+    assert told.kept <= enough, f"{where}: the layer keeps {told.kept} bytes, {enough} are enough: its part, a copy"
+    assert told.left == 0, f"{where}: call f* as self.leave"
+    assert told.dtypes == {torch.bfloat16}, (
+        f"{where}, under autocast: output and summand are {told.dtypes}, not bfloat16: sum in autocast's dtype, "
+        "and cast the bias to the output's"
+    )

@@ -1,0 +1,146 @@
+"""Check of exercise 06.6: project_together against one process, with copies of K/V heads, with biases, in autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from course_kit.checks.tensor_parallel.cases import all_cases
+from course_kit.checks.tensor_parallel.diary import Diary
+from course_kit.labs.tensor_parallel.models import in_groups, relative_error
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import Traffic, count_traffic
+from course_lib.tensor_parallel import linear
+from course_lib.tensor_parallel.by_hand import cut
+
+COPIES = {2: [(1, False), (2, True)], 4: [(1, True), (2, False)]}  # number of copies, whether there are biases
+
+
+class Told(NamedTuple):
+    """What a rank tells of a Q and a K layer that are projected together."""
+
+    errors: dict[str, float]
+    grad_k: torch.Tensor  # of the K layer's weight
+    forward: Traffic
+    backward: Traffic
+    members: tuple[int, ...]  # the group of copies
+    order: str  # what backward does, in words
+
+
+class ToldInAutocast(NamedTuple):
+    """What a rank tells of two layers in autocast, one of them without a bias."""
+
+    dtypes: set[torch.dtype]  # of the outputs
+    errors: list[float]  # of the gradients
+    left: float  # how far the outputs are from the bias where the layers' `products` make zeros
+
+
+def projection_trial(group: dist.ProcessGroup, copies: int, bias: bool) -> Told:
+    """Project x by a Q layer with a head for each rank, and by a K layer whose heads have `copies`."""
+    torch.manual_seed(6)
+    n, rank = group.size(), group.rank()
+    q, k, x = nn.Linear(8, 4 * n, bias), nn.Linear(8, 4 * n // copies, bias), torch.randn(2, 3, 8)
+    grad_q, grad_k = torch.randn(2, 3, 4 * n), torch.randn(n, 2, 3, 4)  # each rank uses its K head in its own way
+    replicas = linear.replicas_of(group, copies) if copies > 1 else None
+    layers = [linear.ColumnParallelLinear(q, group), linear.ColumnParallelLinear(k, group, replicas)]
+    own, whole = x.clone().requires_grad_(), x.clone().requires_grad_()
+    with count_traffic() as forward:
+        outs = linear.project_together(own, layers)
+    with count_traffic() as backward, Diary() as diary:
+        torch.autograd.backward(outs, (cut(grad_q, group, -1), grad_k[rank]))
+    expected = q(whole), k(whole)
+    of_heads = [sum(grad_k[head * copies : (head + 1) * copies]) for head in range(n // copies)]
+    torch.autograd.backward(expected, (grad_q, torch.cat(of_heads, dim=-1)))
+    head = rank // copies
+    pairs = {"q": (outs[0], cut(expected[0], group, -1)), "k": (outs[1], expected[1][..., 4 * head : 4 * head + 4])}
+    pairs |= {"the gradient of x": (own.grad, whole.grad)}
+    for name, layer, full, of, number in (("q", layers[0], q, n, rank), ("k", layers[1], k, n // copies, head)):
+        for kind in ("weight", "bias")[: 1 + bias]:
+            one_process = getattr(full, kind).grad.chunk(of)[number]
+            pairs[f"the gradient of {name}'s {kind}"] = (getattr(layer, kind).grad, one_process)
+    members = tuple(dist.get_process_group_ranks(replicas.copies)) if replicas else ()
+    errors = {name: relative_error(*pair) for name, pair in pairs.items()}
+    return Told(errors, layers[1].weight.grad, forward, backward, members, " ".join(diary.words()))
+
+
+class Zeros:
+    """A way to multiply that makes zeros."""
+
+    @staticmethod
+    def apply(x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(0 * F.linear(x, weight) for weight in weights)
+
+
+def autocast_trial(group: dist.ProcessGroup) -> ToldInAutocast:
+    """Project x by two layers in autocast, one of them without a bias; then with other `products`."""
+    torch.manual_seed(6)
+    wholes, own, given = (nn.Linear(8, 16, False), nn.Linear(8, 16)), torch.randn(2, 3, 8), torch.randn(2, 2, 3, 16)
+    layers = [linear.ColumnParallelLinear(each, group) for each in wholes]
+    whole = own.clone().requires_grad_()
+    own.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        outs = linear.project_together(own, layers)
+    with contextlib.suppress(RuntimeError):  # dtypes that do not fit: no gradients
+        torch.autograd.backward(outs, [cut(g, group, -1).to(out.dtype) for g, out in zip(given, outs, strict=True)])
+    torch.autograd.backward([full(whole) for full in wholes], list(given))
+    pairs = [(layer.weight.grad, cut(each.weight.grad, group, 0)) for layer, each in zip(layers, wholes, strict=True)]
+    pairs += [(own.grad, whole.grad), (layers[1].bias.grad, cut(wholes[1].bias.grad, group, 0))]
+    for layer in layers:
+        layer.products = Zeros
+    first, second = linear.project_together(own, layers)
+    left = max(first.abs().max().item(), (second - layers[1].bias).abs().max().item())
+    return ToldInAutocast({out.dtype for out in outs}, [relative_error(*pair) for pair in pairs], left)
+
+
+def projections(group: dist.ProcessGroup) -> tuple[list[Told], ToldInAutocast]:
+    """The trials of this group's numbers of copies, and that in autocast."""
+    return all_cases(group, projection_trial, COPIES[group.size()]), autocast_trial(group)
+
+
+def check() -> None:
+    """Judge project_together on 2 and 4 ranks, with 1 and 2 copies of each K head."""
+    ranks = shared(4)
+    with ranks.within(20):
+        for n, cases in COPIES.items():
+            of_all, of_all_in_autocast = zip(*ranks(in_groups, n, projections), strict=True)
+            for number, (copies, bias) in enumerate(cases):
+                judge(n, copies, bias, [trials[number] for trials in of_all])
+            for rank, told in enumerate(of_all_in_autocast):
+                judge_in_autocast(f"{n} ranks, rank {rank}, in autocast, one layer with a bias", told)
+
+
+def judge(n: int, copies: int, bias: bool, of_all: list[Told]) -> None:
+    """Judge one case on all ranks."""
+    for rank, told in enumerate(of_all):
+        where = f"{n} ranks, {copies} copies of a K head, rank {rank}"
+        for name, error in told.errors.items():
+            assert error < 1e-5, f"{where}: {name} is not one process's"
+        first = of_all[rank // copies * copies]
+        assert torch.equal(told.grad_k, first.grad_k), f"{where}: the copies' gradients differ"
+        assert told.forward.calls == 0, f"{where}: forward sends {told.forward.calls} times: nothing is to be sent"
+        records = told.backward.records
+        of_x = [r for r in records if len(r.group) == n and r.bytes == 2 * 48 * 4 * (n - 1) // n]
+        others = [r for r in records if r not in of_x]
+        assert len(of_x) >= 1, f"{where}: one all-reduce of x's gradient"
+        wanted = (1 + bias) if copies > 1 else 0
+        assert len(records) <= 1 + wanted, f"{where}: backward sends {len(records)} times, {1 + wanted} are enough"
+        assert "start product" in told.order, (
+            f"{where}: backward does {told.order}: no product beside x's all-reduce; use the layers' `products`"
+        )
+        assert all(set(r.group) == set(told.members) for r in others), (
+            f"{where}: K's gradient goes over its copies alone"
+        )
+
+
+def judge_in_autocast(where: str, told: ToldInAutocast) -> None:
+    """Judge the two layers in autocast on one rank."""
+    assert told.dtypes == {torch.bfloat16}, (
+        f"{where}: outputs are {told.dtypes}: as_autocast casts x and the weights; cast the bias to the output's"
+    )
+    assert max(told.errors) < 0.03, f"{where}: wrong gradients, or none: x and weights through as_autocast"
+    assert told.left == 0, f"{where}: multiply by what the layers have as `products`, whatever it is, not by a name"

@@ -1,0 +1,82 @@
+"""Check of exercise 06.7: a split embedding against a whole one: values, gradients, dtype, traffic, memory."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, in_case
+from course_kit.checks.tensor_parallel.memory import kept_by
+from course_kit.labs.tensor_parallel.models import in_groups, relative_error
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import Traffic, count_traffic
+from course_lib.tensor_parallel import vocabulary
+
+TABLES = {  # by number of ranks: tokens of the vocabulary, dtype of the rows, shape of the tokens
+    2: [(97, torch.float32, (33,))],
+    4: [(97, torch.float32, (3, 11)), (100, torch.bfloat16, (1, 3, 11))],
+}
+
+
+class Told(NamedTuple):
+    """What a rank tells of a split embedding."""
+
+    error: float
+    grad_error: float
+    dtype: torch.dtype  # of the output
+    forward: Traffic
+    backward: Traffic
+    kept: int  # bytes of the layer
+    left: float  # of its output where f* makes zeros
+
+
+def embedding_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Told:
+    """Look up 33 tokens, of which two are none of the vocabulary."""
+    torch.manual_seed(7)
+    whole, given = nn.Embedding(vocab, 6, dtype=dtype), torch.randn(*shape, 6).to(dtype)
+    tokens = torch.cat([torch.tensor([-1, vocab]), torch.randint(vocab, (31,))]).view(shape)  # two are no tokens
+    layer, kept = kept_by(lambda: vocabulary.VocabParallelEmbedding(copy.deepcopy(whole), group))
+    with in_case(f"tokens of {len(shape)} dimensions, {dtype}"), count_traffic() as forward:
+        out = layer(tokens)
+    with count_traffic() as backward:
+        out.backward(given)
+    outside = (tokens < 0) | (tokens >= vocab)
+    expected = whole(tokens.masked_fill(outside, 0)).masked_fill(outside[..., None], 0.0)
+    expected.backward(given)
+    errors = relative_error(out, expected), relative_error(layer.weight.grad, layer.shard.cut(whole.weight.grad))
+    layer.leave = lambda summand, group: torch.zeros_like(summand)
+    return Told(*errors, out.dtype, forward, backward, kept, layer(tokens).abs().max().item())
+
+
+def check() -> None:
+    """Judge the forward of VocabParallelEmbedding on 2 and 4 ranks."""
+    ranks = shared(4)
+    with ranks.within(20):
+        for n, cases in TABLES.items():
+            for rank, trials in enumerate(ranks(in_groups, n, all_cases, embedding_trial, cases)):
+                for (vocab, dtype, _), told in zip(cases, trials, strict=True):
+                    judge(n, rank, vocab, dtype, told)
+
+
+def judge(n: int, rank: int, vocab: int, dtype: torch.dtype, told: Told) -> None:
+    """Judge one table on one rank."""
+    where = f"{vocab} tokens, {n} ranks, rank {rank}, {dtype}"
+    assert told.error < CLOSE[dtype], (
+        f"{where}: not the whole embedding's output; tokens of other ranks, and of nobody, give zeros"
+    )
+    assert told.grad_error < CLOSE[dtype], f"{where}: the gradient of the own rows is not one process's"
+    assert told.dtype == dtype, f"{where}: the output is {told.dtype}: keep the dtype of the rows"
+    enough, forward = 2 * 33 * 6 * dtype.itemsize * (n - 1) // n, told.forward
+    assert (forward.calls, forward.bytes) == (1, enough), (
+        f"{where}: {forward.bytes} bytes in {forward.calls} calls; one all-reduce of {enough} is enough"
+    )
+    assert told.backward.calls == 0, f"{where}: backward has nothing to send"
+    enough = dtype.itemsize * 6 * -(-vocab // n)
+    assert told.kept <= enough, (
+        f"{where}: the layer keeps {told.kept} bytes; its own rows, as a copy, are {enough} at most"
+    )
+    assert told.left == 0, f"{where}: call f* as self.leave"

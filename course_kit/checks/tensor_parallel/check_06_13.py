@@ -1,0 +1,98 @@
+"""Check of exercise 06.13: numbers drawn inside and outside of own_randomness, again, and after an error."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_kit.labs.tensor_parallel.models import in_groups
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import count_traffic
+from course_lib.tensor_parallel import regions
+
+INSIDE = "inside", "inside, later", "inside, at once after that"
+
+
+def drawn(group: dist.ProcessGroup | None, second: torch.Generator) -> dict[str, torch.Tensor]:
+    """Numbers of two generators: three times inside, and before, between and after."""
+
+    def draw() -> torch.Tensor:
+        return torch.cat([torch.rand(500), torch.rand(500, generator=second)])
+
+    numbers = {"before": draw()}
+    with regions.own_randomness(group):
+        numbers[INSIDE[0]] = draw()
+    numbers["between"] = draw()
+    with regions.own_randomness(group):
+        numbers[INSIDE[1]] = draw()
+    with regions.own_randomness(group):
+        numbers[INSIDE[2]] = draw()
+    numbers["after"] = draw()
+    return numbers
+
+
+def randomness_trial(group: dist.ProcessGroup) -> tuple[dict, int]:
+    """What two generators draw, as if the second were a GPU's; again, from the same seeds and with the default group,
+    which is the same; whether they go on alike after an error, and a checkpoint's replay. And how many collectives.
+    """
+    second, told = torch.Generator(), {}
+    of_a_gpu = {"is_initialized": lambda: True, "current_device": lambda: 0, "default_generators": (second,)}
+
+    def seed() -> None:
+        torch.manual_seed(13)
+        second.manual_seed(14)
+
+    with mock.patch.multiple(torch.cuda, **of_a_gpu), count_traffic() as traffic:
+        for name, of in (("first", group), ("again", None)):
+            seed()
+            told[name] = drawn(of, second)
+        seed()
+        torch.cat([torch.rand(500), torch.rand(500, generator=second)])
+        with contextlib.suppress(ZeroDivisionError), regions.own_randomness(group):
+            torch.rand(7)
+            1 / 0
+        after_error = torch.cat([torch.rand(500), torch.rand(500, generator=second)])
+        told["error"] = torch.equal(after_error, told["first"]["between"])
+    dropped = nn.Dropout(0.5)
+
+    def core(x: torch.Tensor) -> torch.Tensor:
+        with regions.own_randomness(group):
+            return dropped(x)
+
+    x = torch.ones(400, requires_grad=True)
+    out = torch.utils.checkpoint.checkpoint(core, x, use_reentrant=False)
+    out.sum().backward()
+    told["replay"] = torch.equal(out.detach(), x.grad)
+    return told, traffic.calls
+
+
+def alike(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The part of their numbers that two draws have in common, in order."""
+    return (a == b).float().mean().item()
+
+
+def check() -> None:
+    """Judge own_randomness on 4 ranks."""
+    ranks = shared(4)
+    with ranks.within(20):
+        answers = ranks(in_groups, 4, randomness_trial)
+    for rank, (told, calls) in enumerate(answers):
+        first = told["first"]
+        assert calls == 0, f"rank {rank}: {calls} collectives: none is needed"
+        for name in ("before", "between", "after"):
+            assert alike(first[name], answers[0][0]["first"][name]) == 1, f"ranks 0 and {rank} draw differently {name}"
+        for name in INSIDE:
+            for other in range(rank):
+                same = alike(first[name], answers[other][0]["first"][name])
+                assert same < 0.01, f"ranks {other} and {rank} draw {same:.0%} the same numbers {name}"
+        drawn_so_far = list(first.items())
+        for i, (name, numbers) in enumerate(drawn_so_far):
+            for other, numbers_before in drawn_so_far[:i]:
+                assert alike(numbers, numbers_before) < 0.01, f"rank {rank} draws the same numbers {other} and {name}"
+            assert alike(numbers, told["again"][name]) == 1, f"rank {rank}: from the same seed, other numbers {name}"
+        assert told["error"], f"rank {rank}: after an error inside, it does not go on as the others do"
+        assert told["replay"], f"rank {rank}: a checkpoint that runs the region again draws other numbers"

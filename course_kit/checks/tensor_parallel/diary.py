@@ -1,0 +1,78 @@
+"""A diary of what an answer does on a rank: matrix products, all-reduces, waits, and new memory, in order."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Noted:
+    """A work whose wait() is noted."""
+
+    def __init__(self, work: dist.Work, events: list[tuple[str, int]]):
+        self.work, self.events = work, events
+
+    def wait(self, *args):
+        self.events.append(("wait", 0))
+        return self.work.wait(*args)
+
+    def __getattr__(self, name: str):
+        return getattr(self.work, name)
+
+
+class Diary(TorchDispatchMode):
+    """Notes what this rank does inside, in order, as `events` (word, number); and the memory that operators make.
+
+    ("product", multiplications), ("start", numbers in it) of an all-reduce, ("wait", 0) for one.
+    """
+
+    PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1}  # the place of a product's first factor
+
+    def __init__(self):
+        super().__init__()
+        self.events, self.made = [], {}  # made: new storages by address; they stay, so that no address comes twice
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # otherwise the first operator imports torch._dynamo: seconds on each rank
+        return False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function._schema.name.removeprefix("aten::")
+        if name in self.PRODUCTS:
+            self.events.append(("product", out.numel() * args[self.PRODUCTS[name]].shape[-1]))
+        given, found = (
+            {t.untyped_storage()._cdata: t.untyped_storage() for t in tree_leaves(tree) if torch.is_tensor(t)}
+            for tree in ((args, kwargs), out)
+        )
+        self.made |= {address: storage for address, storage in found.items() if address not in given}
+        return out
+
+    def all_reduce(self, tensor: torch.Tensor, *args, **kwargs):
+        """dist.all_reduce, noted."""
+        assert tensor.is_contiguous(), "an all-reduce of a tensor that is not contiguous: NCCL refuses it"
+        self.events.append(("start", tensor.numel()))
+        work = self.plain(tensor, *args, **kwargs)
+        return self.events.append(("wait", 0)) if work is None else Noted(work, self.events)
+
+    def __enter__(self) -> Diary:
+        self.plain, dist.all_reduce = dist.all_reduce, self.all_reduce
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        dist.all_reduce = self.plain
+        return super().__exit__(*error)
+
+    def words(self) -> list[str]:
+        """The words of all events."""
+        return [word for word, _ in self.events]
+
+    def total(self, word: str) -> int:
+        """The sum of the numbers of all events with this word."""
+        return sum(number for event, number in self.events if event == word)
+
+    def sizes(self) -> list[int]:
+        """Bytes of each storage that has been made."""
+        return [storage.nbytes() for storage in self.made.values()]

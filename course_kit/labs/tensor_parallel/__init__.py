@@ -1,0 +1,37 @@
+"""Labs of notebook 06: a small model in groups of ranks, training with a fault, timelines, PyTorch's DTensor."""
+
+from __future__ import annotations
+
+from course_kit.labs.tensor_parallel.faults import FAULTS, diverged, lab_run
+from course_kit.labs.tensor_parallel.models import (
+    MHA,
+    TINY,
+    Training,
+    batch_of,
+    in_groups,
+    on_first,
+    one_process,
+    relative_error,
+    sgd,
+    split_model,
+)
+from course_kit.labs.tensor_parallel.step import checkpoint_trial, kept_by_rank, sent_a_step
+
+__all__ = [
+    "FAULTS",
+    "MHA",
+    "TINY",
+    "Training",
+    "batch_of",
+    "checkpoint_trial",
+    "diverged",
+    "in_groups",
+    "kept_by_rank",
+    "lab_run",
+    "on_first",
+    "one_process",
+    "relative_error",
+    "sent_a_step",
+    "sgd",
+    "split_model",
+]

@@ -1,0 +1,37 @@
+"""Dropout under tensor parallelism: training with one seed, a seed per rank, or randomness by region."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from course_kit.labs.tensor_parallel.faults import diverged
+from course_kit.labs.tensor_parallel.models import batch_of, sgd, split_model
+from course_lib import tensor_parallel
+from course_lib.single_gpu.model import ModelConfig, causal_attention
+from course_lib.tensor_parallel import regions
+
+CONFIG = ModelConfig(2, 48, 4, 4, 100, 97, dropout=0.2)
+
+
+def dropout_core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention with a dropout of 20% on its output, which is one head's."""
+    return F.dropout(causal_attention(q, k, v), 0.2)
+
+
+def trained_with_dropout(how: str, steps: int = 3) -> tuple[list[float], list[str]]:
+    """On a rank: losses, and which parameters have diverged; how: "one seed", "own seed" or "by region"."""
+    group = dist.group.WORLD
+    torch.manual_seed(2 + (group.rank() if how == "own seed" else 0))
+    model, (inputs, targets) = split_model(CONFIG, group), batch_of(CONFIG)
+    for block in model.blocks:
+        block.attention.core = regions.own_randomness(group)(dropout_core) if how == "by region" else dropout_core
+    optimizer, losses = sgd(model.parameters(), 0.05), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        step_loss = tensor_parallel.vocab_parallel_cross_entropy(model(inputs), targets, group, CONFIG.vocab)
+        step_loss.backward()
+        optimizer.step()
+        losses.append(step_loss.item())
+    return losses, diverged(model, group)

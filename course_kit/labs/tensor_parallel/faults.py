@@ -1,0 +1,72 @@
+"""The break-it lab of exercise 06.11: training with a fault in one block, and the parameters that diverge."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from course_kit.labs.tensor_parallel.models import TINY, batch_of, sgd, split_model
+from course_kit.ranks import shared
+from course_lib import tensor_parallel
+from course_lib.single_gpu.model import ModelConfig
+from course_lib.tensor_parallel import regions
+
+FAULTS = ("right", "row layer", "f", "copies")
+
+
+def spoil(model: nn.Module, fault: str, number: int) -> nn.Module:
+    """Plant a fault in block `number` of a split model."""
+    attention, mlp = model.blocks[number].attention, model.blocks[number].mlp
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+
+    def project_without_f(x):
+        weights = [
+            regions.copy_to_group(each.weight, each.replicas.copies) if each.replicas else each.weight
+            for each in layers
+        ]
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    if fault == "row layer":  # the mean, not the sum
+        for layer in (attention.o_proj, mlp.down_proj):
+            layer.register_forward_hook(lambda layer, _, out: out / layer.group.size())
+    elif fault == "f":
+        attention.project = project_without_f
+    elif fault == "copies":
+        attention.k_proj.replicas = attention.v_proj.replicas = None
+    return model
+
+
+def diverged(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
+    """Names of the parameters that are not the same on all ranks that should have the same. Collective."""
+    own = {
+        name: (p.tensor_shard.start if hasattr(p, "tensor_shard") else 0, p.detach().double().sum().item())
+        for name, p in model.named_parameters()
+    }
+    of_all = [None] * group.size()
+    dist.all_gather_object(of_all, own, group)
+    found = {name: {told[name] for told in of_all} for name in own}  # (first index, sum): one pair for each shard
+    return [name for name, pairs in found.items() if len(pairs) > len({start for start, _ in pairs})]
+
+
+def lab_trial(fault: str, number: int, steps: int, config: ModelConfig) -> dict[str, list]:
+    """On a rank: the losses of a training with a fault, and which parameters have diverged after it."""
+    group = dist.group.WORLD
+    model = spoil(split_model(config, group), fault, number)
+    optimizer, (inputs, targets) = sgd(model.parameters(), 0.05), batch_of(config)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        step_loss = tensor_parallel.vocab_parallel_cross_entropy(model(inputs), targets, group, config.vocab)
+        step_loss.backward()
+        optimizer.step()
+        losses.append(step_loss.item())
+    return {"losses": losses, "differing": diverged(model, group)}
+
+
+@functools.cache
+def lab_run(fault: str, number: int, steps: int, config: ModelConfig = TINY) -> dict[str, list]:
+    """Train on four ranks with a fault in block `number`: {"losses": by step, "differing": names of parameters}."""
+    return shared(4)(lab_trial, fault, number, steps, config)[0]
