@@ -22,6 +22,7 @@ PHASES = {
     "wait": LIGHT,
 }
 RANKS = ["#17818A", "#E3B505", "#A23B72", "#7A9A01", "#3D348B", "#C97064", "#2F4858", "#9A8C98"]  # and their tokens
+RANK_INK = ["white", "black", *["white"] * 6]  # of words on a rank's color
 KINDS = ["#17818A", "#E3B505", "#A23B72", "#64B5CD", "#333333"]  # of lines that are none of these things
 LIMIT = "red"
 

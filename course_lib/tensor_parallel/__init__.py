@@ -1,5 +1,7 @@
 """Matrices split over ranks, by columns and by rows."""
 
+from __future__ import annotations
+
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy

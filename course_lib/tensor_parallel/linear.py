@@ -50,6 +50,31 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 
+class RowProduct(OnceDifferentiable):
+    """x · weightᵀ summed over the group, in chunks of x's rows: the sum of one travels while the next is multiplied."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group, weight: torch.Tensor, chunks: int) -> torch.Tensor:
+        """x: [..., in/N], weight: [out, in/N]; returns [..., out]."""
+        ctx.save_for_backward(x, weight)
+        rows, works = x.flatten(0, -2), []  # [b*s, in/N]
+        out = rows.new_empty(len(rows), len(weight))
+        for part, own in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
+            torch.mm(part, weight.t(), out=own)
+            works.append(dist.all_reduce(own, group=group, async_op=True))
+        for work in works:
+            work.wait()
+        return out.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        row = gradient.flatten(0, -2)
+        grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = row.t() @ x.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_weight, None
+
+
 def as_autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The tensors in autocast's dtype, where it is on: what PyTorch's own matrix products would take."""
     kind = tensors[0].device.type
@@ -74,11 +99,20 @@ class RowParallelLinear(nn.Module):
         self.bias = linear.bias  # whole: all ranks add the same one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.chunks > 1:
-            x, weight = as_autocast(x, self.weight)
-            out = RowProduct.apply(x, self.group, weight, self.chunks)
-            return out if self.bias is None else out + self.bias.to(out.dtype)
+        return self.forward_in_chunks(x) if self.chunks > 1 else self.forward_at_once(x)
+
+    def forward_at_once(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply this rank's x: [..., in/N], sum over the ranks by `self.leave`, then add the bias; returns [..., out].
+
+        Under autocast the summand and the output have its dtype, with a bias and without.
+        """
         out = self.leave(F.linear(x, self.weight), self.group)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def forward_in_chunks(self, x: torch.Tensor) -> torch.Tensor:
+        """As forward_at_once, in chunks of x's rows."""
+        x, weight = as_autocast(x, self.weight)
+        out = RowProduct.apply(x, self.group, weight, self.chunks)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -161,28 +195,3 @@ def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tup
     outs = layers[0].products.apply(x, layers[0].group, *weights)
     biases = [None if layer.bias is None else shared(layer, layer.bias) for layer in layers]
     return tuple(out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True))
-
-
-class RowProduct(OnceDifferentiable):
-    """x · weightᵀ summed over the group, in chunks of x's rows: the sum of one travels while the next is multiplied."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, weight: torch.Tensor, chunks: int) -> torch.Tensor:
-        """x: [..., in/N], weight: [out, in/N]; returns [..., out]."""
-        ctx.save_for_backward(x, weight)
-        rows, works = x.flatten(0, -2), []  # [b*s, in/N]
-        out = rows.new_empty(len(rows), len(weight))
-        for part, own in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
-            torch.mm(part, weight.t(), out=own)
-            works.append(dist.all_reduce(own, group=group, async_op=True))
-        for work in works:
-            work.wait()
-        return out.view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple:
-        x, weight = ctx.saved_tensors
-        row = gradient.flatten(0, -2)
-        grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        grad_weight = row.t() @ x.flatten(0, -2) if ctx.needs_input_grad[2] else None
-        return grad_x, None, grad_weight, None

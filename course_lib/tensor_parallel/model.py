@@ -7,25 +7,33 @@
 
 A rank keeps 1/N of the weights, gradients, optimizer states, and of the activations between f and f*; norms and what
 lies between the layers it keeps whole: s b h (10 + 24/N) bytes a layer of a GPT, without scores of attention
-(Korthikanti et al. 2022, §4.2). It
-sends 2 all-reduces of [b, s, h] a layer in forward, which nothing hides, and 2 in backward. (Shoeybi et al. 2019.)
+(Korthikanti et al. 2022, §4.2). It sends 2 all-reduces of [b, s, h] a layer in forward, which nothing hides, and 2 in
+backward. (Shoeybi et al. 2019.)
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
+from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu import training as single_gpu
-from course_lib.single_gpu.model import MLP, PRESETS, ModelConfig
-from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, project_together, replicas_of
+from course_lib.single_gpu.model import MLP, PRESETS, ModelConfig, Transformer, init_parameter
+from course_lib.tensor_parallel import by_hand, linear
+from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, replicas_of
+from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
 from course_lib.tensor_parallel.regions import copy_to_group
+from course_lib.tensor_parallel.shards import materialize
 from course_lib.tensor_parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from course_lib.zero.shards import clip_grad_norm_
 
 
 def check_degree(config: ModelConfig, tp: int) -> None:
@@ -93,12 +101,12 @@ def apply_tensor_parallel(
         attention.v_proj = ColumnParallelLinear(attention.v_proj, group, replicas)
         attention.o_proj = RowParallelLinear(attention.o_proj, group, chunks)
         of_attention = [attention.q_proj, attention.k_proj, attention.v_proj]
-        attention.project = functools.partial(project_together, layers=of_attention)
+        attention.project = functools.partial(linear.project_together, layers=of_attention)
         for mlp in [module for module in block.modules() if isinstance(module, MLP)]:  # a mixture may have none
             mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, group)
             mlp.up_proj = ColumnParallelLinear(mlp.up_proj, group)
             mlp.down_proj = RowParallelLinear(mlp.down_proj, group, chunks)
-            mlp.project = functools.partial(project_together, layers=[mlp.gate_proj, mlp.up_proj])
+            mlp.project = functools.partial(linear.project_together, layers=[mlp.gate_proj, mlp.up_proj])
     if model.embedding is not None:
         model.embedding = VocabParallelEmbedding(model.embedding, group)
     if model.head is not None:
@@ -130,17 +138,47 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--recompute", default="none", choices=modes, help="partitioned: full, from checkpoints in parts"
     )
+    by_hand_help = "one MLP instead of the model, without autograd and in float32, beside the same one in layers"
+    parser.add_argument("--by-hand", action="store_true", help=by_hand_help)
     chosen = single_gpu.parse(parser, argv)
     chosen.micro_batch = chosen.batch if chosen.micro_batch is None else chosen.micro_batch
     if not 1 <= chosen.micro_batch <= chosen.batch:
         parser.error("--micro-batch must be 1 or more, and no more than --batch")
     if chosen.chunks < 1 or chosen.tp is not None and chosen.tp < 1:
         parser.error("--chunks and --tp must be 1 or more")
+    if chosen.by_hand and (chosen.tp, chosen.chunks, chosen.recompute, chosen.dataset) != (None, 1, "none", None):
+        parser.error("--by-hand trains over all ranks on random inputs: no --tp, --chunks, --recompute or --dataset")
     try:
         check_degree(PRESETS[chosen.preset], chosen.tp or 1)
     except ValueError as error:
         parser.error(str(error))
     return chosen
+
+
+def train_by_hand(chosen: argparse.Namespace, device: str) -> list[dict]:
+    """Train one MLP of the preset's sizes by hand; rank 0 prints one line a step and writes where --out says."""
+    config, rank = PRESETS[chosen.preset], dist.get_rank()
+
+    def on_step(record: dict) -> None:
+        if rank == 0:
+            print(
+                f"step {record['step']:>5} | loss {record['loss']:.6f} by hand, {record['layers_loss']:.6f} in layers"
+            )
+
+    records = by_hand.train(
+        config.hidden,
+        config.ffn_hidden,
+        chosen.batch * chosen.seq,
+        chosen.steps,
+        chosen.lr,
+        chosen.seed,
+        device=device,
+        on_step=on_step,
+    )
+    if chosen.out and rank == 0:
+        settings = {name: str(value) for name, value in vars(chosen).items()}
+        chosen.out.write_text(json.dumps({"options": settings, "records": records}, indent=1))
+    return records
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
@@ -150,20 +188,13 @@ def main(argv: list[str] | None = None) -> list[dict]:
     Returns the records. Needs the default process group. Raises ValueError where the ranks or the model can't be split
     over --tp.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
-    from course_lib.recompute.modes import apply_recompute
-    from course_lib.single_gpu.model import Transformer, init_parameter
-    from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
-    from course_lib.tensor_parallel.shards import materialize
-    from course_lib.zero.shards import clip_grad_norm_
-
     chosen, rank, world_size = options(argv), dist.get_rank(), dist.get_world_size()
     tp = chosen.tp or world_size
     if world_size % tp:
         raise ValueError(f"--tp {tp} does not divide the {world_size} ranks")
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
+    if chosen.by_hand:
+        return train_by_hand(chosen, device)
     mesh = init_device_mesh(device, (world_size // tp, tp), mesh_dim_names=("dp", "tp"))
     group = mesh["tp"].get_group()
 

@@ -16,6 +16,7 @@ from course_kit.labs.tensor_parallel.models import (
     split_model,
 )
 from course_kit.labs.tensor_parallel.step import checkpoint_trial, kept_by_rank, sent_a_step
+from course_kit.labs.tensor_parallel.timeline import forward_times, profiled, steps_of, waiting_share
 
 __all__ = [
     "FAULTS",
@@ -25,13 +26,17 @@ __all__ = [
     "batch_of",
     "checkpoint_trial",
     "diverged",
+    "forward_times",
     "in_groups",
     "kept_by_rank",
     "lab_run",
     "on_first",
     "one_process",
+    "profiled",
     "relative_error",
     "sent_a_step",
     "sgd",
     "split_model",
+    "steps_of",
+    "waiting_share",
 ]
