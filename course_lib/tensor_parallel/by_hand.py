@@ -27,11 +27,12 @@ def cut(full: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
     return full.chunk(group.size(), dim)[group.rank()]
 
 
+# exercise 06.1
 def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Multiply x by weightᵀ, each rank doing an N-th of the multiplications; return all of it [n, out] on every rank.
 
     x: [n, in] and weight: [out, in], both whole on every rank and left as they are, of one dtype, which the result has
-    too. how: "columns" (of the product) or "rows" (of weightᵀ).
+    too. how: "columns" (of the product) or "rows" (of weightᵀ). N divides the sizes that are cut.
     """
     if how == "columns":
         part = F.linear(x, cut(weight, group, 0))  # [n, out/N]
@@ -49,6 +50,7 @@ def silu_gradient(u: torch.Tensor) -> torch.Tensor:
     return share * (1 + u * (1 - share))
 
 
+# exercise 06.3
 def mlp_backward(
     x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, grad_y: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -21,20 +21,29 @@ from course_lib.tensor_parallel.regions import OnceDifferentiable, copy_to_group
 from course_lib.tensor_parallel.shards import TensorShard, shard_parameter
 
 
+# exercise 06.4
 class ColumnProducts(OnceDifferentiable):
-    """x · weightᵀ for each weight; in backward the sum of x's gradient over the group travels beside the products that
-    make the weights' gradients.
+    """Multiply x by several weights; in backward the all-reduce of x's gradient overlaps the products that make the
+    gradients of the weights.
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x: [..., in], of two dimensions or more; weights: [out, in]; returns one [..., out] for each weight."""
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return x · weightᵀ [..., out/N] for each weight. Sends nothing.
+
+        x: [..., in], of two dimensions or more, the same on all ranks; weights: [out/N, in], this rank's.
+        """
         ctx.group = group
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        """Return the gradients of x (summed over the weights and over the group, in x's dtype), of the group (None),
+        and of each weight; None where ctx.needs_input_grad says that one is not needed.
+
+        gradients: of each output; they need not be contiguous, and stay as they are.
+        """
         x, *weights = ctx.saved_tensors
         rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
         if ctx.needs_input_grad[0]:
@@ -50,12 +59,19 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 
+# exercise 06.12
 class RowProduct(OnceDifferentiable):
-    """x · weightᵀ summed over the group, in chunks of x's rows: the sum of one travels while the next is multiplied."""
+    """Multiply x in chunks of its rows and sum over the group: the sum of one chunk travels while the next is
+    multiplied.
+    """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group, weight: torch.Tensor, chunks: int) -> torch.Tensor:
-        """x: [..., in/N], weight: [out, in/N]; returns [..., out]."""
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, weight: torch.Tensor, chunks: int) -> torch.Tensor:
+        """Return the sum over the ranks of x · weightᵀ, [..., out], in x's dtype: one tensor, in whose rows each chunk
+        is multiplied and summed.
+
+        x: [..., in/N], of two dimensions or more; it need not be contiguous. weight: [out, in/N].
+        """
         ctx.save_for_backward(x, weight)
         rows, works = x.flatten(0, -2), []  # [b*s, in/N]
         out = rows.new_empty(len(rows), len(weight))
@@ -68,6 +84,9 @@ class RowProduct(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
+        """Return a gradient for each argument of forward; None where ctx.needs_input_grad says that it is not needed.
+        Sends nothing.
+        """
         x, weight = ctx.saved_tensors
         row = gradient.flatten(0, -2)
         grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
@@ -101,8 +120,9 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward_in_chunks(x) if self.chunks > 1 else self.forward_at_once(x)
 
+    # exercise 06.5
     def forward_at_once(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply this rank's x: [..., in/N], sum over the ranks by `self.leave`, then add the bias; returns [..., out].
+        """Multiply this rank's x: [..., in/N], sum over the ranks by `self.leave`, and add the bias; return [..., out].
 
         Under autocast the summand and the output have its dtype, with a bias and without.
         """
@@ -183,9 +203,12 @@ class ColumnParallelLinear(nn.Module):
         return gather_from_group(out, self.shard._replace(dim=-1)) if self.gather_output else out
 
 
+# exercise 06.6
 def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
-    """What each of the layers, all over one group, makes of x [..., in]: [..., out/N] each; for all of them together
-    one all-reduce in backward.
+    """Return what each of the layers, all over one group, makes of x [..., in]: [..., out/N] each.
+
+    For all of them together there is one all-reduce of x's gradient in backward. Weights and biases of which ranks have
+    copies get the sum of the copies' gradients. Under autocast all outputs have its dtype.
     """
 
     def shared(layer: ColumnParallelLinear, parameter: nn.Parameter) -> torch.Tensor:

@@ -77,10 +77,11 @@ def check_model(model: nn.Module, group: dist.ProcessGroup) -> None:
         raise ValueError("the model is split already")
 
 
+# exercise 06.9
 def apply_tensor_parallel(
     model: nn.Module, group: dist.ProcessGroup | None = None, chunks: int = 1, gather_logits: bool = False
 ) -> nn.Module:
-    """Split the matrices of a `Transformer` over the ranks of `group`, in place; returns the model.
+    """Split the matrices of a `Transformer` over the ranks of `group` (None: all ranks), in place; return the model.
 
     All ranks give it the same tokens, and come with the same random state where there is dropout. It returns this
     rank's logits [b, s, v/N], for vocab_parallel_cross_entropy, or all of them with gather_logits. chunks: see
@@ -116,10 +117,12 @@ def apply_tensor_parallel(
     return model
 
 
+# exercise 06.15
 def all_reduce_ratio(
     hidden: int, tp: int, bandwidth: float, peak: float, layer_params: int | None = None, element_bytes: int = 2
 ) -> float:
-    """Time of a layer's two all-reduces in forward over that of its products, on `tp` GPUs; in backward it is half.
+    """Return the time of a layer's two all-reduces in forward over that of its products, on `tp` GPUs; in backward it
+    is half.
 
     bandwidth: bytes a second of a GPU (bus bandwidth); peak: floating-point operations a second; layer_params: 12 h²
     where None. The Ultra-Scale Playbook, appendix A3, for a whole layer and in bytes.

@@ -28,15 +28,19 @@ class PartitionedCheckpoint(Recomputed):
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             return super().__call__(*arguments)
 
+    # exercise 06.14
     def pack(self, tensor: torch.Tensor):
-        """What is kept of an argument."""
+        """Return what is kept of an argument: of one that requires a gradient a copy of this rank's part of it, laid flat,
+        and what `unpack` needs beside it; any other tensor as it is. Sends nothing.
+        """
         if not tensor.requires_grad or not tensor.numel():  # PyTorch 2.11 keeps an empty one, too
             return tensor
         shard = TensorShard.of(tensor.numel(), self.group)
         return shard, shard.cut(tensor.detach().flatten()).clone(), tensor.shape
 
+    # exercise 06.14
     def unpack(self, kept) -> torch.Tensor:
-        """The argument. Collective."""
+        """Return the argument, in its shape and dtype, from what `pack` returned. Collective: one all-gather."""
         if torch.is_tensor(kept):
             return kept
         shard, part, shape = kept

@@ -48,11 +48,15 @@ def raising_later(backward):
     return marked
 
 
+# exercise 06.2
 class CopyToGroup(OnceDifferentiable):
-    """f: nothing in forward; in backward the sum of the gradients over the group."""
+    """f: return x, unchanged, in forward; in backward sum the gradients of all ranks of the group.
+
+    The sum has the gradient's dtype. What is given may be of any shape and need not be contiguous, and stays as it is.
+    """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
@@ -63,11 +67,15 @@ class CopyToGroup(OnceDifferentiable):
         return total, None
 
 
+# exercise 06.2
 class SumOverGroup(OnceDifferentiable):
-    """f*: the sum over the group in forward; nothing in backward."""
+    """f*: sum the x of all ranks of the group in forward; in backward return the gradient, unchanged.
+
+    The sum is a new tensor of x's dtype. x may be of any shape and need not be contiguous, and stays as it is.
+    """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
@@ -113,9 +121,10 @@ def generators() -> list[torch.Generator]:
     return own
 
 
+# exercise 06.13
 @contextlib.contextmanager
 def own_randomness(group: dist.ProcessGroup | None = None):
-    """Inside, each rank of the group draws random numbers of its own; afterwards all go on as one.
+    """Inside, let each rank of the group (None: all ranks) draw random numbers of its own; afterwards all go on as one.
 
     All ranks come with generators in the same state (the same seed, and the same draws since), which decides what is
     drawn inside. Also a decorator: `attention.core = own_randomness(group)(core_with_dropout)`.

@@ -33,7 +33,12 @@ class VocabParallelEmbedding(nn.Module):
         self.shard = TensorShard.of(embedding.num_embeddings, self.group)
         self.weight = shard_parameter(embedding.weight, self.shard)  # [v/N, h]
 
+    # exercise 06.7
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Look up tokens [...], of any number of dimensions; return the whole hidden states [..., h], in the rows' dtype.
+
+        A token outside of the vocabulary gives zeros. Sums over the ranks once, by `self.leave`.
+        """
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
@@ -47,15 +52,22 @@ def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor,
     return rows.masked_fill_(elsewhere, 0), elsewhere
 
 
+# exercise 06.8
 class VocabParallelCrossEntropy(OnceDifferentiable):
-    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once: a second
-    one raises an error.
+    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
 
-    An IGNORED target is on no rank. Its loss is a number without a meaning, which the caller masks.
+    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
+    an error.
     """
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
+        all-reduces.
+
+        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
+        target is on no rank: its loss is a number without a meaning, which the caller masks.
+        """
         ctx.dtype = logits.dtype
         largest = logits.amax(1).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
@@ -73,6 +85,10 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
+        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
+
+        gradient: [n], that of the losses.
+        """
         (grad,) = ctx.saved_tensors
         return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
 

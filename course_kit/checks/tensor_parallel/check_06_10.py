@@ -1,4 +1,4 @@
-"""Check of exercise 06.10: the gigabytes that tensor parallelism sends, beside what this code sends when it is small."""
+"""Check of exercise 06.10: the gigabytes that tensor parallelism sends, beside what a small model sends."""
 
 from __future__ import annotations
 
@@ -29,5 +29,6 @@ def check(gigabytes_sent: float) -> None:
     measured = sent / (2 * 3 / 4 * 4 * 2 * 64 * MHA.hidden)  # in all-reduces of [b, s, h] in float32
     scaled = measured * all_reduces(LAYERS) / all_reduces(MHA.layers) * bytes_each / 1e9
     print(
-        f"measured with {MHA.layers} layers, 4 ranks: {measured:.1f} all-reduces of [b, s, h]; scaled up: {scaled:.1f} GB"
+        f"measured with {MHA.layers} layers, 4 ranks: {measured:.1f} all-reduces of [b, s, h]; "
+        f"scaled up: {scaled:.1f} GB"
     )

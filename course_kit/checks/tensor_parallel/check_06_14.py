@@ -1,4 +1,4 @@
-"""Check of exercise 06.14: checkpoints in parts against full recomputation: bytes kept, traffic, gradients, odd sizes."""
+"""Check of exercise 06.14: checkpoints in parts against full recomputation: bytes, traffic, gradients, odd sizes."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def over_a_link(plain: Callable, gb_s: float = 0.25) -> Callable:
 def profiled(
     group: dist.ProcessGroup, kind: str | int, batch: int = 8, seq: int = 128, config: ModelConfig = SHORT
 ) -> list[Span] | None:
-    """Rank 0's spans of six steps over the slow link, None elsewhere; kind: "apart", "together" or a number of chunks."""
+    """Rank 0's spans of six steps over the slow link (None elsewhere); kind: "apart", "together" or how many chunks."""
     model = split_model(config, group, chunks=kind if isinstance(kind, int) else 1)
     inputs, targets = batch_of(config, batch, seq)
     if kind == "apart":
