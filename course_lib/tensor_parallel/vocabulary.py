@@ -35,9 +35,9 @@ class VocabParallelEmbedding(nn.Module):
 
     # exercise 06.7
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Look up tokens [...], of any number of dimensions; return the whole hidden states [..., h], in the rows' dtype.
+        """Look up tokens [...], of any number of dimensions; return the whole hidden states [..., h].
 
-        A token outside of the vocabulary gives zeros. Sums over the ranks once, by `self.leave`.
+        They have the rows' dtype. A token outside of the vocabulary gives zeros. Sums over the ranks once, by `self.leave`.
         """
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
