@@ -26,7 +26,8 @@ sys.path[:] = [place for place in sys.path if place != str(TESTS)]
 sys.path += sorted({str(file.parent) for file in TESTS.glob("*/[a-z]*.py")})
 NOTEBOOKS = {path.stem.partition("_")[0]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 SCRIPTS = "scripts"  # what concerns no notebook
-EXERCISES = "tests/scripts/test_exercises.py"
+# In a kernel those of the notebooks of the old shape, without one those of the new.
+EXERCISES = "tests/scripts/test_exercises.py", "tests/scripts/test_answers.py"
 PROCESSES = "ranks launch slurm_real sweep survival course_scripts lab_browser setup".split()
 # The longest notebooks, and their exercises.
 LONGEST_FIRST = "10 09 11 07 06 08 05 03 04 10b 13 14b 12 12b 02 01 14".split()
@@ -38,7 +39,7 @@ def unit(nodeid: str) -> str:
     file, _, name = nodeid.partition("::")
     if file.endswith(".ipynb"):
         return file
-    if file == EXERCISES and (found := re.search(r"\[(\d\d\w?_\w+)\]$", name)):
+    if file in EXERCISES and (found := re.search(r"\[(\d\d\w?_\w+)\]$", name)):
         return f"exercises of {found[1]}"
     return "tests of processes" if re.sub(r"^test_", "", Path(file).stem) in PROCESSES else file
 
@@ -103,7 +104,7 @@ def pytest_configure(config):
 def pytest_ignore_collect(collection_path, config):
     """Do not even import what concerns other notebooks."""
     chosen = getattr(config, "chosen", None)
-    if not chosen or collection_path.is_dir() or collection_path == ROOT / EXERCISES:
+    if not chosen or collection_path.is_dir() or collection_path in [ROOT / file for file in EXERCISES]:
         return None
     if collection_path.suffix == ".ipynb":
         return True if collection_path != NOTEBOOKS.get(chosen) else None
@@ -116,10 +117,10 @@ def pytest_collection_modifyitems(config, items):
     """What takes long comes first, so that no worker waits for it at the end: the tests of processes, which wait half
     of their time, beside the exercises and notebooks with most ranks; then the other notebooks, and the tests on ranks.
     """
-    if config.chosen:  # of the exercises' file, which is collected whole
+    if config.chosen:  # of the exercises' files, which are collected whole
         concerns = {item: exercises_of(unit(item.nodeid)) in (None, config.chosen) for item in items}
         if config.chosen != SCRIPTS:
-            concerns |= {item: False for item in items if unit(item.nodeid) == EXERCISES}
+            concerns |= {item: False for item in items if unit(item.nodeid) in EXERCISES}
         config.hook.pytest_deselected(items=[item for item in items if not concerns[item]])
         items[:] = [item for item in items if concerns[item]]
 

@@ -1,6 +1,5 @@
 """Right answers in another style than the solutions, that the checks of notebook 06 must accept."""
 
-
 # %% 06.1 into one tensor, and by a product with the transpose
 def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> torch.Tensor:
     """x · weightᵀ [n, out], whole on every rank, each of which does an N-th of the multiplications.
@@ -18,7 +17,6 @@ def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> tor
     of_all = [torch.zeros_like(mine) for _ in range(n)]
     dist.all_gather(of_all, mine.contiguous(), group=group)
     return torch.cat(of_all, 1)
-
 
 # %% 06.1 rows by a reduce-scatter and an all-gather
 def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> torch.Tensor:
@@ -40,18 +38,15 @@ def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> tor
     all_gather_into_tensor(whole.view(-1), own, group=group)
     return whole
 
-
-
 # %% 06.2 other copies
-import torch
-import torch.distributed as dist
-
-
 class CopyToGroup(torch.autograd.Function):
-    """f: nothing in forward; in backward the sum of the gradients over the group."""
+    """f: return x, unchanged, in forward; in backward sum the gradients of all ranks of the group.
+
+    The sum has the gradient's dtype. What is given may be of any shape and need not be contiguous, and stays as it is.
+    """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.members = group
         return x.view(x.shape)
 
@@ -63,10 +58,13 @@ class CopyToGroup(torch.autograd.Function):
 
 
 class SumOverGroup(torch.autograd.Function):
-    """f*: the sum over the group in forward; nothing in backward."""
+    """f*: sum the x of all ranks of the group in forward; in backward return the gradient, unchanged.
+
+    The sum is a new tensor of x's dtype. x may be of any shape and need not be contiguous, and stays as it is.
+    """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         summed.copy_(x)
         dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=group)
@@ -76,14 +74,7 @@ class SumOverGroup(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         return gradient, None
 
-
 # %% 06.3 by einsum, the sum on its way first
-def silu_gradient(u: torch.Tensor) -> torch.Tensor:
-    """The derivative of silu at u."""
-    share = u.sigmoid()
-    return share * (1 + u * (1 - share))
-
-
 def mlp_backward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, grad_y: torch.Tensor, group) -> tuple:
     """Gradients of x (whole), a and b (this rank's), where y = sum over the ranks of silu(x · aᵀ) · bᵀ.
 
@@ -98,28 +89,29 @@ def mlp_backward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, grad_y: torc
     sum_of_x.wait()
     return grad_x, grad_a, grad_b
 
-
 # %% 06.4 a sum of products
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 class ColumnProducts(torch.autograd.Function):
-    """x · weightᵀ for each weight; in backward the sum of x's gradient over the group travels beside the products that
-    make the weights' gradients.
+    """Multiply x by several weights; in backward the all-reduce of x's gradient overlaps the products that make the
+    gradients of the weights.
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x: [..., in], of two dimensions or more; weights: [out, in]; returns one [..., out] for each weight."""
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return x · weightᵀ [..., out/N] for each weight. Sends nothing.
+
+        x: [..., in], of two dimensions or more, the same on all ranks; weights: [out/N, in], this rank's.
+        """
         ctx.group = group
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        """Return the gradients of x (summed over the weights and over the group, in x's dtype), of the group (None),
+        and of each weight; None where ctx.needs_input_grad says that one is not needed.
+
+        gradients: of each output; they need not be contiguous, and stay as they are.
+        """
         x, *weights = ctx.saved_tensors
         flat_x = x.reshape(-1, x.shape[-1])
         flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
@@ -137,33 +129,13 @@ class ColumnProducts(torch.autograd.Function):
             total = total.reshape(x.shape)
         return (total, None, *of_weights)
 
-
 # %% 06.5 by a product
-class RowParallelLinear(nn.Module):
-    """`linear` with its weight split over `group` along the input: this rank's input [..., in/N] to all of the output
-    [..., out].
-
-    chunks: into how many parts the rows of x are cut, each summed over the group while the next is multiplied.
-    """
-
-    def __init__(self, linear: nn.Linear, group: dist.ProcessGroup | None = None, chunks: int = 1):
-        super().__init__()
-        self.group, self.chunks = group or dist.group.WORLD, chunks
-        self.leave = sum_over_group  # f*; notebook 07 puts another one in its place
-        self.weight = shard_parameter(linear.weight, TensorShard.of(linear.in_features, self.group, dim=1))
-        self.bias = linear.bias  # whole: all ranks add the same one
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.chunks > 1:
-            x, weight = as_autocast(x, self.weight)
-            out = RowProduct.apply(x, self.group, weight, self.chunks)
-            return out if self.bias is None else out + self.bias.to(out.dtype)
-        partial = torch.matmul(x, self.weight.transpose(0, 1))
-        whole = self.leave(partial, self.group)
-        if self.bias is not None:
-            whole = whole + self.bias.to(whole.dtype)
-        return whole
-
+def forward_at_once(self: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
+    partial = torch.matmul(x, self.weight.transpose(0, 1))
+    whole = self.leave(partial, self.group)
+    if self.bias is not None:
+        whole = whole + self.bias.to(whole.dtype)
+    return whole
 
 # %% 06.6 layer by layer
 def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
@@ -186,50 +158,30 @@ def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tup
         made.append(out if bias is None else out + bias.to(out.dtype))
     return tuple(made)
 
-
 # %% 06.7 zeros where another rank has the row
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
-class VocabParallelEmbedding(nn.Module):
-    """`embedding` with its rows split over `group`: tokens [...] to all of the hidden states [..., h].
-
-    Of `embedding` it takes the weight alone, no padding_idx or max_norm. A token outside of the vocabulary gives zeros.
-    """
-
-    def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup | None = None):
-        super().__init__()
-        self.group, self.leave = group or dist.group.WORLD, sum_over_group
-        self.shard = TensorShard.of(embedding.num_embeddings, self.group)
-        self.weight = shard_parameter(embedding.weight, self.shard)  # [v/N, h]
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        last = self.shard.start + self.shard.size
-        here = (tokens >= self.shard.start) & (tokens < last)
-        places = torch.where(here, tokens - self.shard.start, 0)
-        found = F.embedding(places, self.weight)
-        return self.leave(torch.where(here.unsqueeze(-1), found, torch.zeros_like(found)), self.group)
-
+def forward(self: VocabParallelEmbedding, tokens: torch.Tensor) -> torch.Tensor:
+    last = self.shard.start + self.shard.size
+    here = (tokens >= self.shard.start) & (tokens < last)
+    places = torch.where(here, tokens - self.shard.start, 0)
+    found = F.embedding(places, self.weight)
+    return self.leave(torch.where(here.unsqueeze(-1), found, torch.zeros_like(found)), self.group)
 
 # %% 06.8 two sums side by side
-def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the targets [n] among this rank's tokens (0 for others), and which targets are elsewhere."""
-    rows = targets - shard.start
-    elsewhere = (rows < 0) | (rows >= shard.size)
-    return rows.masked_fill_(elsewhere, 0), elsewhere
-
-
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once.
+    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
 
-    An IGNORED target is on no rank. Its loss is a number without a meaning, which the caller masks.
+    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
+    an error.
     """
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
+        all-reduces.
+
+        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
+        target is on no rank: its loss is a number without a meaning, which the caller masks.
+        """
         ctx.dtype = logits.dtype
         top = logits.max(dim=1).values.float()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=shard.group)
@@ -240,7 +192,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         kept.exp_()
         both[0] = kept.sum(dim=1)
         dist.all_reduce(both, op=dist.ReduceOp.SUM, group=shard.group)
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
             kept /= both[0].unsqueeze(1)
             kept[torch.arange(len(rows), device=rows.device), rows] -= (~elsewhere).to(kept.dtype)
             ctx.save_for_backward(kept)
@@ -248,27 +200,30 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
+        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
+
+        gradient: [n], that of the losses.
+        """
         (kept,) = ctx.saved_tensors
         kept *= gradient.unsqueeze(1)
         return kept.to(ctx.dtype), None, None
 
-
 # %% 06.8 each rank's logsumexp, and then that of all
-def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the targets [n] among this rank's tokens (0 for others), and which targets are elsewhere."""
-    rows = targets - shard.start
-    elsewhere = (rows < 0) | (rows >= shard.size)
-    return rows.masked_fill_(elsewhere, 0), elsewhere
-
-
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy [n] in float32 of this rank's logits [n, v/N] and targets [n]; backward works once.
+    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
 
-    An IGNORED target is on no rank. Its loss is a number without a meaning, which the caller masks.
+    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
+    an error.
     """
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
+        all-reduces.
+
+        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
+        target is on no rank: its loss is a number without a meaning, which the caller masks.
+        """
         ctx.dtype = logits.dtype
         own = logits.float().logsumexp(1)
         largest = own.clone()
@@ -278,7 +233,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         sums = torch.stack([(own - largest).exp(), of_target])
         dist.all_reduce(sums, group=shard.group)
         total = largest + sums[0].log()
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
             softmax = (logits - total[:, None]).exp_()
             softmax.scatter_add_(1, rows[:, None], (elsewhere.float() - 1)[:, None])
             ctx.save_for_backward(softmax)
@@ -286,29 +241,25 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
+        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
+
+        gradient: [n], that of the losses.
+        """
         (softmax,) = ctx.saved_tensors
         return softmax.mul_(gradient[:, None]).to(ctx.dtype), None, None
 
-
-
 # %% 06.9 by names
+from course_lib.tensor_parallel.linear import project_together
+
+
 def apply_tensor_parallel(
     model: nn.Module, group: dist.ProcessGroup | None = None, chunks: int = 1, gather_logits: bool = False
 ) -> nn.Module:
-    """Split the matrices of a `Transformer` over the ranks of `group`, in place; returns the model.
-
-    All ranks give it the same tokens, and come with the same random state where there is dropout. It returns this
-    rank's logits [b, s, v/N], for vocab_parallel_cross_entropy, or all of them with gather_logits. chunks: see
-    RowParallelLinear. The model may be on the meta device (then `tensor_shards.materialize` it). Weights of q, k, v,
-    gate and up are used without calling their layers: hooks on these do not run, and a layer that is replaced later is
-    not noticed. Collective over the default group where there are more ranks than K/V heads.
-
-    Raises ValueError, and changes nothing, where the group's size does not fit the model or the model is split already.
-    """
     group, config = group or dist.group.WORLD, model.config
     check_model(model, group)
     copies = group.size() // config.kv_heads
     replicas = replicas_of(group, copies) if copies > 1 else None
+    share_head_norms(model, group)
     column = {"q_proj": None, "k_proj": replicas, "v_proj": replicas, "gate_proj": None, "up_proj": None}
     for block in model.blocks:
         for module in [*block.modules()]:
@@ -332,13 +283,11 @@ def apply_tensor_parallel(
         model.head = head
     return model
 
-
 # %% 06.10 step by step
 # Set gigabytes_sent: what each of 8 GPUs sends in a forward and backward.
 sums = 4 * 32 + 2
 bytes_of_one = 8192 * 4096 * 2
 gigabytes_sent = sums * bytes_of_one * 2 * (8 - 1) / 8 / 10**9
-
 
 # %% 06.11 from what differs
 import math
@@ -355,48 +304,30 @@ def diagnose(first_loss: float, expected: float, differing: list[str]) -> str:
         return "copies"
     return "right"
 
-
 # %% 06.12 the chunks put together
-class RowProduct(torch.autograd.Function):
-    """x · weightᵀ summed over the group, in chunks of x's rows: the sum of one travels while the next is multiplied."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, group, weight: torch.Tensor, chunks: int) -> torch.Tensor:
-        """x: [..., in/N], weight: [out, in/N]; returns [..., out]."""
-        ctx.save_for_backward(x, weight)
-        rows = x.reshape(-1, x.shape[-1])
-        sums = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-        waiting, start = [], 0
-        for part in rows.chunk(chunks):
-            end = start + part.shape[0]
-            torch.matmul(part, weight.t(), out=sums[start:end])
-            waiting.append(dist.all_reduce(sums[start:end], group=group, async_op=True))
-            start = end
-        [work.wait() for work in waiting]
-        return sums.reshape(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple:
-        x, weight = ctx.saved_tensors
-        row = gradient.flatten(0, -2)
-        grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
-        grad_weight = row.t() @ x.flatten(0, -2) if ctx.needs_input_grad[2] else None
-        return grad_x, None, grad_weight, None
-
+class RowProduct(OnceDifferentiable): => class RowProduct(torch.autograd.Function):
+---
+rows, works = x.flatten(0, -2), []  # [b*s, in/N]
+out = rows.new_empty(len(rows), len(weight))
+for part, own in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
+    torch.mm(part, weight.t(), out=own)
+    works.append(dist.all_reduce(own, group=group, async_op=True))
+for work in works:
+    work.wait()
+return out.view(*x.shape[:-1], -1)
+=>
+rows = x.reshape(-1, x.shape[-1])
+sums = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+waiting, start = [], 0
+for part in rows.chunk(chunks):
+    end = start + part.shape[0]
+    torch.matmul(part, weight.t(), out=sums[start:end])
+    waiting.append(dist.all_reduce(sums[start:end], group=group, async_op=True))
+    start = end
+[work.wait() for work in waiting]
+return sums.reshape(*x.shape[:-1], weight.shape[0])
 
 # %% 06.13 the state after one draw
-import contextlib
-import zlib
-
-
-def generators() -> list[torch.Generator]:
-    """The generators that this process draws from by default: the CPU's, and the current GPU's where it is in use."""
-    own = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        own.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return own
-
-
 @contextlib.contextmanager
 def own_randomness(group: dist.ProcessGroup | None = None):
     """Inside, each rank of the group draws random numbers of its own; afterwards all go on as one.
@@ -417,52 +348,28 @@ def own_randomness(group: dist.ProcessGroup | None = None):
         for generator in after:
             generator.set_state(after[generator])
 
-
 # %% 06.14 a dictionary
-import torch
-import torch.distributed as dist
+def pack(self: PartitionedCheckpoint, tensor: torch.Tensor):
+    """What is kept of an argument."""
+    if tensor.numel() == 0 or not tensor.requires_grad:
+        return tensor
+    flat = tensor.detach().reshape(-1)
+    shard = TensorShard.of(len(flat), self.group)
+    return {"part": shard.cut(flat).clone(), "shard": shard, "shape": tensor.shape}
 
-from course_lib.recompute.modes import Recomputed
-from course_lib.tensor_parallel.shards import TensorShard
 
-
-class PartitionedCheckpoint(Recomputed):
-    """A function that is run again in backward, from arguments of which each rank of `group` keeps a part."""
-
-    def __init__(self, function, group: dist.ProcessGroup):
-        super().__init__(function)
-        self.group = group
-
-    def __call__(self, *arguments):
-        with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
-            return super().__call__(*arguments)
-
-    def pack(self, tensor: torch.Tensor):
-        """What is kept of an argument."""
-        if tensor.numel() == 0 or not tensor.requires_grad:
-            return tensor
-        flat = tensor.detach().reshape(-1)
-        shard = TensorShard.of(len(flat), self.group)
-        return {"part": shard.cut(flat).clone(), "shard": shard, "shape": tensor.shape}
-
-    def unpack(self, kept) -> torch.Tensor:
-        """The argument. Collective."""
-        if isinstance(kept, torch.Tensor):
-            return kept
-        return kept["shard"].gather(kept["part"]).reshape(kept["shape"])
-
+def unpack(self: PartitionedCheckpoint, kept) -> torch.Tensor:
+    """The argument. Collective."""
+    if isinstance(kept, torch.Tensor):
+        return kept
+    return kept["shard"].gather(kept["part"]).reshape(kept["shape"])
 
 # %% 06.15 two times
-def all_reduce_ratio(
-    hidden: int, tp: int, bandwidth: float, peak: float, layer_params: int | None = None, element_bytes: int = 2
-) -> float:
-    """Time of a layer's two all-reduces in forward over that of its products, on `tp` GPUs; in backward it is half.
-
-    bandwidth: bytes a second of a GPU (bus bandwidth); peak: floating-point operations a second; layer_params: 12 h²
-    where None. The Ultra-Scale Playbook, appendix A3, for a whole layer and in bytes.
-    """
-    if layer_params is None:
-        layer_params = 12 * hidden * hidden
-    of_a_token = 2 * 2 * (tp - 1) / tp * hidden * element_bytes / bandwidth
-    products = 2 * layer_params / tp / peak
-    return of_a_token / products
+weights = 12 * hidden**2 if layer_params is None else layer_params
+return 2 * element_bytes * hidden * (tp - 1) / weights * peak / bandwidth
+=>
+if layer_params is None:
+    layer_params = 12 * hidden * hidden
+of_a_token = 2 * 2 * (tp - 1) / tp * hidden * element_bytes / bandwidth
+products = 2 * layer_params / tp / peak
+return of_a_token / products

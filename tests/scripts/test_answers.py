@@ -66,15 +66,13 @@ def limited(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_in_a_kernel() -> Iterator[io.StringIO]:
-    """Inside, what is printed is lost, and what goes to stderr is in the buffer: warnings too, by Python's own rules."""
+    """Inside, what is printed is lost, and what goes to stderr is in the buffer: warnings too, by Python's rules."""
     said = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         warnings.simplefilter("default")
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", kind)
-        warnings.showwarning = lambda message, category, *place: print(
-            f"{category.__name__}: {message}", file=sys.stderr
-        )
+        warnings.showwarning = lambda message, category, *place: said.write(f"{category.__name__}: {message}\n")
         yield said
 
 
@@ -228,14 +226,16 @@ def exercise_faults(
 
 
 @pytest.fixture
-def workbook(tmp_path, monkeypatch) -> Path:
-    """The folder of a workbook beside the project's data; this process works in it."""
+def workbook(tmp_path, monkeypatch) -> Iterator[Path]:
+    """The folder of a workbook beside the project's data; this process works in it. Ranks end with the test."""
     folder = tmp_path / "workbook"
     folder.mkdir()
     for name in ("data", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(folder)
-    return folder
+    yield folder
+    for ranks in calls._shared.values():
+        ranks.close()
 
 
 @pytest.mark.parametrize("path", NEW_SHAPE, ids=lambda path: path.stem)
@@ -263,8 +263,16 @@ class Counter:
     def add(self, more=1):
         self.count += more
 """
-DOUBLE = "#| export tiny_package.sums\ndef double(number):\n    ### BEGIN SOLUTION\n    return TWO * number\n    ### END SOLUTION"
-ADD = "#| export tiny_package.sums:Counter\ndef add(self: Counter, more=1):\n    ### BEGIN SOLUTION\n    self.count += more\n    ### END SOLUTION"
+DOUBLE = """#| export tiny_package.sums
+def double(number):
+    ### BEGIN SOLUTION
+    return TWO * number
+    ### END SOLUTION"""
+ADD = """#| export tiny_package.sums:Counter
+def add(self: Counter, more=1):
+    ### BEGIN SOLUTION
+    self.count += more
+    ### END SOLUTION"""
 
 
 @pytest.fixture

@@ -56,7 +56,9 @@ def test_what_counts_processes_runs_at_a_stretch_and_each_notebook_by_itself():
         "tests/zero/test_shards.py::test_x[1]": "tests/zero/test_shards.py",
         "notebooks/05_zero.ipynb::": "notebooks/05_zero.ipynb",
         "tests/scripts/test_exercises.py::test_every[05_zero]": "exercises of 05_zero",
+        "tests/scripts/test_answers.py::test_every[04_data_parallel]": "exercises of 04_data_parallel",
         "tests/scripts/test_exercises.py::test_harness": "tests/scripts/test_exercises.py",
+        "tests/scripts/test_answers.py::test_harness": "tests/scripts/test_answers.py",
         "tests/scripts/test_launch.py::test_y": "tests of processes",
         "tests/kit/test_ranks.py::test_z": "tests of processes",
     }
@@ -78,8 +80,8 @@ def collected(*nodeids: str, chosen: str | None) -> tuple[list[str], list[str]]:
 NODES = (
     "tests/zero/test_zero.py::a",
     "tests/scripts/test_exercises.py::test_every[05_zero]",
-    "tests/scripts/test_exercises.py::test_every[10_5d]",
-    "tests/scripts/test_exercises.py::harness",
+    "tests/scripts/test_answers.py::test_every[10_5d]",
+    "tests/scripts/test_answers.py::harness",
     "tests/scripts/test_launch.py::b",
     "notebooks/05_zero.ipynb::",
     "notebooks/10_5d.ipynb::",

@@ -25,9 +25,10 @@ answer, or what is changed in the notebook's solution:
   the old ones. A line `---` ends such a change where another one follows.
 - What is old stands once in the exercise's cells: in any of them, where there are several. All of it is sought in the
   solution as it is, so changes do not meet. `    def launch` or an import before it are lines like others.
-- A whole answer is text that Python can read, with arrows in strings alone. Each function and class takes the place of the solution's of that name,
-  in whichever cell that is; what it leaves out stays. Imports and helpers come along with the definition below them.
-  If it has none of the solution's definitions, it is all that the exercise's one cell holds, but for the directive.
+- A whole answer is text that Python can read, with arrows in strings alone. Each function and class takes the place of
+  the solution's of that name, in whichever cell that is; what it leaves out stays. Imports and helpers come along with
+  the definition below them. If it has none of the solution's definitions, it is all that the exercise's one cell holds,
+  but for the directive.
 
 In a notebook of the old shape every answer is whole.
 """
@@ -70,8 +71,8 @@ class Place(NamedTuple):
 
 
 def read_answers(file: Path, names: list[str], kind: str) -> tuple[dict[str, list[tuple[str, str]]], list[str]]:
-    """The wrong or right answers of a file as they are written, as (what is wrong or other, text), by exercise; and what
-    is the matter with the file.
+    """The wrong or right answers of a file as they are written, as (what is wrong or other, text), by exercise; and
+    what is the matter with the file.
     """
     answers, faults = {name: [] for name in names}, []
     if not file.exists():
