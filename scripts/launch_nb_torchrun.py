@@ -89,7 +89,7 @@ def export(program: Program) -> None:
         say(f"still blank, taken from the reference: {', '.join(program.taken)}")
     if program.refused:
         refused = ", ".join(f"{name} ({why})" for name, why in program.refused.items())
-        say(f"taken from the reference as well: {refused}; run the checks, or use --unchecked")
+        say(f"taken from the reference: {refused}; run the checks, or use --unchecked")
     if program.overlay:
         own = " and ".join(filter(None, [", ".join(program.own[:-1]), *program.own[-1:]])) or "no notebook yet"
         say(f"your own work is that of {own}; all else is the reference's")

@@ -29,14 +29,16 @@ class Answers:
     refused: dict[str, str] = field(default_factory=dict)  # exercise: why the reference stands for it
     spliced: dict[str, str] = field(default_factory=dict)  # module: text
 
-    def add(self, notebook: dict, path: Path) -> None:
-        """Add the answers of a learner's notebook; `path`: where it stands. Raises ExportError for one that cannot be
-        exported and is to be taken unchecked.
+    def add(self, notebook: dict, path: Path, launched: bool) -> None:
+        """Add the answers of a learner's notebook. path: where it stands; launched: is it the one to launch.
+
+        Raises ExportError for an answer that cannot be exported and is to be taken unchecked.
         """
         found = exercise_cells(notebook)
         found = {name: cells for name, cells in found.items() if any(is_exported(cell["source"]) for cell in cells)}
         blank = [name for name, cells in found.items() if any(BLANK.search(cell["source"]) for cell in cells)]
-        self.blank += [f"all of {chapter(path)}"] if len(blank) == len(found) > 1 else blank
+        if launched or len(blank) < len(found):  # nobody asks for what they have not begun
+            self.blank += [f"all of {chapter(path)}"] if len(blank) == len(found) > 1 else blank
         for name in [name for name in found if name not in blank]:
             if reason := None if self.unchecked else self.reason(name, found[name], path):
                 self.refused[name] = reason

@@ -175,7 +175,7 @@ def learners_work(
                 check_shape(content, each)
             if content and program_of(content):
                 if export and not is_of(each, chapters):
-                    work.answers.add(content, each)
+                    work.answers.add(content, each, each == path)
             elif export and has_nbdev():
                 add_old(work, content, each, each == path)
             elif each == path:

@@ -94,8 +94,7 @@ def test_answers_that_have_passed_are_spliced_and_named(launch, course):
     assert status == 0, err
     assert err == (
         "launch: still blank, taken from the reference: 02.3\n"
-        "launch: taken from the reference as well: 02.2 (it has changed since it passed); run the checks, or use "
-        "--unchecked\n"
+        "launch: taken from the reference: 02.2 (it has changed since it passed); run the checks, or use --unchecked\n"
         "launch: your own work is that of 02.1; all else is the reference's\n"
     )
     (text,) = copies(course).values()
@@ -107,7 +106,7 @@ def test_unchecked_takes_all_that_is_not_blank(launch, course):
     write(course, MINE | {"ex-02-3b": ANSWERS["ex-02-3b"]}, passed=("02.1",))
     lines = launch(WORKBOOK, export=True)[2].splitlines()
     not_passed = "02.2 (its check has not passed), 02.3 (its check has not passed)"
-    assert lines[0].startswith(f"launch: taken from the reference as well: {not_passed}; run")
+    assert lines[0].startswith(f"launch: taken from the reference: {not_passed}; run")
     status, out, err = launch(WORKBOOK, "--unchecked", export=True)
     assert (status, err) == (0, "launch: your own work is that of 02.1, 02.2 and 02.3; all else is the reference's\n")
     found = copies(course)
@@ -117,6 +116,7 @@ def test_unchecked_takes_all_that_is_not_blank(launch, course):
     assert " --unchecked\n" in (course / "runs" / "slurm" / f"{NEW}.sbatch").read_text()
     write(course, {})
     assert "launch: still blank, taken from the reference: all of 02\n" in launch(WORKBOOK, export=True)[2]
+    assert "02" not in launch(LEARNERS, export=True)[2], "of a notebook before it, which nobody has begun"
 
 
 def test_a_job_of_a_later_notebook_runs_them_too(launch, course, launcher):
