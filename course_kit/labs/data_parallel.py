@@ -1,4 +1,4 @@
-"""Batches, the lab and the measurements of notebook 04. All functions but `drift_runs` run on a rank."""
+"""Batches, the break-it lab and the measurements of notebook 04: `ranks(step_ms, "naive")`, `drift_runs(ranks)`."""
 
 from __future__ import annotations
 
