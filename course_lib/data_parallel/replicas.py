@@ -8,9 +8,8 @@ all-reduce: with K bytes of gradients a rank sends 2 (N-1)/N K a step, however s
     overlap   the same, each as soon as its gradient is there         hidden behind backward; a latency a parameter
     bucket    gradients share flat buffers, an all-reduce for each    hidden too, and few large messages
 
-In `DataParallel` they differ in two facts alone, `buckets.MODES`: how much goes into a bucket, and whether a bucket may
-start during backward. The program's modes naive and overlap do without it: they are the few lines of `naive`. (Li et
-al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB, §3.2.)
+In `DataParallel` they differ in two facts, `buckets.MODES`; the program runs naive and overlap by the lines of `naive`.
+(Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB, §3.2.)
 """
 
 from __future__ import annotations
@@ -96,9 +95,7 @@ def check_same_model(module: nn.Module, group, arguments: dict) -> None:
 
 
 def usual_bucket_mb(ranks: int) -> int:
-    """MB a bucket where nobody says: 25, or 1 for each rank, whichever is more. A ring cuts a bucket into as many
-    pieces as there are ranks, and small pieces are slow.
-    """
+    """Return the default MB of a bucket: 25, or 1 per rank if more, since a ring cuts it into a piece for each rank."""
     return max(25, ranks)
 
 
@@ -254,9 +251,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--bucket-mb", type=float, help="MB of gradients a bucket (25, or 1 a rank if more)")
     parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
     parser.add_argument("--reduce-fp32", action="store_true", help="send and add gradients in float32")
-    parser.add_argument(
-        "--check-every", type=int, default=100, help="steps between two checks of the replicas; 0: never"
-    )
+    parser.add_argument("--check-every", type=int, default=100, help="steps between checks of the replicas; 0: never")
     chosen = single_gpu.parse(parser, argv)
     if chosen.mode != "bucket" and (chosen.bucket_mb is not None or chosen.reduce_fp32):
         parser.error(f"--bucket-mb and --reduce-fp32 are of buckets: --mode {chosen.mode} has none")
