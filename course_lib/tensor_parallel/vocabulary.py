@@ -37,7 +37,7 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look up tokens [...], of any number of dimensions; return the whole hidden states [..., h].
 
-        They have the rows' dtype. A token outside of the vocabulary gives zeros. One sum over the ranks, by `self.leave`.
+        They have the rows' dtype; a token outside of the vocabulary gives zeros. One sum over the ranks: `self.leave`.
         """
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)

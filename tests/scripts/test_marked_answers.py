@@ -110,7 +110,8 @@ def test_an_installed_answer_reaches_what_was_kept_and_leaves_no_trace(exercise)
 def functions_of(value) -> list[types.FunctionType]:
     """The plain functions in a function, a method, a class or a kernel."""
     if isinstance(value, type):
-        return [function for each in vars(value).values() for function in functions_of(each)]
+        own = [each for each in vars(value).values() if not isinstance(each, type)]  # autograd's: they refer back
+        return [function for each in own for function in functions_of(each)]
     value = getattr(value, "__func__", value)
     while not isinstance(value, types.FunctionType) and hasattr(value, "fn"):  # a kernel, perhaps tuned
         value = value.fn

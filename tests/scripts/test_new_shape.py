@@ -18,6 +18,8 @@ NOT_EXPORTED = {
     "04.3": "a predicted number",
     "04.9": "a diagnosis",
     "04.12": "arithmetic on paper",
+    "06.10": "a predicted number",
+    "06.11": "a diagnosis",
 }
 # Exported exercises that nothing else calls.
 UNCALLED: dict[str, str] = {}
