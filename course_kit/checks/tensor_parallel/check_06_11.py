@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from course_kit.labs.tensor_parallel.faults import FAULTS, lab_run
+from course_kit.labs.tensor_parallel.faults import FAULTS, RUNS, lab_run, lab_runs
 from course_kit.labs.tensor_parallel.models import TINY, one_process
 from course_kit.ranks import shared
 
@@ -18,8 +18,7 @@ def check(diagnose: Callable[[float, float, list[str]], str]) -> None:
     """Judge diagnose(first_loss, expected, differing)."""
     with shared(4).within(20):
         expected = one_process(TINY).losses[0]
-        for number, fault in enumerate(("f", "right", "copies", "row layer")):
-            run = lab_run(fault, 1, 1)  # its first step
+        for number, (fault, run) in enumerate(zip(RUNS, lab_runs(steps=1), strict=True)):
             answer = diagnose(run["losses"][0], expected, run["differing"])
             assert answer == fault, (
                 f"run {number}: it is not {answer!r}. Look at its first loss and at the names once more"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from course_kit.labs.tensor_parallel.faults import FAULTS, diverged, lab_run
+from course_kit.labs.tensor_parallel.faults import diverged, lab_runs
 from course_kit.labs.tensor_parallel.models import (
     MHA,
     TINY,
@@ -19,7 +19,6 @@ from course_kit.labs.tensor_parallel.step import checkpoint_trial, kept_by_rank,
 from course_kit.labs.tensor_parallel.timeline import forward_times, profiled, steps_of, waiting_share
 
 __all__ = [
-    "FAULTS",
     "MHA",
     "TINY",
     "Training",
@@ -29,7 +28,7 @@ __all__ = [
     "forward_times",
     "in_groups",
     "kept_by_rank",
-    "lab_run",
+    "lab_runs",
     "on_first",
     "one_process",
     "profiled",

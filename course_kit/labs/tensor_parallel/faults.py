@@ -15,6 +15,7 @@ from course_lib.single_gpu.model import ModelConfig
 from course_lib.tensor_parallel import regions
 
 FAULTS = ("right", "row layer", "f", "copies")
+RUNS = ("f", "right", "copies", "row layer")  # the runs 0 to 3 that the notebook shows, with the fault in block 1
 
 
 def spoil(model: nn.Module, fault: str, number: int) -> nn.Module:
@@ -70,3 +71,8 @@ def lab_trial(fault: str, number: int, steps: int, config: ModelConfig) -> dict[
 def lab_run(fault: str, number: int, steps: int, config: ModelConfig = TINY) -> dict[str, list]:
     """Train on four ranks with a fault in block `number`: {"losses": by step, "differing": names of parameters}."""
     return shared(4)(lab_trial, fault, number, steps, config)[0]
+
+
+def lab_runs(steps: int) -> list[dict[str, list]]:
+    """The four runs whose faults are to be found."""
+    return [lab_run(fault, 1, steps) for fault in RUNS]
