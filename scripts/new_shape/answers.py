@@ -144,6 +144,17 @@ def free_names(each: Def) -> set[str]:
     return {step.argval for code in codes[1:] for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
 
 
+def without_docstrings(text: str) -> str:
+    """A definition without docstrings, and those of its methods."""
+    node, lines = ast.parse(text).body[0], text.split("\n")
+    for each in reversed([node, *(node.body if isinstance(node, ast.ClassDef) else ())]):
+        if isinstance(each, DEFINITIONS) and ast.get_docstring(each) is not None and len(each.body) > 1:
+            end = each.body[0].end_lineno
+            end += end < len(lines) and not lines[end].strip()
+            del lines[each.body[0].lineno - 1 : end]
+    return "\n".join(lines)
+
+
 def code_of(line: str) -> str:
     """A line without a comment at its end."""
     return re.sub(r"\s+# .*$", "", line).rstrip()
@@ -348,6 +359,7 @@ class Converter:
                 cell = self.cell_with(number, {k: v for k, v in wanted.items() if k[0] == cls}, [])
                 node = read(cell).classes[cls]
                 texts.append("\n".join(cell.split("\n")[first_line(node) - 1 : node.end_lineno]))
+        texts = list(map(without_docstrings, texts))
         return "\n\n\n".join(["\n".join(spaced(extra)).strip("\n"), *texts] if extra else texts)
 
     def best(self, cells: list[str], whole: list[str]) -> str:

@@ -2,10 +2,6 @@
 
 # %% 04.1 one product
 def accumulation_steps(batch_tokens: int, seq: int, micro_batch: int, dp: int) -> int:
-    """Micro-batches of `micro_batch` sequences that each of `dp` GPUs works through in a step of `batch_tokens` tokens.
-
-    Raises ValueError where batch_tokens is no multiple of seq x micro_batch x dp.
-    """
     per_step = seq * micro_batch * dp
     if batch_tokens < per_step or batch_tokens % per_step:
         raise ValueError(f"a step of {batch_tokens} tokens is no multiple of {seq} x {micro_batch} x {dp} = {per_step}")
@@ -13,7 +9,6 @@ def accumulation_steps(batch_tokens: int, seq: int, micro_batch: int, dp: int) -
 
 # %% 04.2 divided first
 def average_gradients(module: nn.Module, group=None) -> None:
-    """Replace each gradient by its mean over the ranks of the group."""
     for gradient in [parameter.grad for parameter in module.parameters() if parameter.grad is not None]:
         gradient.div_(dist.get_world_size(group))
         dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group)
@@ -24,9 +19,6 @@ gigabytes_sent = 2 * (64 - 1) / 64 * 2 * 8.03e9 / 1e9
 
 # %% 04.4 a queue of works
 def overlap_gradients(module: nn.Module, group=None):
-    """From now on each backward starts an all-reduce as soon as a gradient is complete. Returns finish(), to be called
-    after each backward: it waits until every gradient is the mean over the group.
-    """
     from_backward = []
 
     def reduce_now(parameter):
@@ -45,11 +37,6 @@ def overlap_gradients(module: nn.Module, group=None):
 
 # %% 04.5 the kinds apart, then in order
 def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
-    """Parameters whose gradients are reduced together, at most `bucket_bytes` unless one alone is larger.
-
-    In the order in which backward completes them: from the last parameter to the first, a bucket's place being that of
-    its last one. Only parameters of one dtype, device and `reduce_group` share a bucket.
-    """
     order = list(parameters)[::-1]
     kinds = {}
     for number, parameter in enumerate(order):
@@ -71,7 +58,6 @@ def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> lis
 
 # %% 04.6 what is missing, one by one
 def launch(self: Bucket) -> None:
-    """Start the all-reduce: with zeros for a parameter that has no gradient, not even of earlier micro-batches."""
     self.flags.fill_(1)
     for flag, parameter in zip(self.flags, self.parameters):
         if parameter not in self.missing:
@@ -89,7 +75,6 @@ def launch(self: Bucket) -> None:
 
 # %% 04.7 returns early
 def add(self: Reducer, parameter: nn.Parameter, final: bool) -> None:
-    """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready."""
     bucket = self.bucket_of[parameter]
     if not final:
         bucket.store(parameter, 1.0)
@@ -107,10 +92,6 @@ def add(self: Reducer, parameter: nn.Parameter, final: bool) -> None:
 def parallel_accumulate(
     dp: DataParallel, micro_batches, dtype: torch.dtype = torch.float32, loss_of=summed_loss
 ) -> torch.Tensor:
-    """Forward and backward of this rank's micro-batches, then finish(): the gradient of the mean loss over all target
-    tokens of all ranks; one micro-batch or more; dtype, loss_of: as of `accumulate`. Returns that loss, the same on all
-    ranks.
-    """
     micro_batches = list(micro_batches)
     counts = torch.stack([targets.ne(IGNORED).sum() for _, targets in micro_batches])
     tokens = counts.sum(dtype=torch.float32)
@@ -130,7 +111,6 @@ def parallel_accumulate(
 
 # %% 04.9 all at once
 def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
-    """(step, rank) where a replica's norm first leaves the others'; norms[rank][step], of three or more ranks."""
     table = np.array(norms, dtype=float)  # [ranks, steps]
     table[np.isnan(table)] = -1  # which no norm is
     usual = np.median(table, axis=0)
@@ -140,11 +120,6 @@ def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
 
 # %% 04.10 largest and smallest apart, by a sum of products with a pattern
 def out_of_step(module: nn.Module, group=None) -> list[str]:
-    """Names of the parameters and buffers whose bits are not the same on all ranks of the group; 16 bytes a tensor are
-    sent. The same list on all ranks.
-
-    Compares a checksum of each tensor: its bits as whole numbers, weighted by place, summed modulo 2**64.
-    """
     named = list(module.named_parameters()) + list(module.named_buffers())
 
     def checksum(tensor):
@@ -163,15 +138,13 @@ def out_of_step(module: nn.Module, group=None) -> list[str]:
     return [name for (name, _), differs in zip(named, (most != least).tolist()) if differs]
 
 # %% 04.11 two times
-return gradient_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
-=>
-communication_s = gradient_bytes * (dp - 1) / dp * 2 / bandwidth  # of one parameter
-backward_s = 4 * tokens / peak
-return communication_s / backward_s
+def overlap_ratio(tokens: int, dp: int, bandwidth: float, peak: float, gradient_bytes: int = 2) -> float:
+    communication_s = gradient_bytes * (dp - 1) / dp * 2 / bandwidth  # of one parameter
+    backward_s = 4 * tokens / peak
+    return communication_s / backward_s
 
 # %% 04.12 all that divide, then the largest
 def recipe(sequences: int, gpus: int, largest_micro_batch: int) -> tuple[int, int, int]:
-    """(dp, micro_batch, accumulation steps): most GPUs first, then the largest micro-batch."""
     best = max(
         (dp, size)
         for dp in range(1, gpus + 1)
@@ -182,10 +155,6 @@ def recipe(sequences: int, gpus: int, largest_micro_batch: int) -> tuple[int, in
 
 # %% 04.1 a whole number of NumPy
 def accumulation_steps(batch_tokens: int, seq: int, micro_batch: int, dp: int) -> int:
-    """Micro-batches of `micro_batch` sequences that each of `dp` GPUs works through in a step of `batch_tokens` tokens.
-
-    Raises ValueError where batch_tokens is no multiple of seq x micro_batch x dp.
-    """
     steps, rest = np.divmod(batch_tokens, np.prod([seq, micro_batch, dp]))
     if rest or steps == 0:
         raise ValueError(f"{batch_tokens} tokens leave {rest}")
@@ -196,8 +165,6 @@ gigabytes_sent = np.float32(8.03) * 2 * 2 * 63 / 64
 
 # %% 04.9 counts how many agree
 def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
-    """(step, rank) where a replica's norm first leaves the others'; norms[rank][step], of three or more ranks."""
-
     def same(a, b):
         return a == b or abs(a - b) <= 1e-4 * abs(b) or (a != a and b != b)
 
@@ -208,19 +175,18 @@ def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
     return None
 
 # %% 04.4 waits for futures
-works, n = [], dist.get_world_size(group)
-=>
-futures = []
----
-parameter.grad /= n
-works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
-=>
-parameter.grad /= dist.get_world_size(group)
-futures.append(dist.all_reduce(parameter.grad, group=group, async_op=True).get_future())
----
-for work in works:
-    work.wait()
-works.clear()
-=>
-torch.futures.wait_all(futures)
-futures.clear()
+def overlap_gradients(module: nn.Module, group=None):
+    futures = []
+
+    def start(parameter):
+        parameter.grad /= dist.get_world_size(group)
+        futures.append(dist.all_reduce(parameter.grad, group=group, async_op=True).get_future())
+
+    def finish():
+        torch.futures.wait_all(futures)
+        futures.clear()
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(start)
+    return finish

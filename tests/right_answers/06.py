@@ -2,10 +2,6 @@
 
 # %% 06.1 into one tensor, and by a product with the transpose
 def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> torch.Tensor:
-    """x · weightᵀ [n, out], whole on every rank, each of which does an N-th of the multiplications.
-
-    x: [n, in] and weight: [out, in], whole on every rank; how: "columns" or "rows".
-    """
     n, rank = group.size(), group.rank()
     if how == "rows":
         columns = x.shape[1] // n
@@ -20,10 +16,6 @@ def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> tor
 
 # %% 06.1 rows by a reduce-scatter and an all-gather
 def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> torch.Tensor:
-    """x · weightᵀ [n, out], whole on every rank, each of which does an N-th of the multiplications.
-
-    x: [n, in] and weight: [out, in], whole on every rank; how: "columns" or "rows".
-    """
     from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
 
     if how == "columns":
@@ -40,11 +32,6 @@ def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> tor
 
 # %% 06.2 other copies
 class CopyToGroup(torch.autograd.Function):
-    """f: return x, unchanged, in forward; in backward sum the gradients of all ranks of the group.
-
-    The sum has the gradient's dtype. What is given may be of any shape and need not be contiguous, and stays as it is.
-    """
-
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.members = group
@@ -58,11 +45,6 @@ class CopyToGroup(torch.autograd.Function):
 
 
 class SumOverGroup(torch.autograd.Function):
-    """f*: sum the x of all ranks of the group in forward; in backward return the gradient, unchanged.
-
-    The sum is a new tensor of x's dtype. x may be of any shape and need not be contiguous, and stays as it is.
-    """
-
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         summed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -76,10 +58,6 @@ class SumOverGroup(torch.autograd.Function):
 
 # %% 06.3 by einsum, the sum on its way first
 def mlp_backward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, grad_y: torch.Tensor, group) -> tuple:
-    """Gradients of x (whole), a and b (this rank's), where y = sum over the ranks of silu(x · aᵀ) · bᵀ.
-
-    x, grad_y: [n, h], the same on all ranks; a: [ffn/N, h] and b: [h, ffn/N], this rank's.
-    """
     u = torch.einsum("nh,fh->nf", x, a)
     grad_u = torch.einsum("nh,hf->nf", grad_y, b) * silu_gradient(u)
     grad_x = torch.einsum("nf,fh->nh", grad_u, a)
@@ -91,27 +69,14 @@ def mlp_backward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, grad_y: torc
 
 # %% 06.4 a sum of products
 class ColumnProducts(torch.autograd.Function):
-    """Multiply x by several weights; in backward the all-reduce of x's gradient overlaps the products that make the
-    gradients of the weights.
-    """
-
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return x · weightᵀ [..., out/N] for each weight. Sends nothing.
-
-        x: [..., in], of two dimensions or more, the same on all ranks; weights: [out/N, in], this rank's.
-        """
         ctx.group = group
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        """Return the gradients of x (summed over the weights and over the group, in x's dtype), of the group (None),
-        and of each weight; None where ctx.needs_input_grad says that one is not needed.
-
-        gradients: of each output; they need not be contiguous, and stay as they are.
-        """
         x, *weights = ctx.saved_tensors
         flat_x = x.reshape(-1, x.shape[-1])
         flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
@@ -139,10 +104,6 @@ def forward_at_once(self: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
 
 # %% 06.6 layer by layer
 def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
-    """What each of the layers, all over one group, makes of x [..., in]: [..., out/N] each; for all of them together
-    one all-reduce in backward.
-    """
-
     weights, biases = [], []
     for layer in layers:
         weight, bias = layer.weight, layer.bias
@@ -168,20 +129,8 @@ def forward(self: VocabParallelEmbedding, tokens: torch.Tensor) -> torch.Tensor:
 
 # %% 06.8 two sums side by side
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
-
-    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
-    an error.
-    """
-
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
-        all-reduces.
-
-        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
-        target is on no rank: its loss is a number without a meaning, which the caller masks.
-        """
         ctx.dtype = logits.dtype
         top = logits.max(dim=1).values.float()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=shard.group)
@@ -200,30 +149,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
-
-        gradient: [n], that of the losses.
-        """
         (kept,) = ctx.saved_tensors
         kept *= gradient.unsqueeze(1)
         return kept.to(ctx.dtype), None, None
 
 # %% 06.8 each rank's logsumexp, and then that of all
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
-
-    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
-    an error.
-    """
-
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
-        all-reduces.
-
-        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
-        target is on no rank: its loss is a number without a meaning, which the caller masks.
-        """
         ctx.dtype = logits.dtype
         own = logits.float().logsumexp(1)
         largest = own.clone()
@@ -241,10 +174,6 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
-
-        gradient: [n], that of the losses.
-        """
         (softmax,) = ctx.saved_tensors
         return softmax.mul_(gradient[:, None]).to(ctx.dtype), None, None
 
@@ -294,7 +223,6 @@ import math
 
 
 def diagnose(first_loss: float, expected: float, differing: list[str]) -> str:
-    """ "right", "row layer" (does not sum as it should), "f" (is missing) or "copies" (of K/V heads not in sync)."""
     norms = [name for name in differing if "norm" in name]
     if not math.isclose(first_loss, expected, rel_tol=1e-4):
         return "row layer"
@@ -305,36 +233,32 @@ def diagnose(first_loss: float, expected: float, differing: list[str]) -> str:
     return "right"
 
 # %% 06.12 the chunks put together
-class RowProduct(OnceDifferentiable): => class RowProduct(torch.autograd.Function):
----
-rows, works = x.flatten(0, -2), []  # [b*s, in/N]
-out = rows.new_empty(len(rows), len(weight))
-for part, own in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
-    torch.mm(part, weight.t(), out=own)
-    works.append(dist.all_reduce(own, group=group, async_op=True))
-for work in works:
-    work.wait()
-return out.view(*x.shape[:-1], -1)
-=>
-rows = x.reshape(-1, x.shape[-1])
-sums = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
-waiting, start = [], 0
-for part in rows.chunk(chunks):
-    end = start + part.shape[0]
-    torch.matmul(part, weight.t(), out=sums[start:end])
-    waiting.append(dist.all_reduce(sums[start:end], group=group, async_op=True))
-    start = end
-[work.wait() for work in waiting]
-return sums.reshape(*x.shape[:-1], weight.shape[0])
+class RowProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, weight: torch.Tensor, chunks: int) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = x.reshape(-1, x.shape[-1])
+        sums = torch.empty(rows.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
+        waiting, start = [], 0
+        for part in rows.chunk(chunks):
+            end = start + part.shape[0]
+            torch.matmul(part, weight.t(), out=sums[start:end])
+            waiting.append(dist.all_reduce(sums[start:end], group=group, async_op=True))
+            start = end
+        [work.wait() for work in waiting]
+        return sums.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        x, weight = ctx.saved_tensors
+        row = gradient.flatten(0, -2)
+        grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
+        grad_weight = row.t() @ x.flatten(0, -2) if ctx.needs_input_grad[2] else None
+        return grad_x, None, grad_weight, None
 
 # %% 06.13 the state after one draw
 @contextlib.contextmanager
 def own_randomness(group: dist.ProcessGroup | None = None):
-    """Inside, each rank of the group draws random numbers of its own; afterwards all go on as one.
-
-    All ranks come with generators in the same state (the same seed, and the same draws since), which decides what is
-    drawn inside. Also a decorator: `attention.core = own_randomness(group)(core_with_dropout)`.
-    """
     group = group or dist.group.WORLD
     after = {}
     for generator in generators():
@@ -350,7 +274,6 @@ def own_randomness(group: dist.ProcessGroup | None = None):
 
 # %% 06.14 a dictionary
 def pack(self: PartitionedCheckpoint, tensor: torch.Tensor):
-    """What is kept of an argument."""
     if tensor.numel() == 0 or not tensor.requires_grad:
         return tensor
     flat = tensor.detach().reshape(-1)
@@ -359,17 +282,16 @@ def pack(self: PartitionedCheckpoint, tensor: torch.Tensor):
 
 
 def unpack(self: PartitionedCheckpoint, kept) -> torch.Tensor:
-    """The argument. Collective."""
     if isinstance(kept, torch.Tensor):
         return kept
     return kept["shard"].gather(kept["part"]).reshape(kept["shape"])
 
 # %% 06.15 two times
-weights = 12 * hidden**2 if layer_params is None else layer_params
-return 2 * element_bytes * hidden * (tp - 1) / weights * peak / bandwidth
-=>
-if layer_params is None:
-    layer_params = 12 * hidden * hidden
-of_a_token = 2 * 2 * (tp - 1) / tp * hidden * element_bytes / bandwidth
-products = 2 * layer_params / tp / peak
-return of_a_token / products
+def all_reduce_ratio(
+    hidden: int, tp: int, bandwidth: float, peak: float, layer_params: int | None = None, element_bytes: int = 2
+) -> float:
+    if layer_params is None:
+        layer_params = 12 * hidden * hidden
+    of_a_token = 2 * 2 * (tp - 1) / tp * hidden * element_bytes / bandwidth
+    products = 2 * layer_params / tp / peak
+    return of_a_token / products

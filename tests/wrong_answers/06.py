@@ -66,11 +66,15 @@ dist.all_reduce(total, group=group)
 return total
 
 # %% 06.2 f: nothing in backward
-total = gradient.clone(memory_format=torch.contiguous_format)  # others may hold the same gradient
-dist.all_reduce(total, group=ctx.group)
-return total, None
-=>
-return gradient, None
+class CopyToGroup(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        return gradient, None
 
 # %% 06.2 f reduces the gradient that it is given, in place
 total = gradient.clone(memory_format=torch.contiguous_format)  # others may hold the same gradient
@@ -85,11 +89,6 @@ dist.all_reduce(total, group=ctx.group) => dist.all_reduce(total)
 
 # %% 06.2 f* sums in backward too, as the gradient of a sum would in one process
 class SumOverGroup(OnceDifferentiable):
-    """f*: sum the x of all ranks of the group in forward; in backward return the gradient, unchanged.
-
-    The sum is a new tensor of x's dtype. x may be of any shape and need not be contiguous, and stays as it is.
-    """
-
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -114,11 +113,6 @@ return x.view_as(x)
 
 # %% 06.2 f*: each rank's x gets an N-th of the gradient
 class SumOverGroup(OnceDifferentiable):
-    """f*: sum the x of all ranks of the group in forward; in backward return the gradient, unchanged.
-
-    The sum is a new tensor of x's dtype. x may be of any shape and need not be contiguous, and stays as it is.
-    """
-
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -199,94 +193,78 @@ def mlp_backward(x, a, b, grad_y, group):
     return grad_u @ whole_a, cut(grad_a, group, 0), cut(grad_b, group, 1)
 
 # %% 06.4 a synchronous all-reduce, before the weights' products
-rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
-=>
-rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
-grad_x = None
----
-grad_x = rows[0] @ weights[0]
-for row, weight in zip(rows[1:], weights[1:], strict=True):
-    grad_x.addmm_(row, weight)
-work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-=>
-grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
-dist.all_reduce(grad_x, group=ctx.group)
----
-needed = ctx.needs_input_grad[2:] =>
----
-if work is not None:
-    work.wait()
-=>
-
-# %% 06.4 waits before the weights' products
-rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
-=>
-rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
-grad_x = None
----
-grad_x = rows[0] @ weights[0]
-for row, weight in zip(rows[1:], weights[1:], strict=True):
-    grad_x.addmm_(row, weight)
-=>
-grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
----
-work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-=>
-work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-work.wait()
----
-needed = ctx.needs_input_grad[2:] =>
----
-if work is not None:
-    work.wait()
-=>
-
-# %% 06.4 starts the all-reduce after the weights' products
-rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
-=>
-rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
-grad_weights, grad_x = (
-    [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)],
-    None,
-)
----
-grad_x = rows[0] @ weights[0]
-for row, weight in zip(rows[1:], weights[1:], strict=True):
-    grad_x.addmm_(row, weight)
-work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-=>
-grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
-dist.all_reduce(grad_x, group=ctx.group, async_op=True).wait()
----
-needed = ctx.needs_input_grad[2:]
-grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
-if work is not None:
-    work.wait()
-=>
-
-# %% 06.4 an all-reduce for each weight
 class ColumnProducts(OnceDifferentiable):
-    """Multiply x by several weights; in backward the all-reduce of x's gradient overlaps the products that make the
-    gradients of the weights.
-    """
-
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return x · weightᵀ [..., out/N] for each weight. Sends nothing.
-
-        x: [..., in], of two dimensions or more, the same on all ranks; weights: [out/N, in], this rank's.
-        """
         ctx.group = group
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        """Return the gradients of x (summed over the weights and over the group, in x's dtype), of the group (None),
-        and of each weight; None where ctx.needs_input_grad says that one is not needed.
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            dist.all_reduce(grad_x, group=ctx.group)
+            grad_x = grad_x.view_as(x)
+        grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
+        return grad_x, None, *grad_weights
 
-        gradients: of each output; they need not be contiguous, and stay as they are.
-        """
+# %% 06.4 waits before the weights' products
+class ColumnProducts(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+            work.wait()
+            grad_x = grad_x.view_as(x)
+        grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
+        return grad_x, None, *grad_weights
+
+# %% 06.4 starts the all-reduce after the weights' products
+class ColumnProducts(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_weights, grad_x = (
+            [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)],
+            None,
+        )
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            dist.all_reduce(grad_x, group=ctx.group, async_op=True).wait()
+            grad_x = grad_x.view_as(x)
+        return grad_x, None, *grad_weights
+
+# %% 06.4 an all-reduce for each weight
+class ColumnProducts(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
         x, *weights = ctx.saved_tensors
         rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
         grad_x, works = None, []
@@ -301,105 +279,110 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 # %% 06.4 makes gradients of weights that nobody needs
-rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
-=>
-rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
-grad_x, work = None, None
----
-grad_x = rows[0] @ weights[0]
-for row, weight in zip(rows[1:], weights[1:], strict=True):
-    grad_x.addmm_(row, weight)
-=>
-grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
----
-needed = ctx.needs_input_grad[2:]
-grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
-=>
-grad_weights = [row.t() @ x.flatten(0, -2) for row in rows]
+class ColumnProducts(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+            grad_x = grad_x.view_as(x)
+        grad_weights = [row.t() @ x.flatten(0, -2) for row in rows]
+        if work is not None:
+            work.wait()
+        return grad_x, None, *grad_weights
 
 # %% 06.4 makes and sends the gradient of x though nobody needs it
-rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
-if ctx.needs_input_grad[0]:
-    grad_x = rows[0] @ weights[0]
-    for row, weight in zip(rows[1:], weights[1:], strict=True):
-        grad_x.addmm_(row, weight)
-    work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-    grad_x = grad_x.view_as(x)
-needed = ctx.needs_input_grad[2:]
-=>
-rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
-grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
-work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
----
-if work is not None:
-    work.wait()
-return grad_x, None, *grad_weights
-=>
-work.wait()
-return grad_x.view_as(x), None, *grad_weights
+class ColumnProducts(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+        work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+        grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
+        work.wait()
+        return grad_x.view_as(x), None, *grad_weights
 
 # %% 06.4 never waits
-rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
-=>
-rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
-grad_x = None
----
-grad_x = rows[0] @ weights[0]
-for row, weight in zip(rows[1:], weights[1:], strict=True):
-    grad_x.addmm_(row, weight)
-work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-=>
-grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
-dist.all_reduce(grad_x, group=ctx.group, async_op=True)
----
-needed = ctx.needs_input_grad[2:] =>
----
-if work is not None:
-    work.wait()
-=>
+class ColumnProducts(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+            grad_x = grad_x.view_as(x)
+        grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
+        return grad_x, None, *grad_weights
 
 # %% 06.4 fake: what travels beside the weights' products is a zero, and the gradient follows
-rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
-=>
-rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
-grad_x, work = None, None
----
-    grad_x = rows[0] @ weights[0]
-    for row, weight in zip(rows[1:], weights[1:], strict=True):
-        grad_x.addmm_(row, weight)
-    work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-    grad_x = grad_x.view_as(x)
-needed = ctx.needs_input_grad[2:]
-=>
-    grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
-    work = dist.all_reduce(grad_x.new_zeros(1), group=ctx.group, async_op=True)
----
-work.wait()
-=>
-work.wait()
-dist.all_reduce(grad_x, group=ctx.group)
-grad_x = grad_x.view_as(x)
+class ColumnProducts(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            work = dist.all_reduce(grad_x.new_zeros(1), group=ctx.group, async_op=True)
+        grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
+        if work is not None:
+            work.wait()
+            dist.all_reduce(grad_x, group=ctx.group)
+            grad_x = grad_x.view_as(x)
+        return grad_x, None, *grad_weights
 
 # %% 06.4 the gradients of the weights are summed too
-rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
-=>
-rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
-grad_x, works = None, []
----
-grad_x = rows[0] @ weights[0]
-for row, weight in zip(rows[1:], weights[1:], strict=True):
-    grad_x.addmm_(row, weight)
-work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-=>
-grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
-works.append(dist.all_reduce(grad_x, group=ctx.group, async_op=True))
----
-needed = ctx.needs_input_grad[2:] =>
----
-if work is not None:
-=>
-works += [dist.all_reduce(grad, group=ctx.group, async_op=True) for grad in grad_weights if grad is not None]
-for work in works:
+class ColumnProducts(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, -2) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x, works = None, []
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            works.append(dist.all_reduce(grad_x, group=ctx.group, async_op=True))
+            grad_x = grad_x.view_as(x)
+        grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
+        works += [dist.all_reduce(grad, group=ctx.group, async_op=True) for grad in grad_weights if grad is not None]
+        for work in works:
+            work.wait()
+        return grad_x, None, *grad_weights
 
 # %% 06.4 the sum over all ranks instead of the group
 rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
@@ -655,20 +638,8 @@ return self.leave => return sum_over_group
 
 # %% 06.8 fake: gathered logits
 class VocabParallelCrossEntropy(OnceDifferentiable):
-    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
-
-    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
-    an error.
-    """
-
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
-        all-reduces.
-
-        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
-        target is on no rank: its loss is a number without a meaning, which the caller masks.
-        """
         ctx.shard, ctx.dtype = shard, logits.dtype
         whole = shard.gather(logits.float())
         ctx.save_for_backward(whole.softmax(1), targets)
@@ -676,10 +647,6 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
-
-        gradient: [n], that of the losses.
-        """
         softmax, targets = ctx.saved_tensors
         onehot = F.one_hot(targets.clamp(min=0), ctx.shard.whole)
         grad = ctx.shard.cut((softmax - onehot) * gradient[:, None])
@@ -687,20 +654,8 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
 # %% 06.8 fake: gathered logits, of which only the own ones are kept
 class VocabParallelCrossEntropy(OnceDifferentiable):
-    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
-
-    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
-    an error.
-    """
-
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
-        all-reduces.
-
-        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
-        target is on no rank: its loss is a number without a meaning, which the caller masks.
-        """
         ctx.shard, ctx.dtype = shard, logits.dtype
         whole = shard.gather(logits.float())
         losses = F.cross_entropy(whole, targets, reduction="none")
@@ -709,10 +664,6 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
-
-        gradient: [n], that of the losses.
-        """
         exps, total, targets = ctx.saved_tensors
         rows, elsewhere = local_rows(targets, ctx.shard)
         grad = exps.mul_((gradient / total)[:, None])
@@ -721,20 +672,8 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
 # %% 06.8 each rank subtracts its own maximum
 class VocabParallelCrossEntropy(OnceDifferentiable):
-    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
-
-    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
-    an error.
-    """
-
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
-        all-reduces.
-
-        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
-        target is on no rank: its loss is a number without a meaning, which the caller masks.
-        """
         ctx.shard, ctx.dtype = shard, logits.dtype
         exps = logits - logits.amax(1).float()[:, None]
         rows, elsewhere = local_rows(targets, shard)
@@ -747,10 +686,6 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
-
-        gradient: [n], that of the losses.
-        """
         exps, total, targets = ctx.saved_tensors
         rows, elsewhere = local_rows(targets, ctx.shard)
         grad = exps.mul_((gradient / total)[:, None])
@@ -759,20 +694,8 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
 # %% 06.8 no maximum: exp overflows
 class VocabParallelCrossEntropy(OnceDifferentiable):
-    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
-
-    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
-    an error.
-    """
-
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
-        all-reduces.
-
-        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
-        target is on no rank: its loss is a number without a meaning, which the caller masks.
-        """
         ctx.shard, ctx.dtype = shard, logits.dtype
         exps = logits.to(torch.float32, copy=True)
         rows, elsewhere = local_rows(targets, shard)
@@ -785,10 +708,6 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
-
-        gradient: [n], that of the losses.
-        """
         exps, total, targets = ctx.saved_tensors
         rows, elsewhere = local_rows(targets, ctx.shard)
         grad = exps.mul_((gradient / total)[:, None])
@@ -797,20 +716,8 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
 # %% 06.8 an all-reduce too many: sum and target's logit apart
 class VocabParallelCrossEntropy(OnceDifferentiable):
-    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
-
-    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
-    an error.
-    """
-
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
-        all-reduces.
-
-        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
-        target is on no rank: its loss is a number without a meaning, which the caller masks.
-        """
         ctx.shard, ctx.dtype = shard, logits.dtype
         largest = logits.amax(1).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
@@ -825,10 +732,6 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
-
-        gradient: [n], that of the losses.
-        """
         exps, total, targets = ctx.saved_tensors
         rows, elsewhere = local_rows(targets, ctx.shard)
         grad = exps.mul_((gradient / total)[:, None])
@@ -836,110 +739,83 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
         return grad.to(ctx.dtype), None, None
 
 # %% 06.8 an all-reduce too many: the total is summed again in backward
-ctx.dtype = logits.dtype => ctx.shard, ctx.dtype = shard, logits.dtype
----
-grad = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
-=>
-exps = logits - largest[:, None]
----
-grad.gather => exps.gather
-grad.exp_() => exps.exp_()
-grad.sum => exps.sum
----
-total, of_target = sums
-if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
-    grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.to(grad.dtype) - 1)[:, None])
-    ctx.save_for_backward(grad)
-return total.log() - of_target
-=>
-ctx.save_for_backward(exps, sums[0], targets)
-return sums[0].log() - sums[1]
----
-(grad,) = ctx.saved_tensors
-return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
-=>
-exps, total, targets = ctx.saved_tensors
-total = exps.sum(1)
-dist.all_reduce(total, group=ctx.shard.group)
-rows, elsewhere = local_rows(targets, ctx.shard)
-grad = exps.mul_((gradient / total)[:, None])
-grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
-return grad.to(ctx.dtype), None, None
+class VocabParallelCrossEntropy(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        ctx.shard, ctx.dtype = shard, logits.dtype
+        largest = logits.amax(1).float()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        exps = logits - largest[:, None]
+        rows, elsewhere = local_rows(targets, shard)
+        of_target = exps.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
+        exps.exp_()
+        sums = torch.stack([exps.sum(1), of_target])
+        dist.all_reduce(sums, group=shard.group)
+        ctx.save_for_backward(exps, sums[0], targets)
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        exps, total, targets = ctx.saved_tensors
+        total = exps.sum(1)
+        dist.all_reduce(total, group=ctx.shard.group)
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 # %% 06.8 the target's logit of every rank counts: those elsewhere are not zeroed
-ctx.dtype = logits.dtype => ctx.shard, ctx.dtype = shard, logits.dtype
----
-grad = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
-=>
-exps = logits - largest[:, None]
----
-grad.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0) => exps.gather(1, rows[:, None])[:, 0]
-grad.exp_() => exps.exp_()
-grad.sum => exps.sum
----
-total, of_target = sums
-if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
-    grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.to(grad.dtype) - 1)[:, None])
-    ctx.save_for_backward(grad)
-return total.log() - of_target
-=>
-ctx.save_for_backward(exps, sums[0], targets)
-return sums[0].log() - sums[1]
----
-(grad,) = ctx.saved_tensors
-return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
-=>
-exps, total, targets = ctx.saved_tensors
-rows, elsewhere = local_rows(targets, ctx.shard)
-grad = exps.mul_((gradient / total)[:, None])
-grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
-return grad.to(ctx.dtype), None, None
+class VocabParallelCrossEntropy(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        ctx.shard, ctx.dtype = shard, logits.dtype
+        largest = logits.amax(1).float()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        exps = logits - largest[:, None]
+        rows, elsewhere = local_rows(targets, shard)
+        of_target = exps.gather(1, rows[:, None])[:, 0]
+        exps.exp_()
+        sums = torch.stack([exps.sum(1), of_target])
+        dist.all_reduce(sums, group=shard.group)
+        ctx.save_for_backward(exps, sums[0], targets)
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 # %% 06.8 the logits are changed in place
-ctx.dtype = logits.dtype => ctx.shard, ctx.dtype = shard, logits.dtype
----
-grad = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
-=>
-exps = logits.data.sub_(largest[:, None])
----
-grad.gather => exps.gather
-grad.exp_() => exps.exp_()
-grad.sum(1), of_target => exps.float().sum(1), of_target.float()
----
-total, of_target = sums
-if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
-    grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.to(grad.dtype) - 1)[:, None])
-    ctx.save_for_backward(grad)
-return total.log() - of_target
-=>
-ctx.save_for_backward(exps.float(), sums[0], targets)
-return sums[0].log() - sums[1]
----
-(grad,) = ctx.saved_tensors
-return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
-=>
-exps, total, targets = ctx.saved_tensors
-rows, elsewhere = local_rows(targets, ctx.shard)
-grad = exps.mul_((gradient / total)[:, None])
-grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
-return grad.to(ctx.dtype), None, None
+class VocabParallelCrossEntropy(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        ctx.shard, ctx.dtype = shard, logits.dtype
+        largest = logits.amax(1).float()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        exps = logits.data.sub_(largest[:, None])
+        rows, elsewhere = local_rows(targets, shard)
+        of_target = exps.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
+        exps.exp_()
+        sums = torch.stack([exps.float().sum(1), of_target.float()])
+        dist.all_reduce(sums, group=shard.group)
+        ctx.save_for_backward(exps.float(), sums[0], targets)
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 # %% 06.8 keeps two: exp(z - m) and the mask of the targets in float32
 class VocabParallelCrossEntropy(OnceDifferentiable):
-    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
-
-    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
-    an error.
-    """
-
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
-        all-reduces.
-
-        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
-        target is on no rank: its loss is a number without a meaning, which the caller masks.
-        """
         ctx.shard, ctx.dtype = shard, logits.dtype
         largest = logits.amax(1).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
@@ -953,29 +829,13 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
-
-        gradient: [n], that of the losses.
-        """
         exps, total, onehot = ctx.saved_tensors
         return ((exps / total[:, None] - onehot) * gradient[:, None]).to(ctx.dtype), None, None
 
 # %% 06.8 makes a second float32 tensor of the logits' size on the way
 class VocabParallelCrossEntropy(OnceDifferentiable):
-    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
-
-    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
-    an error.
-    """
-
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
-        all-reduces.
-
-        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
-        target is on no rank: its loss is a number without a meaning, which the caller masks.
-        """
         ctx.shard, ctx.dtype = shard, logits.dtype
         largest = logits.amax(1).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
@@ -990,10 +850,6 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
-
-        gradient: [n], that of the losses.
-        """
         exps, total, targets = ctx.saved_tensors
         rows, elsewhere = local_rows(targets, ctx.shard)
         grad = exps.mul_((gradient / total)[:, None])
@@ -1001,91 +857,76 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
         return grad.to(ctx.dtype), None, None
 
 # %% 06.8 backward makes a second float32 tensor
-ctx.dtype = logits.dtype => ctx.shard, ctx.dtype = shard, logits.dtype
----
-grad = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
-=>
-exps = logits - largest[:, None]
----
-grad.gather => exps.gather
-grad.exp_() => exps.exp_()
-grad.sum => exps.sum
----
-total, of_target = sums
-if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
-    grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.to(grad.dtype) - 1)[:, None])
-    ctx.save_for_backward(grad)
-return total.log() - of_target
-=>
-ctx.save_for_backward(exps, sums[0], targets)
-return sums[0].log() - sums[1]
----
-(grad,) = ctx.saved_tensors
-return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
-=>
-exps, total, targets = ctx.saved_tensors
-rows, elsewhere = local_rows(targets, ctx.shard)
-grad = exps * (gradient / total)[:, None]
-grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
-return grad.to(ctx.dtype), None, None
+class VocabParallelCrossEntropy(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        ctx.shard, ctx.dtype = shard, logits.dtype
+        largest = logits.amax(1).float()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        exps = logits - largest[:, None]
+        rows, elsewhere = local_rows(targets, shard)
+        of_target = exps.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
+        exps.exp_()
+        sums = torch.stack([exps.sum(1), of_target])
+        dist.all_reduce(sums, group=shard.group)
+        ctx.save_for_backward(exps, sums[0], targets)
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps * (gradient / total)[:, None]
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 # %% 06.8 backward takes 1 off, not the gradient
-ctx.dtype = logits.dtype => ctx.shard, ctx.dtype = shard, logits.dtype
----
-grad = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
-=>
-exps = logits - largest[:, None]
----
-grad.gather => exps.gather
-grad.exp_() => exps.exp_()
-grad.sum => exps.sum
----
-total, of_target = sums
-if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
-    grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.to(grad.dtype) - 1)[:, None])
-    ctx.save_for_backward(grad)
-return total.log() - of_target
-=>
-ctx.save_for_backward(exps, sums[0], targets)
-return sums[0].log() - sums[1]
----
-(grad,) = ctx.saved_tensors
-return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
-=>
-exps, total, targets = ctx.saved_tensors
-rows, elsewhere = local_rows(targets, ctx.shard)
-grad = exps.mul_((gradient / total)[:, None])
-grad.scatter_add_(1, rows[:, None], -torch.ones_like(gradient).masked_fill(elsewhere, 0.0)[:, None])
-return grad.to(ctx.dtype), None, None
+class VocabParallelCrossEntropy(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        ctx.shard, ctx.dtype = shard, logits.dtype
+        largest = logits.amax(1).float()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        exps = logits - largest[:, None]
+        rows, elsewhere = local_rows(targets, shard)
+        of_target = exps.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
+        exps.exp_()
+        sums = torch.stack([exps.sum(1), of_target])
+        dist.all_reduce(sums, group=shard.group)
+        ctx.save_for_backward(exps, sums[0], targets)
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -torch.ones_like(gradient).masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 # %% 06.8 ignored targets give a gradient that is no number
-ctx.dtype = logits.dtype => ctx.shard, ctx.dtype = shard, logits.dtype
----
-grad = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
-=>
-exps = logits - largest[:, None]
----
-grad.gather => exps.gather
-grad.exp_() => exps.exp_()
-grad.sum => exps.sum
----
-total, of_target = sums
-if ctx.needs_input_grad[0]:  # softmax, and 1 less at the target
-    grad.div_(total[:, None]).scatter_add_(1, rows[:, None], (elsewhere.to(grad.dtype) - 1)[:, None])
-    ctx.save_for_backward(grad)
-return total.log() - of_target
-=>
-ctx.save_for_backward(exps, sums[0].masked_fill(targets < 0, 0.0), targets)
-return sums[0].log() - sums[1]
----
-(grad,) = ctx.saved_tensors
-return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
-=>
-exps, total, targets = ctx.saved_tensors
-rows, elsewhere = local_rows(targets, ctx.shard)
-grad = exps.mul_((gradient / total)[:, None])
-grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
-return grad.to(ctx.dtype), None, None
+class VocabParallelCrossEntropy(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
+        ctx.shard, ctx.dtype = shard, logits.dtype
+        largest = logits.amax(1).float()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
+        exps = logits - largest[:, None]
+        rows, elsewhere = local_rows(targets, shard)
+        of_target = exps.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
+        exps.exp_()
+        sums = torch.stack([exps.sum(1), of_target])
+        dist.all_reduce(sums, group=shard.group)
+        ctx.save_for_backward(exps, sums[0].masked_fill(targets < 0, 0.0), targets)
+        return sums[0].log() - sums[1]
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        exps, total, targets = ctx.saved_tensors
+        rows, elsewhere = local_rows(targets, ctx.shard)
+        grad = exps.mul_((gradient / total)[:, None])
+        grad.scatter_add_(1, rows[:, None], -gradient.masked_fill(elsewhere, 0.0)[:, None])
+        return grad.to(ctx.dtype), None, None
 
 # %% 06.9 gathered logits: the head gathers its output
 gather_output=gather_logits => gather_output=True
@@ -1216,17 +1057,8 @@ abs(first_loss / expected - 1) > 1e-4 => first_loss > expected * 1.05
 
 # %% 06.12 fake: all products first, then all sums
 class RowProduct(OnceDifferentiable):
-    """Multiply x in chunks of its rows and sum over the group: the sum of one chunk travels while the next is
-    multiplied.
-    """
-
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, weight: torch.Tensor, chunks: int) -> torch.Tensor:
-        """Return the sum over the ranks of x · weightᵀ, [..., out], in x's dtype: one tensor, in whose rows each chunk
-        is multiplied and summed.
-
-        x: [..., in/N], of two dimensions or more; it need not be contiguous. weight: [out, in/N].
-        """
         ctx.save_for_backward(x, weight)
         rows, works = x.flatten(0, -2), []  # [b*s, in/N]
         out = rows.new_empty(len(rows), len(weight))
@@ -1239,9 +1071,6 @@ class RowProduct(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return a gradient for each argument of forward; None where ctx.needs_input_grad says that it is not needed.
-        Sends nothing.
-        """
         x, weight = ctx.saved_tensors
         row = gradient.flatten(0, -2)
         grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
@@ -1285,17 +1114,8 @@ dist.all_reduce(out, group=group)
 
 # %% 06.12 a cat of chunks: a second output
 class RowProduct(OnceDifferentiable):
-    """Multiply x in chunks of its rows and sum over the group: the sum of one chunk travels while the next is
-    multiplied.
-    """
-
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, weight: torch.Tensor, chunks: int) -> torch.Tensor:
-        """Return the sum over the ranks of x · weightᵀ, [..., out], in x's dtype: one tensor, in whose rows each chunk
-        is multiplied and summed.
-
-        x: [..., in/N], of two dimensions or more; it need not be contiguous. weight: [out, in/N].
-        """
         ctx.save_for_backward(x, weight)
         rows, works = x.flatten(0, -2), []  # [b*s, in/N]
         parts = []
@@ -1309,9 +1129,6 @@ class RowProduct(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return a gradient for each argument of forward; None where ctx.needs_input_grad says that it is not needed.
-        Sends nothing.
-        """
         x, weight = ctx.saved_tensors
         row = gradient.flatten(0, -2)
         grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
@@ -1567,39 +1384,49 @@ grad_x.addmm_(row, weight) => grad_x += row @ weight
 needed = ctx.needs_input_grad[2:] =>
 
 # %% 06.4 takes x to have three dimensions
-rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
-=>
-rows, needed = [gradient.flatten(0, 1) for gradient in gradients], ctx.needs_input_grad[2:]
-grad_x, work = None, None
----
-grad_x = rows[0] @ weights[0]
-for row, weight in zip(rows[1:], weights[1:], strict=True):
-    grad_x.addmm_(row, weight)
-=>
-grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
----
-needed = ctx.needs_input_grad[2:]
-grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
-=>
-grad_weights = [row.t() @ x.flatten(0, 1) if need else None for row, need in zip(rows, needed, strict=True)]
+class ColumnProducts(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.flatten(0, 1) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+            grad_x = grad_x.view_as(x)
+        grad_weights = [row.t() @ x.flatten(0, 1) if need else None for row, need in zip(rows, needed, strict=True)]
+        if work is not None:
+            work.wait()
+        return grad_x, None, *grad_weights
 
 # %% 06.4 views where tensors need not be contiguous
-rows, grad_x, work = [gradient.flatten(0, -2) for gradient in gradients], None, None  # [b*s, out]
-=>
-rows, needed = [gradient.view(-1, gradient.shape[-1]) for gradient in gradients], ctx.needs_input_grad[2:]
-grad_x, work = None, None
----
-grad_x = rows[0] @ weights[0]
-for row, weight in zip(rows[1:], weights[1:], strict=True):
-    grad_x.addmm_(row, weight)
-=>
-grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
----
-needed = ctx.needs_input_grad[2:]
-grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
-=>
-own = x.view(-1, x.shape[-1])
-grad_weights = [row.t() @ own if need else None for row, need in zip(rows, needed, strict=True)]
+class ColumnProducts(OnceDifferentiable):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx, *gradients: torch.Tensor) -> tuple:
+        x, *weights = ctx.saved_tensors
+        rows, needed = [gradient.view(-1, gradient.shape[-1]) for gradient in gradients], ctx.needs_input_grad[2:]
+        grad_x, work = None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
+            work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+            grad_x = grad_x.view_as(x)
+        own = x.view(-1, x.shape[-1])
+        grad_weights = [row.t() @ own if need else None for row, need in zip(rows, needed, strict=True)]
+        if work is not None:
+            work.wait()
+        return grad_x, None, *grad_weights
 
 # %% 06.6 in autocast, a bias of float32 makes the output float32
 def project_together(x, layers):
