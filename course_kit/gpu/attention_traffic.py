@@ -63,6 +63,16 @@ def flash_traffic(shape: AttentionShape, block_q: int, block_k: int, causal: boo
     return 2 * shape.query_bytes + shape.lse_bytes + loaded
 
 
+def first_traffic(shape: AttentionShape, block: int = 64) -> float:
+    """Bytes of the first paper's order, causal, in square tiles: k and v once, q and a partial result many times.
+
+    The partial result of a query is its out, m and l, in float32: read and written once for each tile of keys. (The 5
+    is for elements of 2 bytes: q once, out twice in 4 bytes.)
+    """
+    visits = (shape.keys // block + 1) / 2  # of a tile of queries, on average
+    return 2 * shape.key_bytes + visits * (5 * shape.query_bytes + 4 * shape.lse_bytes)
+
+
 def least_traffic(shape: AttentionShape) -> int:
     """Bytes to and from memory where k and v, once there, are found in the L2 cache: each input and output once."""
     return 2 * shape.query_bytes + 2 * shape.key_bytes + shape.lse_bytes

@@ -69,12 +69,18 @@ def delta_kernel(
     tl.store(head_at(delta, batch, start + first, head, s_q * heads, 1, s_q) + row, sums, mask=row < count)
 
 
+# exercise 13.7
 @triton.jit
 def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
+    """Return what all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D], in float32.
+
+    grad_tile: the gradient of out, [BLOCK_Q, BLOCK_D]; lse (natural), delta: [BLOCK_Q]; all others as in attend_tiles.
+    p is masked, in partial tiles only: past the last key too, where exp2 may overflow. What meets k_tile is rounded to
+    its dtype.
+    """
     last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -126,16 +132,21 @@ def query_gradient_kernel(
         store_rows(q_grad_rows, q_sum * scale, count, width, HEAD_DIM, BLOCK_Q, BLOCK_D)
 
 
+# exercise 13.8
 @triton.jit
 def gather_key_gradients(
     k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, grad_row,
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
+    """Return k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D], with what one head's queries give to them.
 
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers. Queries past
-    the end need no mask: their rows of q and of out's gradient are 0, and with them their part of either sum.
+    k_tile, v_tile: the keys from first_key on, and their values. q_rows, grad_rows: pointers to the head's first query
+    and its gradient of out; q_row, grad_row: from row to row; lse_rows (natural), delta_rows: to its first numbers.
+
+    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they are in registers. Queries past
+    the end need no mask: their rows of q and of out's gradient are 0, and with them their part of either sum. Causal:
+    tiles of queries that see none of these keys are not visited, and those that see all are not masked.
 
     Each tile is loaded where it is first used, and v_sum comes after p_grad: of all orders the one that spills least.
     """

@@ -58,11 +58,13 @@ def length_class(longest: int) -> int:
     return max(5, (max(longest, 1) - 1).bit_length() + 1 >> 1)
 
 
+# exercise 13.5
 @triton.jit
 def sequence_at(number, cu_seqlens, s_q, s_k):
-    """Where the `number`-th sequence lies: row of the batch, first token in that row, its queries, its keys.
+    """Return where sequence `number` is: its row of the batch, its first token in that row, its queries, its keys.
 
-    Of a packed batch, whose one row has sequences side by side, cu_seqlens has the first token of each, and the end.
+    cu_seqlens: None for a plain batch: each row is a sequence of s_q queries and s_k keys. For a packed batch, whose
+    one row has sequences side by side, it has the first token of each, and the end.
     """
     if cu_seqlens is None:
         return number, 0, s_q, s_k
@@ -123,13 +125,21 @@ def seen_keys(first_query, queries, keys, CAUSAL: tl.constexpr, BLOCK_Q: tl.cons
         return keys // BLOCK_K * BLOCK_K, keys
 
 
+# exercise 13.6
 @triton.jit
 def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
+    """Return highest and total, [BLOCK_Q], and weighted, [BLOCK_Q, BLOCK_D], in float32, over all keys that are seen.
+
+    highest: the highest score of a query, as q k^T gives it, not scaled; total: the sum of 2^(to_base_2 (score -
+    highest)); weighted: that sum with each term times its value, not divided. Terms are rounded to v's dtype for the
+    product. Only partial tiles are masked; others that no query sees are not visited.
+
+    q_tile: [BLOCK_Q, BLOCK_D], the queries from first_query on. k_rows, v_rows: pointers to the first key of the
+    sequence and its value; k_row, v_row: from row to row. The sequence has so many queries and keys. to_base_2: scale
+    times log2(e).
 
     One loop: of two loops, one after the other, the second would make each product wait for the one before. v comes
     late: a tile that is not yet loaded holds no registers. `keys - first_key` for both tiles is more than short: it is

@@ -155,15 +155,23 @@ def use_flash_attention(model: nn.Module, attention=flash_attention) -> nn.Modul
     return model
 
 
+# exercise 13.9
 def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
+    """Return out [b, s, a, d] and lse [b, s, a] of a block, with the usual scale: `AttentionBlock.forward`.
+
+    Queries and keys may differ in number. Raises ValueError as check_for_kernel.
+    """
     scale = check_for_kernel(q, k, v, None)
     out, lse = flash_operator(q, k, v, None, max(q.shape[1], k.shape[1]), causal, scale)
     return out, lse.transpose(1, 2)
 
 
+# exercise 13.9
 def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
+    """Return gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`.
+
+    lse: [b, s, a]. Raises ValueError as check_for_kernel.
+    """
     scale, longest = check_for_kernel(q, k, v, None), max(q.shape[1], k.shape[1])
     return flash_backward_operator(gradient, q, k, v, out, lse.transpose(1, 2), None, longest, causal, scale)
 

@@ -99,14 +99,16 @@ def unfold_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.reshape(b, heads, kv_heads * rows // heads, d).transpose(1, 2)
 
 
+# exercise 13.1
 def online_step(
     highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
+    """Return highest, total and out with the keys of a tile included. Changes none of its arguments.
 
     highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
     exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
+    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout:
+    its total and out are 0, not NaN. For the product the exponentials are rounded to the dtype of the values.
     """
     higher = torch.maximum(highest, scores.amax(-1))
     base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
@@ -130,13 +132,16 @@ def tile_scores(q_tile: torch.Tensor, k_tile: torch.Tensor, tile: Tile, scale: f
     return by_head.masked_fill(key > query[:, None], -math.inf).flatten(2, 3)
 
 
+# exercise 13.3
 def tiled_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
     block_q: int = 64, block_k: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
+    """Return out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
 
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
+    q: [b, s, a, d]; k, v: [b, s', kv, d]; query head i has key head i // (a / kv). scale None: 1 / sqrt(d). If there
+    are no keys, out is 0 and lse is -inf. Takes one `online_step` for each tile of `row_of_tiles`, sums in
+    `wide_dtype(q)`, and makes no tensor larger than q or a tile.
     """
     (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
     scale = scale_or_usual(scale, d)
@@ -157,13 +162,16 @@ def tiled_forward(
     return out, lse
 
 
+# exercise 13.4
 def tiled_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
+    """Return the gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
 
     out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
+    scale None: 1 / sqrt(d). Products are those of `rounded_product`, sums are in `wide_dtype(q)`. Makes no tensor of
+    more numbers than q, k or a tile.
     """
     (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
     scale = scale_or_usual(scale, d)

@@ -37,8 +37,9 @@ class Tile(NamedTuple):
     kind: str  # "full": block_k keys, no mask needed; "partial": crosses the diagonal, or has fewer than block_k keys
 
 
+# exercise 13.2
 def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
+    """Return (unmasked_end, end): tiles of the keys [0, unmasked_end) need no mask, those up to end do.
 
     The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
     many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of

@@ -1,0 +1,52 @@
+"""Check of exercise 13.5: `sequence_at` finds sequences of a plain and of a packed batch, and compiles for a GPU."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+import triton
+import triton.language as tl
+
+from course_kit.checks.flash_attention.costs import assert_compiles
+from course_kit.checks.kernels import run_guarded
+from course_kit.gpu.launches import record_launches
+from course_kit.labs.flash_attention import device
+from course_lib.flash_attention import forward
+
+
+def write_places(found, cu_seqlens, s_q, s_k):
+    """Write what sequence_at says to row `program` of found [sequences, 4]."""
+    number = tl.program_id(0)
+    batch, start, queries, keys = sequence_at(number, cu_seqlens, s_q, s_k)  # noqa: F821 (places_kernel binds it)
+    tl.store(found + 4 * number, batch)
+    tl.store(found + 4 * number + 1, start)
+    tl.store(found + 4 * number + 2, queries)
+    tl.store(found + 4 * number + 3, keys)
+
+
+def places_kernel() -> triton.runtime.KernelInterface:
+    """Return `write_places` as a kernel that calls the library's `sequence_at` of this moment."""
+    names = {**globals(), "sequence_at": forward.sequence_at}
+    return triton.jit(types.FunctionType(write_places.__code__, names, "write_places"))
+
+
+def check() -> None:
+    """Assert the places in a plain and in a packed batch, and compile the plain case for an H100."""
+    kernel = places_kernel()
+
+    def places(sequences: int, cu_seqlens: torch.Tensor | None, s_q: int, s_k: int) -> torch.Tensor:
+        found = torch.full((sequences, 4), -1, dtype=torch.int32, device=device())
+        kernel[(sequences,)](found, cu_seqlens, s_q, s_k)
+        return found
+
+    with record_launches() as launches:
+        plain = run_guarded(kernel, places, 3, None, 70, 50).tolist()
+    assert plain == [[number, 0, 70, 50] for number in range(3)], (
+        f"a plain batch of 3, each 70 queries and 50 keys: (row, start, queries, keys) are {plain}"
+    )
+    packed = run_guarded(kernel, places, 4, torch.tensor([0, 5, 5, 25, 32], dtype=torch.int32), 32, 32).tolist()
+    assert packed == [[0, 0, 5, 5], [0, 5, 0, 0], [0, 5, 20, 20], [0, 25, 7, 7]], (
+        f"sequences of 5, 0, 20 and 7 tokens in row 0: (row, start, queries, keys) are {packed}"
+    )
+    assert_compiles(launches)  # the launch with None for cu_seqlens

@@ -1,0 +1,71 @@
+"""Check of exercise 13.6: `attend_tiles` is exact, pays for no mask it does not need, and compiles for a GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations
+from course_kit.checks.kernels import run_guarded
+from course_kit.gpu.launches import record_launches
+from course_kit.labs.flash_attention import assert_close, exact_attention
+from course_lib.flash_attention import forward
+
+CASES = (
+    (100, 100, 2, 1, 16, True, torch.float32),
+    (70, 150, 2, 2, 24, False, torch.float32),
+    (150, 70, 1, 1, 16, True, torch.bfloat16),
+    (40, 33, 1, 1, 64, True, torch.float16),
+)
+
+
+def run_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None, longest: int,
+    causal: bool, scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return out [b, s, a, d] and lse [b, a, s] of the forward kernel, which calls attend_tiles."""
+    return forward.launch_forward(q, k, v, cu_seqlens, longest, causal, scale)
+
+
+def check() -> None:
+    """Assert out and lse, counts of operations, scores far from 0, packed sequences, and the assembler's report."""
+    for s_q, s_k, heads, kv_heads, d, causal, dtype in CASES:
+        q, k, v = (torch.randn(1, s, a, d + 16) for s, a in ((s_q, heads), (s_k, kv_heads), (s_k, kv_heads)))
+        q, k, v = (x.to(dtype)[..., :d] for x in (q, k, v))  # heads are further apart than they are wide
+        case = f"{s_q} queries, {s_k} keys, head {d}, {'causal' if causal else 'not causal'}, {dtype}"
+        with count_operations() as counts, record_launches() as launches:
+            out, lse = run_guarded(forward.flash_forward_kernel, run_forward, q, k, v, None, s_q, causal, 0.4)
+        wanted, wanted_lse = exact_attention(q, k, v, causal, 0.4)
+        shrunk = "Does all that was summed shrink where the maximum rises? Which keys are masked? No division here."
+        assert_close(out, wanted, f"{case}: out [b, s, a, d]", hint=shrunk)
+        assert_close(lse.mT, wanted_lse, f"{case}: lse [b, s, a]", hint="Is highest that of the unscaled scores?")
+        blocks = forward.FORWARD_CONFIGURATIONS[0].kwargs
+        counts["create_select"] -= heads * triton.cdiv(s_q, blocks["BLOCK_Q"])  # the kernel's own, one in each program
+        assert_counts(counts, case, 2, heads, s_q, s_k, blocks, causal, dtype)
+    check_large_scores()
+    check_packed()
+    report = assert_compiles(launches).report  # of the last case, in float16
+    assert "C7515" not in report, f"NVIDIA's assembler warns, of two loops in a row perhaps: {report.strip()[:400]}"
+
+
+def check_large_scores() -> None:
+    """Assert out and lse where all scores are far above 0, and where all are far below."""
+    kernel, large = forward.flash_forward_kernel, torch.full((1, 40, 1, 16), 100.0)
+    out, lse = run_guarded(kernel, run_forward, large, large, large, None, 40, True, 1.0)
+    assert_close(out, large.double(), "scores of 160,000: out", hint="Is the maximum taken off before exp2?")
+    q, v = large / 10, torch.randn(1, 40, 1, 16)
+    out, lse = run_guarded(kernel, run_forward, q, -q, v, None, 40, True, 0.25)
+    wanted, wanted_lse = exact_attention(q, -q, v, True, 0.25)
+    begins = "Does highest begin at -inf? Above all scores it makes all exponentials 0."
+    assert_close(out, wanted, "all scores -400: out", hint=begins)
+    assert_close(lse.mT, wanted_lse, "all scores -400: lse", hint=begins)
+
+
+def check_packed() -> None:
+    """Assert that sequences packed in one row are attended to each for itself."""
+    x = torch.randn(1, 32, 1, 16)
+    ends = torch.tensor([0, 5, 25, 32], dtype=torch.int32)
+    out, _ = run_guarded(forward.flash_forward_kernel, run_forward, x, x, x, ends, 20, True, 1.0)
+    for start, end in ((0, 5), (5, 25), (25, 32)):
+        wanted, _ = exact_attention(*[x[:, start:end]] * 3, True, 1.0)
+        assert_close(out[:, start:end], wanted, f"sequences packed in one row: tokens {start} to {end}")

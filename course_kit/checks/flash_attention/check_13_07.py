@@ -1,0 +1,50 @@
+"""Check of exercise 13.7: `gather_query_gradients` is exact, masks where it must, and compiles for a GPU."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+
+from course_kit.checks.flash_attention.backward_cases import CASES, backward_inputs
+from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations
+from course_kit.checks.kernels import run_guarded
+from course_kit.gpu.launches import record_launches
+from course_kit.labs.flash_attention import assert_close, exact_gradients
+from course_lib.flash_attention import backward, forward
+
+
+def run_query_gradients(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor,
+    causal: bool, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Return the gradient of q, of the kernel that calls gather_query_gradients."""
+    found, (s_q, heads), (s_k, kv_heads) = q.new_empty(q.shape), q.shape[1:3], k.shape[1:3]
+    backward.query_gradient_kernel[lambda meta: (triton.cdiv(s_q, meta["BLOCK_Q"]), heads, 1)](
+        q, k, v, gradient, lse, delta, found, None, s_q, s_k, heads // kv_heads, scale, *forward.strides_of(q, k, v),
+        causal, **forward.head_sizes(q.shape[3]),
+    )  # fmt: skip
+    return found
+
+
+def check() -> None:
+    """Assert dq, counts of operations, and finite numbers past the last key."""
+    kernel = backward.query_gradient_kernel
+    for s_q, s_k, heads, kv_heads, d, causal, dtype in CASES:
+        gradient, q, k, v, lse, delta = backward_inputs(s_q, s_k, heads, kv_heads, d, dtype, causal, 0.4)
+        case = f"{s_q} queries, {s_k} keys, head {d}, {'causal' if causal else 'not causal'}, {dtype}"
+        with count_operations() as counts, record_launches() as launches:
+            found = run_guarded(kernel, run_query_gradients, gradient, q, k, v, lse, delta, causal, 0.4)
+        wanted = exact_gradients(gradient, q, k, v, causal, 0.4)[0]
+        asked = "Is p masked at the diagonal, lse in base 2, delta taken off, the scale left to the kernel?"
+        assert_close(found, wanted, f"{case}: gradient of q", 8, asked)
+        blocks = backward.QUERY_CONFIGURATIONS[0].kwargs
+        assert_counts(counts, case, 3, heads, s_q, s_k, blocks, causal, dtype)
+    x = torch.full((1, 33, 1, 16), 3.5)  # scores of -196
+    lse, delta = torch.full((1, 1, 33), math.log(33) - 196), torch.ones(1, 1, 33)
+    found = run_guarded(kernel, run_query_gradients, x, x, -x, x, lse, delta, False, 1.0)
+    assert found.isfinite().all(), (
+        "scores of -196: past the last key, where none is loaded, exp2 overflows. Mask p there"
+    )
+    assert_compiles(launches)  # of the last case, in bfloat16
