@@ -282,12 +282,22 @@ def advice(exercise: str) -> Iterator[None]:
     except NameError as error:
         own = exercise in targets_by_exercise()
         hint = "" if is_report(error) or own else ". Run the exercise's cell first, and the cells above it"
-        raise CheckFailed(f"Exercise {exercise}: {error}{hint}") from (error if own and not is_report(error) else None)
+        raise CheckFailed(f"Exercise {exercise}: {error}{hint}") from (
+            from_learners_code(error) if own and not is_report(error) else None
+        )
     except (AssertionError, CellError) as error:
         raise CheckFailed(f"Exercise {exercise}: {error}") from None
     except Exception as error:
-        behind = None if is_report(error) else error
+        behind = None if is_report(error) else from_learners_code(error)
         raise CheckFailed(f"Exercise {exercise}: your code raised {type(error).__name__}: {error}") from behind
+
+
+def from_learners_code(error: Exception) -> Exception:
+    """The error, its stack without the frames of this course's instruments that lead to the learner's code."""
+    stack, inside = error.__traceback__, str(PROJECT / "course_kit")
+    while stack and stack.tb_frame.f_code.co_filename.startswith((inside, contextlib.__file__)):
+        stack = stack.tb_next
+    return error.with_traceback(stack) if stack else error
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ def check_fits(text: str, cell: ExportedCell, learners: bool) -> None:
     own = {name for piece in (*cell.others, *cell.definitions.values()) for name in piece.names}
     for name, line in missing_names(cell, known | own):
         raise CellError(
-            f"cell {cell.name}, line {line}: {where}, where your code runs, does not import {name}: "
+            f"cell {cell.name}, line {line}: {where}, where your code runs, has no {name}: a slip of the pen? If not, "
             "import it inside the function"
         )
 

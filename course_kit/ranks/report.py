@@ -90,6 +90,8 @@ def where(stack: list) -> str:
     """Where a rank is: the innermost line of our own, what it waits in, and the lines that led there."""
     ours = [i for i, (file, _, _) in enumerate(stack) if is_course_code(file)]
     if not ours:
+        if stack and "course_kit/checks/" in stack[-1][0]:
+            return "in the check itself"
         return stack[-1][2] if stack else "outside any line"
     inner = ours[-1]
     called = [function for _, _, function in stack[inner + 1 :] if function not in ("wrapper", "inner")]

@@ -178,8 +178,8 @@ def test_a_cell_that_cannot_be_exported_is_told_in_one_line(source, words):
             True,
             "line 3: course_lib.a.b, where your code runs",
         ),
-        ("#| export a.b\ndef double(n):\n    def f():\n        return np\n    return f()", True, "does not import np"),
-        ("#| export a.b\ndef double(n, k=KEY): return n", True, "does not import KEY"),
+        ("#| export a.b\ndef double(n):\n    def f():\n        return np\n    return f()", True, "has no np: a slip"),
+        ("#| export a.b\ndef double(n, k=KEY): return n", True, "has no KEY: a slip"),
         (
             "#| export a.b:Counter\ndef cache(n): return n\ndef add(self: Counter): return cache(1)",
             True,

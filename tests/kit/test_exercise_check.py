@@ -5,6 +5,7 @@ The exercises here are made up: a check module and targets of their own, over fu
 
 import json
 import sys
+import traceback
 import types
 
 import pytest
@@ -76,7 +77,7 @@ def test_an_answer_that_passes_stays_in_the_library(folder, capsys):
         ("return 1 / 0", "your code raised ZeroDivisionError: division by zero"),
         (
             "return np.add(logits, targets)",
-            "line 3: course_lib.single_gpu.model, where your code runs, does not import np",
+            "line 3: course_lib.single_gpu.model, where your code runs, has no np: a slip",
         ),
         ("return loss(logits, targets)", "calls itself without end"),
         ("return logits +", "line 3: syntax error"),
@@ -91,6 +92,18 @@ def test_a_failing_answer_puts_the_reference_back_also_after_one_that_passed(fol
     assert words in str(failed.value) and str(failed.value).startswith("Exercise 91.1")
     assert model.loss.__code__ is code and not installed()
     assert note(folder, "91.1")["passed"] is False
+
+
+def test_the_stack_of_an_error_begins_in_the_learners_cell():
+    source = LOSS.format("return divided(logits)") + "\n\ndef divided(x):\n    return x / 0\n"
+    with pytest.raises(CheckFailed) as failed:
+        run("91.1", source)
+    frames = traceback.extract_tb(failed.value.__cause__.__traceback__)
+    # This file stands for the module of a check, which is in course_kit.
+    assert [(each.filename, each.line) for each in frames if each.filename != __file__] == [
+        ("cell 1", "return divided(logits)"),
+        ("cell 1", "return x / 0"),
+    ]
 
 
 def test_two_targets_are_two_cells_with_one_check(capsys):
