@@ -40,6 +40,7 @@ WORKBOOK = ROOT / "workbook"
 WELCOME = ROOT / "scripts" / "lab" / "welcome.md"
 IMPORT = re.compile(r"\s*from course_(?:lib|kit)[\w.]* import (.+)")
 GOES_ON = "raises-exception"
+OLDER = "of an older course, and does not fit the library any more: 'make workbook' updates it, and keeps your work"
 STEPS = "LockCells", "ClearSolutions", "ClearOutput", "ClearHiddenTests", "ComputeChecksums", "CheckCellMetadata"
 
 
@@ -362,12 +363,22 @@ def hand_out(path: Path, blank: dict, notebooks: Path) -> str:
     return f"{path.stem}: handed out{aside}{moved}"
 
 
+def is_older(path: Path, source: Path) -> bool:
+    """Whether the learner's notebook at `path` has the old shape, and the course's, `source`, the new one."""
+    try:
+        course = read_notebook(source)
+        return program_of(course) is not None and has_new_shape(None, read_learners(path), course)
+    except ExportError:  # there is none, or it is damaged
+        return False
+
+
 def make_workbook(notebooks: Path, workbook: Path, only_missing: bool = False) -> Iterator[str]:
     """Hand out or update every notebook of a folder; a line for each. All are made blank before any is written. What is
     missing comes first: an update drops a cell that has moved when it stands where it has moved to.
     """
     paths = sorted(notebooks.glob("*.ipynb"))
     if only_missing:
+        yield from (f"{path.stem}: {OLDER}" for path in paths if is_older(workbook / path.name, path))
         paths = [path for path in paths if not (workbook / path.name).exists()]
     blanks = {path.name: blank_notebook(path) for path in paths}
     for name in sorted(blanks, key=lambda name: (workbook / name).exists()):

@@ -85,6 +85,27 @@ def test_who_changed_nothing_gets_exactly_the_new_notebook(course):
     assert course.file.read_bytes() == updated
 
 
+def test_only_what_fails_until_it_is_solved_lets_run_all_go_on(course):
+    def tagged() -> set[str]:
+        return {name for name, cell in course.cells().items() if "raises-exception" in cell["metadata"].get("tags", [])}
+
+    assert not tagged(), "in the old shape, what follows a check needs what it checks"
+    course.learner(solved())
+    course.reshape()
+    assert tagged() == {"check-02-1", "check-02-2", "check-02-3", "check-02-4", "ex-02-4"}
+
+
+def test_a_workbook_that_is_older_than_the_library_is_named(course, monkeypatch, capsys):
+    monkeypatch.setattr(make_workbook, "NOTEBOOKS", course.notebooks)
+    monkeypatch.setattr(make_workbook, "WORKBOOK", course.workbook)
+    tiny_course.write(course.notebooks / NAME, tiny_course.new_cells(), tiny_course.PROGRAM)
+    assert make_workbook.main(["--missing"]) == 0
+    assert capsys.readouterr().out.startswith(f"02_counters: {make_workbook.OLDER}\n")
+    course.reshape()
+    assert make_workbook.main(["--missing"]) == 0
+    assert not capsys.readouterr().out
+
+
 def test_answers_move_to_their_new_cells(course):
     course.learner(solved())
     assert course.reshape() == (
