@@ -159,13 +159,14 @@ def reference_kernels() -> Iterator[None]:
         yield
 
 
-def finished_kernel(changes: dict[str, str] | None = None) -> triton.runtime.KernelInterface:
-    """Return the forward kernel that calls the reference, whatever answers have passed.
+def finished_kernels(changes: dict[str, dict[str, str]]) -> dict[str, triton.runtime.KernelInterface]:
+    """Return forward kernels that call the reference, whatever answers have passed; of each, some lines are changed.
 
-    changes: pieces of its source, and what to put in their place, as `course_kit.gpu.ablations.undone` takes them.
+    changes: by a kernel's name, pieces of its source and what to put in their place, as
+    `course_kit.gpu.ablations.undone` takes them.
     """
     with reference_kernels():
-        return undone(forward.flash_forward_kernel, changes or {})
+        return {name: undone(forward.flash_forward_kernel, replaced) for name, replaced in changes.items()}
 
 
 # The lab: four faults of the reference.
