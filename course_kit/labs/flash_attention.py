@@ -54,6 +54,13 @@ def exact_gradients(
     return torch.autograd.grad(exact_attention(*leaves, causal, scale)[0], leaves, gradient.double())
 
 
+def exact_results(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> list[torch.Tensor]:
+    """Return out and the gradients of q, k and v in float64."""
+    return [exact_attention(q, k, v, causal, scale)[0], *exact_gradients(gradient, q, k, v, causal, scale)]
+
+
 def assert_close(found: torch.Tensor, wanted: torch.Tensor, case: str, factor: float = 4, hint: str = "") -> None:
     """Assert that `found` is `wanted` (float64), but for `factor` roundings of the size of the largest element.
 
@@ -215,7 +222,7 @@ def lab_errors() -> list[torch.Tensor]:
     """Return `error_rows` of the lab's four faulty kernels, in the order of LAB_ORDER."""
     generator = torch.Generator().manual_seed(13)
     q, k, v, gradient = (torch.randn(1, 192, a, 16, generator=generator).to(device()) for a in (2, 1, 1, 2))
-    exact = [exact_attention(q, k, v, True, 0.25)[0], *exact_gradients(gradient, q, k, v, True, 0.25)]
+    exact = exact_results(gradient, q, k, v, True, 0.25)
     found = []
     with reference_kernels():
         for letter in LAB_ORDER:

@@ -9,6 +9,7 @@ import triton
 
 from course_kit.gpu.attention_traffic import (
     AttentionShape,
+    first_traffic,
     flash_traffic,
     kept_by_flash,
     kept_by_standard,
@@ -145,3 +146,10 @@ def test_what_the_text_says_of_the_scores():
         scores = standard_traffic(shape) - others
         assert scores == s // 128 * others
         assert 4 * 32 * s * s * 128 == 64 * scores
+
+
+def test_the_first_order_moves_a_partial_result_for_each_tile_of_keys():
+    shape, block = AttentionShape(2, 512, 512, 4, 4, 64), 64
+    visits = sum(query >= key for query in range(8) for key in range(8))  # tiles on the diagonal and below, of a head
+    per_query = 2 * 64 + 2 * 4 * 64 + 4 * 4  # q in 16 bits; out in float32, read and written; so are m and l
+    assert first_traffic(shape, block) == 2 * shape.key_bytes + 2 * 4 * visits * block * per_query
