@@ -100,17 +100,20 @@ def our_modules() -> list[types.ModuleType]:
 
 def rebind(there: Any, mine: Any, undo: list[Undo]) -> None:
     """Put an object in place of another one, in each module of the course that has it."""
+    of_triton = is_kernel(there) or is_kernel(mine)
+    if of_triton:
+        undo.append(forget_kernels)  # when all of them are back
     for module in our_modules():
         for name in [name for name, value in vars(module).items() if value is there]:
             set_attribute(module, name, mine, undo)
+    if of_triton:
+        forget_kernels()
 
 
 def forget_compiled() -> None:
-    """Have torch.compile and Triton look at functions anew."""
+    """Have torch.compile look at functions anew."""
     if dynamo := sys.modules.get("torch._dynamo"):
         dynamo.reset()
-    if "triton.runtime.jit" in sys.modules:
-        forget_kernels()
 
 
 def forget_kernels() -> None:
@@ -118,11 +121,15 @@ def forget_kernels() -> None:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
+    kernels: dict[int, bool] = {}  # by type: there are many values, and few types
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").partition(".")[0] in ("triton", "torch"):
             continue
         for value in list(getattr(module, "__dict__", {}).values()):
-            while is_kernel(value) and not isinstance(value, types.ModuleType):
+            kind = id(type(value))
+            if kind not in kernels:
+                kernels[kind] = is_kernel(value)
+            while kernels[kind] and is_kernel(value) and not isinstance(value, types.ModuleType):
                 if isinstance(value, JITFunction):
                     value.hash = None
                     value.used_global_vals = {}

@@ -36,6 +36,7 @@ from written_answers import ARROW, HEADING, RULE, AnswerError, directive, expand
 
 BEFORE = "0b5e68c"  # the commit whose notebooks and answers are the old ones
 MOST = 0.6
+WIDTH = 120  # of a line in a file of answers
 SHORT = 40  # characters of a line that is changed as a whole
 LEAST_ALIKE = 0.5  # of two lines, one of which is a change of the other
 
@@ -182,10 +183,15 @@ class Converter:
         if name in sys.stdlib_module_names:
             return f"import {name}"
         packages = list(dict.fromkeys(target["module"].split(".")[0] for target in filter(None, self.targets)))
-        for file in [file for package in packages for file in sorted((LIBRARY / package).glob("*.py"))]:
+        files = [file for package in packages for file in sorted((LIBRARY / package).glob("*.py"))]
+        labs = ROOT / "course_kit" / "labs"
+        for package in packages:
+            files += sorted([*labs.glob(f"{package}.py"), *labs.glob(f"{package}/*.py")])
+        for file in files:
             nodes = ast.parse(file.read_text(encoding="utf-8")).body
             if name in {each for node in nodes if not isinstance(node, ast.ImportFrom) for each in bound(node)}:
-                return f"from course_lib.{file.parent.name}.{file.stem} import {name}"
+                module = ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+                return f"from {module} import {name}"
         return None
 
     def converted(self, text: str) -> str | None:
@@ -467,7 +473,7 @@ def changes_of(hunks: list[Hunk], a: list[str], b: list[str], cells: list[str]) 
         old, new = a[i1:i2], b[j1:j2]
         block = "\n".join([*textwrap.dedent("\n".join(old)).split("\n"), ARROW, *moved(old, new)])
         lines = one_liners(old, new, cells)
-        if lines and len("\n".join(lines)) <= len(block):
+        if lines and len("\n".join(lines)) <= len(block) and max(map(len, lines)) <= WIDTH:
             found += [(line, False) for line in lines]
         else:
             found.append((block, True))
@@ -532,8 +538,13 @@ def part_change(one: str, other: str, cells: list[str]) -> str | None:
 
 def is_closed(part: str) -> bool:
     """Whether a part of a line can be read by itself: its brackets are pairs, and it begins and ends with a word."""
-    pairs = all(part.count(x) == part.count(y) for x, y in ("()", "[]", "{}")) and part.count('"') % 2 == 0
-    return pairs and bool(re.match(r"[\w\"\[({*-]", part) and re.search(r"[\w\"\])}]$", part)) and len(part) > 2
+    depth = 0
+    for character in part:
+        depth += (character in "([{") - (character in ")]}")
+        if depth < 0:
+            return False
+    ends = re.match(r"[\w\"\[({*-]", part) and re.search(r"[\w\"\])}]$", part)
+    return bool(ends) and depth == 0 and part.count('"') % 2 == 0 and len(part) > 2
 
 
 def convert(chapter: str, table: Path | None) -> int:

@@ -1,16 +1,9 @@
 """Right answers in another style than the solutions, that the checks of notebook 13 must accept."""
 
-
 # %% 13.1 a base for rows that see nothing
 def online_step(
     highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
-
-    highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
-    exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
-    """
     tops = scores.max(dim=-1).values
     higher = torch.where(tops > highest, tops, highest)
     base = torch.where(torch.isinf(higher) & (higher < 0), torch.zeros_like(higher), higher)
@@ -18,16 +11,8 @@ def online_step(
     shrink = (highest - base).exp()
     return higher, shrink * total + powers.sum(dim=-1), shrink.unsqueeze(-1) * out + rounded_product(powers, values)
 
-
 # %% 13.2 with the last row
 def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
-
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
-    many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
-    all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
-    """
     if causal:
         last_row = min(first_row + block_q, s_q) - 1
         end, seen_by_all = min(s_k, last_row + 1), min(s_k, first_row + 1)
@@ -35,16 +20,11 @@ def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, c
         end = seen_by_all = s_k
     return seen_by_all - seen_by_all % block_k, end
 
-
 # %% 13.3 lists of parts
 def tiled_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
     block_q: int = 64, block_k: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
-
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
-    """
     s_q, heads, d = q.shape[1:]
     s_k, kv_heads = k.shape[1], k.shape[2]
     scale, dtype = scale_or_usual(scale, d), wide_dtype(q)
@@ -65,16 +45,11 @@ def tiled_forward(
         lses.append(unfold_heads((torch.log(total) + highest).unsqueeze(-1), heads).squeeze(-1))
     return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
 
-
 # %% 13.4 delta once for all rows
 def tiled_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
-
-    out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    """
     s_q, heads, d = q.shape[1:]
     s_k, kv_heads = k.shape[1], k.shape[2]
     scale, dtype = scale_or_usual(scale, d), wide_dtype(k)
@@ -98,14 +73,9 @@ def tiled_backward(
         dq[:, rows] = unfold_heads(scale * of_rows, heads).to(q.dtype)
     return dq, (scale * dk).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
 
-
 # %% 13.5 two loads
 @triton.jit
 def sequence_at(number, cu_seqlens, s_q, s_k):
-    """Where the `number`-th sequence lies: row of the batch, first token in that row, its queries, its keys.
-
-    Of a packed batch, whose one row has sequences side by side, cu_seqlens has the first token of each, and the end.
-    """
     if cu_seqlens is not None:
         pair = cu_seqlens + number
         begin = tl.load(pair)
@@ -114,20 +84,12 @@ def sequence_at(number, cu_seqlens, s_q, s_k):
     else:
         return number, 0, s_q, s_k
 
-
 # %% 13.6 the mask by key and query
 @triton.jit
 def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before. v comes
-    late: a tile that is not yet loaded holds no registers. `keys - first_key` for both tiles is more than short: it is
-    what leads the compiler from one product to the other (load_columns).
-    """
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     sums = tl.zeros((BLOCK_Q, BLOCK_D), dtype=tl.float32)
     total = tl.zeros((BLOCK_Q,), dtype=tl.float32)
@@ -153,14 +115,12 @@ def attend_tiles(
         v_rows += v_row * BLOCK_K
     return highest, total, sums
 
-
 # %% 13.7 the mask by key and query
 @triton.jit
 def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     query = first_query + tl.arange(0, BLOCK_Q)
     base = lse * LOG2_E
@@ -183,7 +143,6 @@ def gather_query_gradients(
         v_rows += v_row * BLOCK_K
     return gathered
 
-
 # %% 13.8 the first query by itself
 @triton.jit
 def gather_key_gradients(
@@ -191,13 +150,6 @@ def gather_key_gradients(
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
-
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers. Queries past
-    the end need no mask: their rows of q and of out's gradient are 0, and with them their part of either sum.
-
-    Each tile is loaded where it is first used, and v_sum comes after p_grad: of all orders the one that spills least.
-    """
     begin = 0
     if CAUSAL:
         begin = first_key - first_key % BLOCK_Q
@@ -225,17 +177,14 @@ def gather_key_gradients(
         grad_rows += grad_row * BLOCK_Q
     return k_sum, v_sum
 
-
 # %% 13.9 the longest by name
 def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
     longest = max(x.shape[1] for x in (q, k))
     out, lse = flash_operator(q, k, v, None, longest, causal, check_for_kernel(q, k, v, None))
     return out, lse.permute(0, 2, 1)
 
 
 def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
     longest = max(x.shape[1] for x in (q, k))
     rows = lse.permute(0, 2, 1)
     scale = check_for_kernel(q, k, v, None)

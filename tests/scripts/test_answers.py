@@ -65,14 +65,21 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def as_in_a_kernel() -> Iterator[io.StringIO]:
-    """Inside, what is printed is lost, and what goes to stderr is in the buffer: warnings too, by Python's rules."""
-    said = io.StringIO()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
+def kernels_warnings() -> Iterator[None]:
+    """Inside, warnings go to stderr by Python's own rules, and by those that a notebook's set-up makes."""
+    with warnings.catch_warnings():
         warnings.simplefilter("default")
         for kind in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
             warnings.simplefilter("ignore", kind)
-        warnings.showwarning = lambda message, category, *place: said.write(f"{category.__name__}: {message}\n")
+        warnings.showwarning = lambda message, kind, *place: print(f"{kind.__name__}: {message}", file=sys.stderr)
+        yield
+
+
+@contextlib.contextmanager
+def captured() -> Iterator[io.StringIO]:
+    """Inside, what is printed is lost, and what goes to stderr is in the buffer."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said):
         yield said
 
 
@@ -80,7 +87,7 @@ def execute(source: str, name: str, namespace: dict) -> Failure | None:
     """Run a cell as the kernel would, in a namespace."""
     linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
     try:
-        with as_in_a_kernel():
+        with captured():
             exec(compile(source, name, "exec", FLAGS), namespace)
     except Exception as error:
         return failure_of(error)
@@ -143,7 +150,7 @@ class Trials:
         for each in patience if "hangs" in what else ():
             each.timeout_s = HANGS_S
         try:
-            with as_in_a_kernel() as said, limited(CHECK_LIMIT_S):
+            with captured() as said, limited(CHECK_LIMIT_S):
                 frame.run(exercise, named, space)
             return None
         except (Exception, NoEnd) as error:
@@ -188,6 +195,7 @@ class Trials:
         return found
 
 
+@kernels_warnings()
 def exercise_faults(
     path: Path, wrong: Path, right: Path, folder: Path, note_seconds=lambda what, seconds: None
 ) -> list[str]:

@@ -420,7 +420,9 @@ bucket.scale if final else 1.0 => 1.0
 bucket.missing.remove(parameter) =>
 
 # %% 04.7 copies into the buffer, and leaves the gradient a fresh tensor
-bucket.store(parameter, bucket.scale if final else 1.0) => bucket.views[parameter].copy_(parameter.grad).mul_(bucket.scale if final else 1.0)
+bucket.store(parameter, bucket.scale if final else 1.0)
+=>
+bucket.views[parameter].copy_(parameter.grad).mul_(bucket.scale if final else 1.0)
 
 # %% 04.7 synchronises on every micro-batch
 bucket.store(parameter, bucket.scale if final else 1.0)
@@ -462,7 +464,10 @@ def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_l
 # %% 04.8 divides by all ranks' tokens, and DataParallel by N once more
 micro_batches = list(micro_batches) =>
 (min=1) / dp.group.size() => (min=1)
-(total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size() => total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)
+---
+total = (total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)) / dp.group.size()
+=>
+total = total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)
 
 # %% 04.8 a rank without targets counts as one token
 micro_batches = list(micro_batches)
@@ -805,7 +810,9 @@ def accumulation_steps(batch_tokens, seq, micro_batch, dp):
 parameter.grad, group=group => parameter.grad
 
 # %% 04.4 the hook starts the all-reduce and waits for it at once
-works.append(dist.all_reduce(parameter.grad, group=group, async_op=True)) => dist.all_reduce(parameter.grad, group=group, async_op=True).wait()
+works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+=>
+dist.all_reduce(parameter.grad, group=group, async_op=True).wait()
 ---
 for work in works:
     work.wait()

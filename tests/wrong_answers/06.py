@@ -606,7 +606,9 @@ def forward(self: VocabParallelEmbedding, tokens):
 self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group) => found.masked_fill(elsewhere[..., None], 0.0)
 
 # %% 06.7 a mean instead of the sum
-(found.masked_fill(elsewhere[..., None], 0.0), self.group) => (found.masked_fill(elsewhere[..., None], 0.0), self.group) / self.group.size()
+return self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group)
+=>
+return self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group) / self.group.size()
 
 # %% 06.7 the sum over all ranks instead of the group
 self.group => dist.group.WORLD
@@ -1194,7 +1196,9 @@ for generator, state in states:
     generator.set_state(state)
 
 # %% 06.13 takes as many numbers as its rank, so that the ranks come back to different places
-((), device=generator.device).uniform_(generator=generator)  # the next region gets another seed => (1 + group.rank(), device=generator.device).uniform_(generator=generator)
+torch.empty((), device=generator.device).uniform_(generator=generator)  # the next region gets another seed
+=>
+torch.empty(1 + group.rank(), device=generator.device).uniform_(generator=generator)
 
 # %% 06.13 draws its seed from the system
 seed = zlib.crc32(generator.get_state().numpy().tobytes(), group.rank()) =>

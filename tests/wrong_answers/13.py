@@ -1,296 +1,74 @@
 """Wrong answers that the checks of notebook 13 must catch."""
 
-
 # %% 13.1 no maximum is taken off
 def online_step(
     highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
-
-    highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
-    exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
-    """
     higher = torch.maximum(highest, scores.amax(-1))
     p = torch.exp(scores)
     return higher, total + p.sum(-1), out + rounded_product(p, values)
 
-
 # %% 13.1 out is not rescaled
-def online_step(
-    highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
-
-    highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
-    exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
-    """
-    higher = torch.maximum(highest, scores.amax(-1))
-    base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
-    rescale = torch.exp(highest - base)
-    p = torch.exp(scores - base[..., None])
-    return higher, total * rescale + p.sum(-1), out + rounded_product(p, values)
-
+out * rescale[..., None] + rounded_product => out + rounded_product
 
 # %% 13.1 total is not rescaled
-def online_step(
-    highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
-
-    highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
-    exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
-    """
-    higher = torch.maximum(highest, scores.amax(-1))
-    base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
-    rescale = torch.exp(highest - base)
-    p = torch.exp(scores - base[..., None])
-    return higher, total + p.sum(-1), out * rescale[..., None] + rounded_product(p, values)
-
+total * rescale + p.sum => total + p.sum
 
 # %% 13.1 rescaled the wrong way round
-def online_step(
-    highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
-
-    highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
-    exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
-    """
-    higher = torch.maximum(highest, scores.amax(-1))
-    base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
-    rescale = torch.exp(base - highest).nan_to_num(posinf=0.0)
-    p = torch.exp(scores - base[..., None])
-    return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_product(p, values)
-
+rescale = torch.exp(highest - base) => rescale = torch.exp(base - highest).nan_to_num(posinf=0.0)
 
 # %% 13.1 changes its arguments in place
-def online_step(
-    highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
-
-    highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
-    exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
-    """
-    higher = torch.maximum(highest, scores.amax(-1))
-    base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
-    rescale = torch.exp(highest - base)
-    p = torch.exp(scores - base[..., None])
-    return higher, total.mul_(rescale).add_(p.sum(-1)), out.mul_(rescale[..., None]).add_(rounded_product(p, values))
-
+return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_product(p, values)
+=>
+return higher, total.mul_(rescale).add_(p.sum(-1)), out.mul_(rescale[..., None]).add_(rounded_product(p, values))
 
 # %% 13.1 masked rows become NaN
-def online_step(
-    highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
-
-    highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
-    exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
-    """
-    higher = torch.maximum(highest, scores.amax(-1))
-    base = higher
-    rescale = torch.exp(highest - base)
-    p = torch.exp(scores - base[..., None])
-    return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_product(p, values)
-
+base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
+=>
+base = higher
 
 # %% 13.1 the maximum of the first tile stays
-def online_step(
-    highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
-
-    highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
-    exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
-    """
-    higher = torch.where(highest == -math.inf, scores.amax(-1), highest)
-    base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
-    rescale = torch.exp(highest - base)
-    p = torch.exp(scores - base[..., None])
-    return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_product(p, values)
-
+torch.maximum(highest, scores.amax(-1)) => torch.where(highest == -math.inf, scores.amax(-1), highest)
 
 # %% 13.1 out is divided in every step
-def online_step(
-    highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
-
-    highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
-    exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
-    """
-    higher = torch.maximum(highest, scores.amax(-1))
-    base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
-    rescale = torch.exp(highest - base)
-    p = torch.exp(scores - base[..., None])
-    sums = total * rescale + p.sum(-1)
-    return (
-        higher,
-        sums,
-        (out * (total * rescale)[..., None] + rounded_product(p, values)) / sums[..., None].clamp(min=1e-30),
-    )
-
+return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_product(p, values)
+=>
+sums = total * rescale + p.sum(-1)
+return (
+    higher,
+    sums,
+    (out * (total * rescale)[..., None] + rounded_product(p, values)) / sums[..., None].clamp(min=1e-30),
+)
 
 # %% 13.1 p is not rounded before the product
-def online_step(
-    highest: torch.Tensor, total: torch.Tensor, out: torch.Tensor, scores: torch.Tensor, values: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One tile of online softmax: highest, total and out with the tile's keys included. Changes none of its arguments.
-
-    highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
-    exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
-    scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout.
-    """
-    higher = torch.maximum(highest, scores.amax(-1))
-    base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
-    rescale = torch.exp(highest - base)
-    p = torch.exp(scores - base[..., None])
-    return higher, total * rescale + p.sum(-1), out * rescale[..., None] + p @ values.to(p.dtype)
-
+rounded_product(p, values) => p @ values.to(p.dtype)
 
 # %% 13.2 a key too few at the diagonal
-def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
-
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
-    many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
-    all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
-    """
-    if not causal:
-        return s_k // block_k * block_k, s_k
-    row_end = min(first_row + block_q, s_q)
-    return min(s_k, first_row) // block_k * block_k, min(s_k, row_end)
-
+first_row + 1 => first_row
 
 # %% 13.2 a key too many at the diagonal
-def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
-
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
-    many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
-    all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
-    """
-    if not causal:
-        return s_k // block_k * block_k, s_k
-    row_end = min(first_row + block_q, s_q)
-    return min(s_k, first_row + 2) // block_k * block_k, min(s_k, row_end)
-
+first_row + 1 => first_row + 2
 
 # %% 13.2 the last query's own key is missing
-def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
-
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
-    many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
-    all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
-    """
-    if not causal:
-        return s_k // block_k * block_k, s_k
-    row_end = min(first_row + block_q, s_q)
-    return min(s_k, first_row + 1) // block_k * block_k, min(s_k, row_end - 1)
-
+s_k, row_end => s_k, row_end - 1
 
 # %% 13.2 a key past the last query's
-def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
-
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
-    many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
-    all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
-    """
-    if not causal:
-        return s_k // block_k * block_k, s_k
-    row_end = min(first_row + block_q, s_q)
-    return min(s_k, first_row + 1) // block_k * block_k, min(s_k, row_end + 1)
-
+s_k, row_end => s_k, row_end + 1
 
 # %% 13.2 not rounded to whole tiles
-def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
-
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
-    many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
-    all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
-    """
-    if not causal:
-        return s_k // block_k * block_k, s_k
-    row_end = min(first_row + block_q, s_q)
-    return min(s_k, first_row + 1), min(s_k, row_end)
-
+(s_k, first_row + 1) // block_k * block_k => (s_k, first_row + 1)
 
 # %% 13.2 a tile cut at the last query counts its missing rows
-def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
-
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
-    many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
-    all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
-    """
-    if not causal:
-        return s_k // block_k * block_k, s_k
-    row_end = first_row + block_q
-    return min(s_k, first_row + 1) // block_k * block_k, min(s_k, row_end)
-
+row_end = min(first_row + block_q, s_q) => row_end = first_row + block_q
 
 # %% 13.2 all tiles are masked
-def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
-
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
-    many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
-    all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
-    """
-    if not causal:
-        return s_k // block_k * block_k, s_k
-    row_end = min(first_row + block_q, s_q)
-    return 0, min(s_k, row_end)
-
+return min(s_k, first_row + 1) // block_k * block_k => return 0
 
 # %% 13.2 no tile is skipped
-def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
-
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
-    many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
-    all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
-    """
-    if not causal:
-        return s_k // block_k * block_k, s_k
-    row_end = min(first_row + block_q, s_q)
-    return min(s_k, first_row + 1) // block_k * block_k, s_k
-
+min(s_k, row_end) => s_k
 
 # %% 13.2 the last keys are taken for a whole tile
-def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
-    """(unmasked_end, end): the keys of the tiles that need no mask, [0, unmasked_end), and those that do, up to end.
-
-    The tiles are those of the queries [first_row, first_row + block_q), with first_row < s_q, as far as there are that
-    many; each begins at a multiple of block_k, and unmasked_end is one, too. The keys from end on are seen by none of
-    these queries. A tile needs no mask where it has block_k keys and the first of the queries, hence each, sees them
-    all. The tile of the last key before end may reach past it; where causal is off, end is s_k.
-    """
-    if not causal:
-        return s_k, s_k
-    row_end = min(first_row + block_q, s_q)
-    return min(s_k, first_row + 1) // block_k * block_k, min(s_k, row_end)
-
+return s_k // block_k * block_k, s_k => return s_k, s_k
 
 # %% 13.3 fake: all scores at once
 def tiled_forward(
@@ -303,7 +81,6 @@ def tiled_forward(
     z = tile_scores(q_rows, k_rows, whole, scale_or_usual(scale, q.shape[3]), causal).to(wide)
     out = unfold_heads(rounded_product(z.softmax(-1), v_rows), q.shape[2]).to(q.dtype)
     return out, unfold_heads(z.logsumexp(-1)[..., None], q.shape[2])[..., 0]
-
 
 # %% 13.3 fake: all scores at once, and steps whose result is thrown away
 def tiled_forward(
@@ -322,273 +99,66 @@ def tiled_forward(
     out = unfold_heads(rounded_product(z.softmax(-1), v_rows), q.shape[2]).to(q.dtype)
     return out, unfold_heads(z.logsumexp(-1)[..., None], q.shape[2])[..., 0]
 
-
 # %% 13.3 each tile has a softmax of its own, and they are averaged
-def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
-    block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
-
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
-    if s_k == 0:
-        return out, lse
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        q_tile = fold_heads(q[:, rows], kv_heads)
-        highest = torch.full_like(q_tile[..., 0], -math.inf, dtype=lse.dtype)
-        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
-            z = tile_scores(q_tile, k_tile, tile, scale, causal)
-            _, count, part = online_step(
-                torch.full_like(highest, -math.inf), 0 * highest.nan_to_num(), 0 * sums, z, v_tile
-            )
-            sums, highest = sums + (part / count[..., None].clamp(min=1e-30)), z.amax(-1)
-            total = total + 1
-        out[:, rows] = unfold_heads(sums / total[..., None], heads)
-        lse[:, rows] = unfold_heads((highest + total.log())[..., None], heads)[..., 0]
-    return out, lse
-
+highest, total, sums = online_step(highest, total, sums, z, v_tile)
+=>
+_, count, part = online_step(
+    torch.full_like(highest, -math.inf), 0 * highest.nan_to_num(), 0 * sums, z, v_tile
+)
+sums, highest = sums + (part / count[..., None].clamp(min=1e-30)), z.amax(-1)
+total = total + 1
 
 # %% 13.3 not divided by the sum
-def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
-    block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
-
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
-    if s_k == 0:
-        return out, lse
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        q_tile = fold_heads(q[:, rows], kv_heads)
-        highest = torch.full_like(q_tile[..., 0], -math.inf, dtype=lse.dtype)
-        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
-            z = tile_scores(q_tile, k_tile, tile, scale, causal)
-            highest, total, sums = online_step(highest, total, sums, z, v_tile)
-        out[:, rows] = unfold_heads(sums, heads)
-        lse[:, rows] = unfold_heads((highest + total.log())[..., None], heads)[..., 0]
-    return out, lse
-
+sums / total[..., None] => sums
 
 # %% 13.3 lse is the highest score
-def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
-    block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
-
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
-    if s_k == 0:
-        return out, lse
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        q_tile = fold_heads(q[:, rows], kv_heads)
-        highest = torch.full_like(q_tile[..., 0], -math.inf, dtype=lse.dtype)
-        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
-            z = tile_scores(q_tile, k_tile, tile, scale, causal)
-            highest, total, sums = online_step(highest, total, sums, z, v_tile)
-        out[:, rows] = unfold_heads(sums / total[..., None], heads)
-        lse[:, rows] = unfold_heads((highest)[..., None], heads)[..., 0]
-    return out, lse
-
+highest + total.log() => highest
 
 # %% 13.3 sums are rounded to 16 bits after each tile
-def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
-    block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
-
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
-    if s_k == 0:
-        return out, lse
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        q_tile = fold_heads(q[:, rows], kv_heads)
-        highest = torch.full_like(q_tile[..., 0], -math.inf, dtype=lse.dtype)
-        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
-            z = tile_scores(q_tile, k_tile, tile, scale, causal)
-            highest, total, sums = online_step(highest, total, sums, z, v_tile)
-            sums = sums.to(q.dtype).to(lse.dtype)
-        out[:, rows] = unfold_heads(sums / total[..., None], heads)
-        lse[:, rows] = unfold_heads((highest + total.log())[..., None], heads)[..., 0]
-    return out, lse
-
+highest, total, sums = online_step(highest, total, sums, z, v_tile)
+=>
+highest, total, sums = online_step(highest, total, sums, z, v_tile)
+sums = sums.to(q.dtype).to(lse.dtype)
 
 # %% 13.3 query heads are dealt to the key heads in turn
-def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
-    block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
-
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
-    if s_k == 0:
-        return out, lse
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        q_tile = fold_heads(q[:, rows].unflatten(2, (-1, kv_heads)).transpose(2, 3).flatten(2, 3), kv_heads)
-        highest = torch.full_like(q_tile[..., 0], -math.inf, dtype=lse.dtype)
-        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
-            z = tile_scores(q_tile, k_tile, tile, scale, causal)
-            highest, total, sums = online_step(highest, total, sums, z, v_tile)
-        out[:, rows] = (
-            unfold_heads(sums / total[..., None], heads).unflatten(2, (kv_heads, -1)).transpose(2, 3).flatten(2, 3)
-        )
-        lse[:, rows] = (
-            unfold_heads((highest + total.log())[..., None], heads)[..., 0]
-            .unflatten(2, (kv_heads, -1))
-            .transpose(2, 3)
-            .flatten(2, 3)
-        )
-    return out, lse
-
+q[:, rows] => q[:, rows].unflatten(2, (-1, kv_heads)).transpose(2, 3).flatten(2, 3)
+---
+out[:, rows] = unfold_heads(sums / total[..., None], heads)
+lse[:, rows] = unfold_heads((highest + total.log())[..., None], heads)[..., 0]
+=>
+out[:, rows] = (
+    unfold_heads(sums / total[..., None], heads).unflatten(2, (kv_heads, -1)).transpose(2, 3).flatten(2, 3)
+)
+lse[:, rows] = (
+    unfold_heads((highest + total.log())[..., None], heads)[..., 0]
+    .unflatten(2, (kv_heads, -1))
+    .transpose(2, 3)
+    .flatten(2, 3)
+)
 
 # %% 13.3 skips no tile
-def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
-    block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
-
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
-    if s_k == 0:
-        return out, lse
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        q_tile = fold_heads(q[:, rows], kv_heads)
-        highest = torch.full_like(q_tile[..., 0], -math.inf, dtype=lse.dtype)
-        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
-        for tile in [
-            Tile(first_row, min(first_row + block_q, s_q), key, min(key + block_k, s_k), "partial")
-            for key in range(0, s_k, block_k)
-        ]:
-            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
-            z = tile_scores(q_tile, k_tile, tile, scale, causal)
-            highest, total, sums = online_step(highest, total, sums, z, v_tile)
-        out[:, rows] = unfold_heads(sums / total[..., None], heads)
-        lse[:, rows] = unfold_heads((highest + total.log())[..., None], heads)[..., 0]
-    return out, lse
-
+for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
+=>
+for tile in [
+    Tile(first_row, min(first_row + block_q, s_q), key, min(key + block_k, s_k), "partial")
+    for key in range(0, s_k, block_k)
+]:
 
 # %% 13.3 without keys the result is NaN
-def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
-    block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
-
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        q_tile = fold_heads(q[:, rows], kv_heads)
-        highest = torch.full_like(q_tile[..., 0], -math.inf, dtype=lse.dtype)
-        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
-            z = tile_scores(q_tile, k_tile, tile, scale, causal)
-            highest, total, sums = online_step(highest, total, sums, z, v_tile)
-        out[:, rows] = unfold_heads(sums / total[..., None], heads)
-        lse[:, rows] = unfold_heads((highest + total.log())[..., None], heads)[..., 0]
+if s_k == 0:
     return out, lse
-
+=>
 
 # %% 13.3 the maximum begins at 0
-def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
-    block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
-
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
-    if s_k == 0:
-        return out, lse
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        q_tile = fold_heads(q[:, rows], kv_heads)
-        highest = torch.zeros_like(q_tile[..., 0], dtype=lse.dtype)
-        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
-            z = tile_scores(q_tile, k_tile, tile, scale, causal)
-            highest, total, sums = online_step(highest, total, sums, z, v_tile)
-        out[:, rows] = unfold_heads(sums / total[..., None], heads)
-        lse[:, rows] = unfold_heads((highest + total.log())[..., None], heads)[..., 0]
-    return out, lse
-
+torch.full_like(q_tile[..., 0], -math.inf, dtype=lse.dtype) => torch.zeros_like(q_tile[..., 0], dtype=lse.dtype)
 
 # %% 13.3 the maximum begins at -100
-def tiled_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None = None,
-    block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """out [b, s, a, d], in q's dtype, and lse [b, s, a], in float32 (float64 for float64).
-
-    q: [b, s, a, d]; k, v: [b, s', kv, d]. Where there are no keys, out is 0 and lse is -inf.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
-    if s_k == 0:
-        return out, lse
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        q_tile = fold_heads(q[:, rows], kv_heads)
-        highest = torch.full_like(q_tile[..., 0], -100.0, dtype=lse.dtype)
-        total, sums = torch.zeros_like(highest), torch.zeros_like(q_tile, dtype=lse.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            k_tile, v_tile = (fold_heads(x[:, tile.column : tile.column_end], kv_heads) for x in (k, v))
-            z = tile_scores(q_tile, k_tile, tile, scale, causal)
-            highest, total, sums = online_step(highest, total, sums, z, v_tile)
-        out[:, rows] = unfold_heads(sums / total[..., None], heads)
-        lse[:, rows] = unfold_heads((highest + total.log())[..., None], heads)[..., 0]
-    return out, lse
-
+math.inf, dtype=lse.dtype => 100.0, dtype=lse.dtype
 
 # %% 13.4 fake: autograd over all scores
+from course_kit.labs.flash_attention import exact_attention
+
+
 def tiled_backward(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
@@ -599,371 +169,80 @@ def tiled_backward(
     found = torch.autograd.grad(result, leaves, gradient.double())
     return tuple(x.to(q.dtype) for x in found)
 
-
 # %% 13.4 fake: all probabilities at once, from lse
-def tiled_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
-
-    out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    dq = q.new_zeros(q.shape)
-    dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x)).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
-    block_q, block_k = max(s_q, 1), max(s_k, 1)
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        of_rows = (q, gradient, out, lse[..., None])
-        q_tile, upper, out_tile, lse_tile = (fold_heads(x[:, rows], kv_heads) for x in of_rows)
-        delta = (upper.to(dk.dtype) * out_tile).sum(-1, keepdim=True)
-        dq_tile = torch.zeros_like(q_tile, dtype=dk.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            columns = slice(tile.column, tile.column_end)
-            k_tile, v_tile = (fold_heads(x[:, columns], kv_heads) for x in (k, v))
-            p = torch.exp(tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile)
-            ds = p * (rounded_product(upper, v_tile.mT) - delta)
-            dq_tile += rounded_product(ds, k_tile)
-            dk[:, :, columns] += rounded_product(ds.mT, q_tile)
-            dv[:, :, columns] += rounded_product(p.mT, upper)
-        dq[:, rows] = unfold_heads(dq_tile * scale, heads)
-    return dq, dk.mul_(scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
-
+dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x)).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
+=>
+dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x)).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
+block_q, block_k = max(s_q, 1), max(s_k, 1)
 
 # %% 13.4 delta is left out
-def tiled_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
-
-    out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    dq = q.new_zeros(q.shape)
-    dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x)).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        of_rows = (q, gradient, out, lse[..., None])
-        q_tile, upper, out_tile, lse_tile = (fold_heads(x[:, rows], kv_heads) for x in of_rows)
-        delta = (upper.to(dk.dtype) * out_tile).sum(-1, keepdim=True)
-        dq_tile = torch.zeros_like(q_tile, dtype=dk.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            columns = slice(tile.column, tile.column_end)
-            k_tile, v_tile = (fold_heads(x[:, columns], kv_heads) for x in (k, v))
-            p = torch.exp(tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile)
-            ds = p * (rounded_product(upper, v_tile.mT))
-            dq_tile += rounded_product(ds, k_tile)
-            dk[:, :, columns] += rounded_product(ds.mT, q_tile)
-            dv[:, :, columns] += rounded_product(p.mT, upper)
-        dq[:, rows] = unfold_heads(dq_tile * scale, heads)
-    return dq, dk.mul_(scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
-
+(upper, v_tile.mT) - delta => (upper, v_tile.mT)
 
 # %% 13.4 delta is the sum over the keys of the tile
-def tiled_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
-
-    out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    dq = q.new_zeros(q.shape)
-    dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x)).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        of_rows = (q, gradient, out, lse[..., None])
-        q_tile, upper, out_tile, lse_tile = (fold_heads(x[:, rows], kv_heads) for x in of_rows)
-        delta = (upper.to(dk.dtype) * out_tile).sum(-1, keepdim=True)
-        dq_tile = torch.zeros_like(q_tile, dtype=dk.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            columns = slice(tile.column, tile.column_end)
-            k_tile, v_tile = (fold_heads(x[:, columns], kv_heads) for x in (k, v))
-            p = torch.exp(tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile)
-            dp = rounded_product(upper, v_tile.mT)
-            ds = p * (dp - (p * dp).sum(-1, keepdim=True))
-            dq_tile += rounded_product(ds, k_tile)
-            dk[:, :, columns] += rounded_product(ds.mT, q_tile)
-            dv[:, :, columns] += rounded_product(p.mT, upper)
-        dq[:, rows] = unfold_heads(dq_tile * scale, heads)
-    return dq, dk.mul_(scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
-
+ds = p * (rounded_product(upper, v_tile.mT) - delta)
+=>
+dp = rounded_product(upper, v_tile.mT)
+ds = p * (dp - (p * dp).sum(-1, keepdim=True))
 
 # %% 13.4 the scale is forgotten in dk
-def tiled_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
-
-    out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    dq = q.new_zeros(q.shape)
-    dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x)).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        of_rows = (q, gradient, out, lse[..., None])
-        q_tile, upper, out_tile, lse_tile = (fold_heads(x[:, rows], kv_heads) for x in of_rows)
-        delta = (upper.to(dk.dtype) * out_tile).sum(-1, keepdim=True)
-        dq_tile = torch.zeros_like(q_tile, dtype=dk.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            columns = slice(tile.column, tile.column_end)
-            k_tile, v_tile = (fold_heads(x[:, columns], kv_heads) for x in (k, v))
-            p = torch.exp(tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile)
-            ds = p * (rounded_product(upper, v_tile.mT) - delta)
-            dq_tile += rounded_product(ds, k_tile)
-            dk[:, :, columns] += rounded_product(ds.mT, q_tile)
-            dv[:, :, columns] += rounded_product(p.mT, upper)
-        dq[:, rows] = unfold_heads(dq_tile * scale, heads)
-    return dq, dk.transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
-
+dk.mul_(scale).transpose => dk.transpose
 
 # %% 13.4 dk and dv of the first head of each group alone
-def tiled_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
-
-    out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    dq = q.new_zeros(q.shape)
-    dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x)).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        of_rows = (q, gradient, out, lse[..., None])
-        q_tile, upper, out_tile, lse_tile = (fold_heads(x[:, rows], kv_heads) for x in of_rows)
-        delta = (upper.to(dk.dtype) * out_tile).sum(-1, keepdim=True)
-        dq_tile = torch.zeros_like(q_tile, dtype=dk.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            columns = slice(tile.column, tile.column_end)
-            k_tile, v_tile = (fold_heads(x[:, columns], kv_heads) for x in (k, v))
-            p = torch.exp(tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile)
-            ds = p * (rounded_product(upper, v_tile.mT) - delta)
-            dq_tile += rounded_product(ds, k_tile)
-            first = slice(0, tile.row_end - tile.row)
-            dk[:, :, columns] += rounded_product(ds[:, :, first].mT, q_tile[:, :, first])
-            dv[:, :, columns] += rounded_product(p[:, :, first].mT, upper[:, :, first])
-        dq[:, rows] = unfold_heads(dq_tile * scale, heads)
-    return dq, dk.mul_(scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
-
+dk[:, :, columns] += rounded_product(ds.mT, q_tile)
+dv[:, :, columns] += rounded_product(p.mT, upper)
+=>
+first = slice(0, tile.row_end - tile.row)
+dk[:, :, columns] += rounded_product(ds[:, :, first].mT, q_tile[:, :, first])
+dv[:, :, columns] += rounded_product(p[:, :, first].mT, upper[:, :, first])
 
 # %% 13.4 p is a softmax over the tile, lse is not used
-def tiled_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
-
-    out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    dq = q.new_zeros(q.shape)
-    dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x)).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        of_rows = (q, gradient, out, lse[..., None])
-        q_tile, upper, out_tile, lse_tile = (fold_heads(x[:, rows], kv_heads) for x in of_rows)
-        delta = (upper.to(dk.dtype) * out_tile).sum(-1, keepdim=True)
-        dq_tile = torch.zeros_like(q_tile, dtype=dk.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            columns = slice(tile.column, tile.column_end)
-            k_tile, v_tile = (fold_heads(x[:, columns], kv_heads) for x in (k, v))
-            p = tile_scores(q_tile, k_tile, tile, scale, causal).softmax(-1).nan_to_num(0.0)
-            ds = p * (rounded_product(upper, v_tile.mT) - delta)
-            dq_tile += rounded_product(ds, k_tile)
-            dk[:, :, columns] += rounded_product(ds.mT, q_tile)
-            dv[:, :, columns] += rounded_product(p.mT, upper)
-        dq[:, rows] = unfold_heads(dq_tile * scale, heads)
-    return dq, dk.mul_(scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
-
+p = torch.exp(tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile)
+=>
+p = tile_scores(q_tile, k_tile, tile, scale, causal).softmax(-1).nan_to_num(0.0)
 
 # %% 13.4 dk and dv are collected in 16 bits
-def tiled_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
-
-    out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    dq = q.new_zeros(q.shape)
-    dk, dv = (torch.zeros_like(x).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        of_rows = (q, gradient, out, lse[..., None])
-        q_tile, upper, out_tile, lse_tile = (fold_heads(x[:, rows], kv_heads) for x in of_rows)
-        delta = (upper.to(lse.dtype) * out_tile).sum(-1, keepdim=True)
-        dq_tile = torch.zeros_like(q_tile, dtype=lse.dtype)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            columns = slice(tile.column, tile.column_end)
-            k_tile, v_tile = (fold_heads(x[:, columns], kv_heads) for x in (k, v))
-            p = torch.exp(tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile)
-            ds = p * (rounded_product(upper, v_tile.mT) - delta)
-            dq_tile += rounded_product(ds, k_tile)
-            dk[:, :, columns] += rounded_product(ds.mT, q_tile)
-            dv[:, :, columns] += rounded_product(p.mT, upper)
-        dq[:, rows] = unfold_heads(dq_tile * scale, heads)
-    return dq, dk.mul_(scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
-
+x.new_zeros(x.shape, dtype=wide_dtype(x)) => torch.zeros_like(x)
+(dk.dtype) => (lse.dtype)
+dtype=dk.dtype => dtype=lse.dtype
 
 # %% 13.4 dq is collected in 16 bits
-def tiled_backward(
-    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    causal: bool, scale: float | None = None, block_q: int = 64, block_k: int = 64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
-
-    out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    """
-    (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
-    dq = q.new_zeros(q.shape)
-    dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x)).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
-    for first_row in range(0, s_q, block_q):
-        rows = slice(first_row, first_row + block_q)
-        of_rows = (q, gradient, out, lse[..., None])
-        q_tile, upper, out_tile, lse_tile = (fold_heads(x[:, rows], kv_heads) for x in of_rows)
-        delta = (upper.to(dk.dtype) * out_tile).sum(-1, keepdim=True)
-        dq_tile = torch.zeros_like(q_tile)
-        for tile in row_of_tiles(first_row, s_q, s_k, block_q, block_k, causal):
-            columns = slice(tile.column, tile.column_end)
-            k_tile, v_tile = (fold_heads(x[:, columns], kv_heads) for x in (k, v))
-            p = torch.exp(tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile)
-            ds = p * (rounded_product(upper, v_tile.mT) - delta)
-            dq_tile += rounded_product(ds, k_tile)
-            dk[:, :, columns] += rounded_product(ds.mT, q_tile)
-            dv[:, :, columns] += rounded_product(p.mT, upper)
-        dq[:, rows] = unfold_heads(dq_tile * scale, heads)
-    return dq, dk.mul_(scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
-
+q_tile, dtype=dk.dtype => q_tile
 
 # %% 13.5 a packed batch is taken for a plain one
 @triton.jit
 def sequence_at(number, cu_seqlens, s_q, s_k):
-    """Where the `number`-th sequence lies: row of the batch, first token in that row, its queries, its keys.
-
-    Of a packed batch, whose one row has sequences side by side, cu_seqlens has the first token of each, and the end.
-    """
     return number, 0, s_q, s_k
 
-
 # %% 13.5 the end in place of the length
-@triton.jit
-def sequence_at(number, cu_seqlens, s_q, s_k):
-    """Where the `number`-th sequence lies: row of the batch, first token in that row, its queries, its keys.
-
-    Of a packed batch, whose one row has sequences side by side, cu_seqlens has the first token of each, and the end.
-    """
-    if cu_seqlens is None:
-        return number, 0, s_q, s_k
-    else:  # the compiler would read on after a return
-        start = tl.load(cu_seqlens + number)
-        length = tl.load(cu_seqlens + number + 1)
-        return 0, start, length, length
-
+(cu_seqlens + number + 1) - start => (cu_seqlens + number + 1)
 
 # %% 13.5 starts where the sequence ends
-@triton.jit
-def sequence_at(number, cu_seqlens, s_q, s_k):
-    """Where the `number`-th sequence lies: row of the batch, first token in that row, its queries, its keys.
-
-    Of a packed batch, whose one row has sequences side by side, cu_seqlens has the first token of each, and the end.
-    """
-    if cu_seqlens is None:
-        return number, 0, s_q, s_k
-    else:  # the compiler would read on after a return
-        start = tl.load(cu_seqlens + number)
-        length = tl.load(cu_seqlens + number + 1) - start
-        return 0, start + length, length, length
-
+return 0, start, length, length => return 0, start + length, length, length
 
 # %% 13.5 the length in place of the start
-@triton.jit
-def sequence_at(number, cu_seqlens, s_q, s_k):
-    """Where the `number`-th sequence lies: row of the batch, first token in that row, its queries, its keys.
-
-    Of a packed batch, whose one row has sequences side by side, cu_seqlens has the first token of each, and the end.
-    """
-    if cu_seqlens is None:
-        return number, 0, s_q, s_k
-    else:  # the compiler would read on after a return
-        start = tl.load(cu_seqlens + number + 1) - tl.load(cu_seqlens + number)
-        length = start
-        return 0, start, length, length
-
+start = tl.load(cu_seqlens + number)
+length = tl.load(cu_seqlens + number + 1) - start
+=>
+start = tl.load(cu_seqlens + number + 1) - tl.load(cu_seqlens + number)
+length = start
 
 # %% 13.5 a packed sequence has a row of its own
-@triton.jit
-def sequence_at(number, cu_seqlens, s_q, s_k):
-    """Where the `number`-th sequence lies: row of the batch, first token in that row, its queries, its keys.
-
-    Of a packed batch, whose one row has sequences side by side, cu_seqlens has the first token of each, and the end.
-    """
-    if cu_seqlens is None:
-        return number, 0, s_q, s_k
-    else:  # the compiler would read on after a return
-        start = tl.load(cu_seqlens + number)
-        length = tl.load(cu_seqlens + number + 1) - start
-        return number, start, length, length
-
+return 0, start, length, length => return number, start, length, length
 
 # %% 13.5 the keys of the whole row
-@triton.jit
-def sequence_at(number, cu_seqlens, s_q, s_k):
-    """Where the `number`-th sequence lies: row of the batch, first token in that row, its queries, its keys.
-
-    Of a packed batch, whose one row has sequences side by side, cu_seqlens has the first token of each, and the end.
-    """
-    if cu_seqlens is None:
-        return number, 0, s_q, s_k
-    else:  # the compiler would read on after a return
-        start = tl.load(cu_seqlens + number)
-        length = tl.load(cu_seqlens + number + 1) - start
-        return 0, start, length, s_k
-
+return 0, start, length, length => return 0, start, length, s_k
 
 # %% 13.5 keys as many as queries in a plain batch
-@triton.jit
-def sequence_at(number, cu_seqlens, s_q, s_k):
-    """Where the `number`-th sequence lies: row of the batch, first token in that row, its queries, its keys.
-
-    Of a packed batch, whose one row has sequences side by side, cu_seqlens has the first token of each, and the end.
-    """
-    if cu_seqlens is None:
-        return number, 0, s_q, s_q
-    else:  # the compiler would read on after a return
-        start = tl.load(cu_seqlens + number)
-        length = tl.load(cu_seqlens + number + 1) - start
-        return 0, start, length, length
-
+return number, 0, s_q, s_k => return number, 0, s_q, s_q
 
 # %% 13.5 no else: a GPU's compiler reads on after the return
 @triton.jit
 def sequence_at(number, cu_seqlens, s_q, s_k):
-    """Where the `number`-th sequence lies: row of the batch, first token in that row, its queries, its keys.
-
-    Of a packed batch, whose one row has sequences side by side, cu_seqlens has the first token of each, and the end.
-    """
     if cu_seqlens is None:
         return number, 0, s_q, s_k
     start = tl.load(cu_seqlens + number)
     length = tl.load(cu_seqlens + number + 1) - start
     return 0, start, length, length
-
 
 # %% 13.6 a mask in every tile
 @triton.jit
@@ -971,11 +250,6 @@ def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before.
-    """
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -996,18 +270,12 @@ def attend_tiles(
         highest = higher
     return highest, total, weighted
 
-
 # %% 13.6 no tile is skipped
 @triton.jit
 def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before.
-    """
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -1029,18 +297,12 @@ def attend_tiles(
         highest = higher
     return highest, total, weighted
 
-
 # %% 13.6 the values summed so far are not rescaled
 @triton.jit
 def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before.
-    """
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -1062,39 +324,28 @@ def attend_tiles(
         highest = higher
     return highest, total, weighted
 
-
 # %% 13.6 no mask past the last key
-@triton.jit
-def attend_tiles(
-    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before.
-    """
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = key <= query if CAUSAL else key >= 0
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
-        shrink = tl.exp2((highest - higher) * to_base_2)
-        total = total * shrink + tl.sum(powers, axis=1)
-        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
-        highest = higher
-    return highest, total, weighted
-
+last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
+=>
+query = first_query + tl.arange(0, BLOCK_Q)[:, None]
+---
+k_tile = load_columns(k_rows, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+scores = dot(q_tile, k_tile, tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
+=>
+k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
+scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
+---
+scores = tl.where(key <= last_seen, scores, float("-inf"))
+=>
+seen = key <= query if CAUSAL else key >= 0
+scores = tl.where(seen, scores, float("-inf"))
+---
+v_tile = load_rows(v_rows, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D) =>
+---
+k_rows += BLOCK_K * k_row
+v_rows += BLOCK_K * v_row
+=>
 
 # %% 13.6 exp in place of exp2
 @triton.jit
@@ -1102,11 +353,6 @@ def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before.
-    """
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -1128,18 +374,12 @@ def attend_tiles(
         highest = higher
     return highest, total, weighted
 
-
 # %% 13.6 the powers keep float32
 @triton.jit
 def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before.
-    """
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -1161,18 +401,12 @@ def attend_tiles(
         highest = higher
     return highest, total, weighted
 
-
 # %% 13.6 the maximum is that of scaled scores
 @triton.jit
 def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before.
-    """
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -1194,18 +428,12 @@ def attend_tiles(
         highest = higher
     return highest * to_base_2, total, weighted
 
-
 # %% 13.6 no maximum is taken off
 @triton.jit
 def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before.
-    """
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -1227,18 +455,12 @@ def attend_tiles(
         highest = higher
     return highest, total, weighted
 
-
 # %% 13.6 divided in every step, and once more by the kernel
 @triton.jit
 def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before.
-    """
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -1261,20 +483,12 @@ def attend_tiles(
         weighted = weighted / total[:, None]
     return highest, total, weighted
 
-
 # %% 13.6 one loop after another
 @triton.jit
 def attend_tiles(
     q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before. v comes
-    late: a tile that is not yet loaded holds no registers. `keys - first_key` for both tiles is more than short: it is
-    what leads the compiler from one product to the other (load_columns).
-    """
     last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -1298,42 +512,8 @@ def attend_tiles(
             v_rows += BLOCK_K * v_row
     return highest, total, weighted
 
-
 # %% 13.6 the maximum begins at 0
-@triton.jit
-def attend_tiles(
-    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    """The queries' highest score and their sum of exponentials below it, [BLOCK_Q], and the values weighted with these
-    exponentials, [BLOCK_Q, BLOCK_D], over all keys that they see. Scores are as q k^T gives them, not scaled.
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before. v comes
-    late: a tile that is not yet loaded holds no registers. `keys - first_key` for both tiles is more than short: it is
-    what leads the compiler from one product to the other (load_columns).
-    """
-    last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    highest = tl.zeros([BLOCK_Q], tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_columns(k_rows, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, k_tile, tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            scores = tl.where(key <= last_seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
-        shrink = tl.exp2((highest - higher) * to_base_2)
-        total = total * shrink + tl.sum(powers, axis=1)
-        v_tile = load_rows(v_rows, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
-        highest = higher
-        k_rows += BLOCK_K * k_row
-        v_rows += BLOCK_K * v_row
-    return highest, total, weighted
-
+tl.full([BLOCK_Q], float("-inf"), tl.float32) => tl.zeros([BLOCK_Q], tl.float32)
 
 # %% 13.7 delta is left out
 @triton.jit
@@ -1341,7 +521,6 @@ def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -1358,14 +537,12 @@ def gather_query_gradients(
         q_sum = dot(cast(p * p_grad, k_tile.dtype), k_tile, q_sum)
     return q_sum
 
-
 # %% 13.7 no mask
 @triton.jit
 def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -1382,14 +559,12 @@ def gather_query_gradients(
         q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
     return q_sum
 
-
 # %% 13.7 no mask past the last key
 @triton.jit
 def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -1406,14 +581,12 @@ def gather_query_gradients(
         q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
     return q_sum
 
-
 # %% 13.7 no tile is skipped
 @triton.jit
 def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -1430,14 +603,12 @@ def gather_query_gradients(
         q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
     return q_sum
 
-
 # %% 13.7 a mask in every tile
 @triton.jit
 def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -1453,14 +624,12 @@ def gather_query_gradients(
         q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
     return q_sum
 
-
 # %% 13.7 lse is taken for one of base 2
 @triton.jit
 def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -1477,14 +646,12 @@ def gather_query_gradients(
         q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
     return q_sum
 
-
 # %% 13.7 the gradient meets k in place of v
 @triton.jit
 def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -1501,14 +668,12 @@ def gather_query_gradients(
         q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
     return q_sum
 
-
 # %% 13.7 exp in place of exp2
 @triton.jit
 def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -1525,14 +690,12 @@ def gather_query_gradients(
         q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
     return q_sum
 
-
 # %% 13.7 the gradient of the scores keeps float32
 @triton.jit
 def gather_query_gradients(
     q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """What all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D]. lse, delta: [BLOCK_Q]."""
     query = first_query + tl.arange(0, BLOCK_Q)[:, None]
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
     q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
@@ -1549,7 +712,6 @@ def gather_query_gradients(
         q_sum = dot(p * (p_grad - delta[:, None]), k_tile, q_sum)
     return q_sum
 
-
 # %% 13.8 delta is left out
 @triton.jit
 def gather_key_gradients(
@@ -1557,10 +719,6 @@ def gather_key_gradients(
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
-
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers.
-    """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
@@ -1579,7 +737,6 @@ def gather_key_gradients(
         k_sum = dot(cast(p * p_grad, q_tile.dtype), q_tile, k_sum)
     return k_sum, v_sum
 
-
 # %% 13.8 no mask
 @triton.jit
 def gather_key_gradients(
@@ -1587,10 +744,6 @@ def gather_key_gradients(
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
-
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers.
-    """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
@@ -1609,7 +762,6 @@ def gather_key_gradients(
         k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
     return k_sum, v_sum
 
-
 # %% 13.8 the mask of scores that lie the other way
 @triton.jit
 def gather_key_gradients(
@@ -1617,10 +769,6 @@ def gather_key_gradients(
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
-
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers.
-    """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
@@ -1639,7 +787,6 @@ def gather_key_gradients(
         k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
     return k_sum, v_sum
 
-
 # %% 13.8 a mask in every tile
 @triton.jit
 def gather_key_gradients(
@@ -1647,10 +794,6 @@ def gather_key_gradients(
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
-
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers.
-    """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
@@ -1668,7 +811,6 @@ def gather_key_gradients(
         k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
     return k_sum, v_sum
 
-
 # %% 13.8 no tile is skipped
 @triton.jit
 def gather_key_gradients(
@@ -1676,10 +818,6 @@ def gather_key_gradients(
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
-
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers.
-    """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     start = 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
@@ -1698,7 +836,6 @@ def gather_key_gradients(
         k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
     return k_sum, v_sum
 
-
 # %% 13.8 the first tile of queries is missed
 @triton.jit
 def gather_key_gradients(
@@ -1706,10 +843,6 @@ def gather_key_gradients(
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
-
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers.
-    """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     start = (first_key + BLOCK_Q) // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
@@ -1728,7 +861,6 @@ def gather_key_gradients(
         k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
     return k_sum, v_sum
 
-
 # %% 13.8 queries past the end are not masked
 @triton.jit
 def gather_key_gradients(
@@ -1736,10 +868,6 @@ def gather_key_gradients(
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
-
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers.
-    """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
@@ -1758,7 +886,6 @@ def gather_key_gradients(
         k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
     return k_sum, v_sum
 
-
 # %% 13.8 the last head of the group alone
 @triton.jit
 def gather_key_gradients(
@@ -1766,10 +893,6 @@ def gather_key_gradients(
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
-
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers.
-    """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     k_sum, v_sum = tl.zeros_like(k_sum), tl.zeros_like(v_sum)
@@ -1789,7 +912,6 @@ def gather_key_gradients(
         k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
     return k_sum, v_sum
 
-
 # %% 13.8 p keeps float32
 @triton.jit
 def gather_key_gradients(
@@ -1797,10 +919,6 @@ def gather_key_gradients(
     first_key, queries, to_base_2,
     CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Add what one head's queries give to k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D]; lse is natural.
-
-    Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they lie in registers.
-    """
     key = first_key + tl.arange(0, BLOCK_K)[:, None]
     start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
     for first in range(start, queries, BLOCK_Q):
@@ -1819,130 +937,48 @@ def gather_key_gradients(
         k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
     return k_sum, v_sum
 
-
 # %% 13.9 lse as the operator gives it
-def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
-    scale = check_for_kernel(q, k, v, None)
-    out, lse = flash_operator(q, k, v, None, max(q.shape[1], k.shape[1]), causal, scale)
-    return out, lse
-
-
-def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
-    scale, longest = check_for_kernel(q, k, v, None), max(q.shape[1], k.shape[1])
-    return flash_backward_operator(gradient, q, k, v, out, lse.transpose(1, 2), None, longest, causal, scale)
-
+return out, lse.transpose(1, 2) => return out, lse
 
 # %% 13.9 the operator gets lse as it lies
-def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
-    scale = check_for_kernel(q, k, v, None)
-    out, lse = flash_operator(q, k, v, None, max(q.shape[1], k.shape[1]), causal, scale)
-    return out, lse.transpose(1, 2)
-
-
-def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
-    scale, longest = check_for_kernel(q, k, v, None), max(q.shape[1], k.shape[1])
-    return flash_backward_operator(gradient, q, k, v, out, lse.contiguous(), None, longest, causal, scale)
-
+lse.transpose(1, 2), None => lse.contiguous(), None
 
 # %% 13.9 backward with an lse of its own
-def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
-    scale = check_for_kernel(q, k, v, None)
-    out, lse = flash_operator(q, k, v, None, max(q.shape[1], k.shape[1]), causal, scale)
-    return out, lse.transpose(1, 2)
+from course_lib.flash_attention.reference import tiled_forward
 
 
 def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
     scale, longest = check_for_kernel(q, k, v, None), max(q.shape[1], k.shape[1])
     _, own = tiled_forward(q, k, v, causal, scale)
     return flash_backward_operator(gradient, q, k, v, out, own.transpose(1, 2), None, longest, causal, scale)
 
-
 # %% 13.9 no scale
-def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
-    scale = 1.0
-    out, lse = flash_operator(q, k, v, None, max(q.shape[1], k.shape[1]), causal, scale)
-    return out, lse.transpose(1, 2)
-
-
-def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
-    scale, longest = check_for_kernel(q, k, v, None), max(q.shape[1], k.shape[1])
-    return flash_backward_operator(gradient, q, k, v, out, lse.transpose(1, 2), None, longest, causal, scale)
-
+scale = check_for_kernel(q, k, v, None)
+=>
+scale = 1.0
 
 # %% 13.9 backward without a scale
-def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
-    scale = check_for_kernel(q, k, v, None)
-    out, lse = flash_operator(q, k, v, None, max(q.shape[1], k.shape[1]), causal, scale)
-    return out, lse.transpose(1, 2)
-
-
-def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
-    scale, longest = 1.0, max(q.shape[1], k.shape[1])
-    return flash_backward_operator(gradient, q, k, v, out, lse.transpose(1, 2), None, longest, causal, scale)
-
+check_for_kernel(q, k, v, None), max => 1.0, max
 
 # %% 13.9 fake: PyTorch's own forward
 def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
     heads_first = [x.transpose(1, 2) for x in (q, k, v)]
     heads_first[1:] = [x.repeat_interleave(q.shape[2] // k.shape[2], 1) for x in heads_first[1:]]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first, 0.0, causal)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
-
-def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
-    scale, longest = check_for_kernel(q, k, v, None), max(q.shape[1], k.shape[1])
-    return flash_backward_operator(gradient, q, k, v, out, lse.transpose(1, 2), None, longest, causal, scale)
-
-
 # %% 13.9 fake: backward in plain PyTorch
-def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
-    scale = check_for_kernel(q, k, v, None)
-    out, lse = flash_operator(q, k, v, None, max(q.shape[1], k.shape[1]), causal, scale)
-    return out, lse.transpose(1, 2)
+from course_lib.flash_attention.reference import tiled_backward
 
 
 def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
     scale, longest = check_for_kernel(q, k, v, None), max(q.shape[1], k.shape[1])
     return tiled_backward(gradient, q, k, v, out, lse, causal, scale, longest, longest)
 
-
 # %% 13.9 longest counts the queries alone
-def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
-    scale = check_for_kernel(q, k, v, None)
-    out, lse = flash_operator(q, k, v, None, q.shape[1], causal, scale)
-    return out, lse.transpose(1, 2)
-
-
-def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
-    scale, longest = check_for_kernel(q, k, v, None), q.shape[1]
-    return flash_backward_operator(gradient, q, k, v, out, lse.transpose(1, 2), None, longest, causal, scale)
-
+None, max(q.shape[1], k.shape[1]) => None, q.shape[1]
+(q, k, v, None), max(q.shape[1], k.shape[1]) => (q, k, v, None), q.shape[1]
 
 # %% 13.9 longest counts the keys alone
-def flash_block_forward(q, k, v, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block: `AttentionBlock.forward`."""
-    scale = check_for_kernel(q, k, v, None)
-    out, lse = flash_operator(q, k, v, None, k.shape[1], causal, scale)
-    return out, lse.transpose(1, 2)
-
-
-def flash_block_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, ...]:
-    """Gradients of q, k, v through a block, with the out and lse of all blocks: `AttentionBlock.backward`."""
-    scale, longest = check_for_kernel(q, k, v, None), k.shape[1]
-    return flash_backward_operator(gradient, q, k, v, out, lse.transpose(1, 2), None, longest, causal, scale)
+None, max(q.shape[1], k.shape[1]) => None, k.shape[1]
+(q, k, v, None), max(q.shape[1], k.shape[1]) => (q, k, v, None), k.shape[1]
