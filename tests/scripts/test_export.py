@@ -17,6 +17,7 @@ from tiny_course import ROOT, code, text
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+SPLICED = [path for path in NOTEBOOKS if export.program_of(export.read_notebook(path))]  # into modules written by hand
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 STUB = ["# YOUR CODE HERE", "raise NotImplementedError()"]
 
@@ -90,7 +91,7 @@ def plain_line(line: str) -> str:
     return re.sub(r"from (course_lib|\.)[\w.]*?(\w*) import", r"from \2 import", line).rstrip()
 
 
-@each_notebook
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path not in SPLICED], ids=lambda path: path.stem)
 def test_every_exported_line_leads_back_to_its_cell(path, monkeypatch):
     monkeypatch.setattr(export, "read_notebook", functools.cache(export.read_notebook))  # once, not for each line
     notebook = export.read_notebook(path)
@@ -109,6 +110,26 @@ def test_every_exported_line_leads_back_to_its_cell(path, monkeypatch):
             source = cells[cell_number]["source"].splitlines()
             assert (where, cell_id) == (path, cells[cell_number]["id"])
             assert plain_line(source[cell_line - 1]) == plain_line(line), f"{file.name}, line {number}"
+
+
+@pytest.mark.parametrize("path", SPLICED, ids=lambda path: path.stem)
+def test_every_spliced_line_leads_back_to_its_cell(path, monkeypatch):
+    """A line of a definition that a notebook owns is a line of that cell, without indentation and solution markers."""
+    monkeypatch.setattr(export, "read_notebook", functools.cache(export.read_notebook))
+    cells = {cell.get("id"): cell["source"].split("\n") for cell in export.read_notebook(path)["cells"]}
+    ids = {cell.name for cell in export.spliced_cells(export.read_notebook(path), path)}
+    for module in {cell.module for cell in export.spliced_cells(export.read_notebook(path), path)}:
+        file = export.module_file(export.LIBRARY, module)
+        content = file.read_text(encoding="utf-8")
+        for each in export.owned(content):
+            for number in range(each.start, each.end + 1):
+                line = content.split("\n")[number - 1].strip()
+                where, _, cell_id, cell_line = export.locate(file, number, content)
+                if where == path and line:
+                    ids.discard(cell_id)
+                    found = re.sub(r"(self|cls): \w+", r"\1", cells[cell_id][cell_line - 1].strip())
+                    assert found == line, f"{file.name}, line {number}, of {cell_id}"
+    assert not ids, "nothing leads back to these cells"
 
 
 # A tiny course with every fault in turn.
