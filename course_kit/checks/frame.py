@@ -199,8 +199,14 @@ def run(exercise: str, cells: Cells, namespace: dict) -> None:
         if not passed:
             uninstall(exercise)
         note(Path(), exercise, passed, of_cells)
-    names = " and ".join(name for found in targets.values() for name in found)
+    names = " and ".join(labels(targets))
     print(f"{exercise} passes" + (f"; the library runs your {names}" if names else ""))
+
+
+def labels(targets: dict[str, list[str]]) -> list[str]:
+    """The definitions of targets, as "make_buckets" or "Bucket.launch"."""
+    holders = {target: target.partition(":")[2] for target in targets}
+    return [f"{holders[target]}.{name}".lstrip(".") for target, names in targets.items() for name in names]
 
 
 def fitting(exercise: str, cells: Cells, targets: dict[str, list[str]]) -> list[ExportedCell]:

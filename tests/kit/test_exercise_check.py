@@ -109,7 +109,7 @@ def test_the_stack_of_an_error_begins_in_the_learners_cell():
 def test_two_targets_are_two_cells_with_one_check(capsys):
     rope = "#| export single_gpu.model\ndef apply_rope():\n    return 4\n"
     run("91.2", FORWARD.format("return x + 1"), rope)
-    assert capsys.readouterr().out == "91.2 passes; the library runs your apply_rope and forward\n"
+    assert capsys.readouterr().out == "91.2 passes; the library runs your apply_rope and MLP.forward\n"
     with pytest.raises(CheckFailed, match="begins with '#| export single_gpu.model:MLP'"):
         run("91.2", rope)
     with pytest.raises(CheckFailed, match="defines apply_ropes, and the exercise asks for apply_rope"):
