@@ -20,9 +20,10 @@ sys.dont_write_bytecode = True  # before our own imports: a launch that does not
 from export import ExportError, module_file, write_modules  # noqa: E402
 from launcher import slurm  # noqa: E402
 from launcher.first_error import shown  # noqa: E402
-from launcher.program import LaunchError, Program, parse, read_program, try_options  # noqa: E402
+from launcher.program import LaunchError, Program, parse, read_program  # noqa: E402
 from launcher.run import run, say, stopped  # noqa: E402
 from launcher.torchrun import ENVIRONMENT, arguments, complete_options, given, split_notebook  # noqa: E402
+from launcher.trial import try_options  # noqa: E402
 
 ENTRY = Path(__file__).resolve().parent / "rank_entry.py"
 

@@ -111,9 +111,10 @@ class Answers:
         """The course's class, `text`, with what the learner has written of its methods; None where that is nothing."""
         found = False
         for method in methods_of(course):
-            mine = next((part for part in self.parts if part.key == (course.name, method.name)), None)
-            if mine and self.is_theirs(mine):
-                place = next(part for part in parts(text) if part.key == mine.key)
+            for mine in [part for part in self.parts if part.key == (course.name, method.name)][-1:]:
+                if not self.is_theirs(mine):
+                    continue
+                place = next(part for part in parts(text) if part.key == (course.name, method.name))
                 lines = text.split("\n")
                 new = textwrap.indent(self.take(mine), "    ").split("\n")
                 text, found = "\n".join(lines[: min(place.lines) - 1] + new + lines[max(place.lines) :]), True
