@@ -13,7 +13,7 @@ import pytest
 import tiny_course
 from course_kit.exercises import notes
 from course_kit.exercises.saved import digest_of_cells, exercise_cells
-from test_launch import LEARNERS, Launch, loaded_launcher, make_course, processes_of, snapshot
+from test_launch import BLANK, LEARNERS, Launch, loaded_launcher, make_course, processes_of, snapshot, toy
 from tiny_course import ANSWERS, NEW, PROGRAM, blank
 
 MINE = {  # what the learner writes: one answer passes, one has changed since, one fails, one is blank
@@ -58,6 +58,7 @@ def launcher(tmp_path_factory):
 def course(launcher, monkeypatch):
     """The course as the current folder, as new."""
     monkeypatch.chdir(launcher.course)
+    (launcher.course / LEARNERS).write_text(toy(BLANK))
     yield launcher.course
     add_counters(launcher.course)
     for name in ("workbook/course_lib", "runs"):
@@ -127,6 +128,19 @@ def test_a_job_of_a_later_notebook_runs_them_too(launch, course, launcher):
     err = launch(LEARNERS, "--reference", "02", export=True)[2]
     assert "your own work is that of no notebook yet" in err
     assert " --reference-modules counters.numbers toy\n" in launch(LEARNERS, "--reference", "02")[1], "left"
+
+
+def test_without_nbdev_old_notebooks_run_as_exported_and_answers_are_spliced_all_the_same(launch, course, launcher):
+    write(course, MINE, passed=("02.1",))
+    assert launch(LEARNERS, export=True)[0] == 0
+    exported = copies(course)["toy.py"]
+    (course / LEARNERS).write_text((course / LEARNERS).read_text().replace("steps, total", "steps, in all"))
+    asked = []
+    program = launcher.module.read_program(LEARNERS, [], True, unchecked=True, has_nbdev=lambda: asked.append(1))
+    assert asked and program.texts["toy"] == exported
+    assert "number + 1000" in program.texts["counters.counter"] and "math.prod" in program.texts["counters.numbers"]
+    launcher.module.read_program(WORKBOOK, [], True, has_nbdev=asked.clear)
+    assert asked, "a notebook of the new shape needs no nbdev"
 
 
 @pytest.mark.parametrize(
