@@ -264,7 +264,7 @@ def out_of_reach(module: types.ModuleType, owner: Any, targets: dict[str, ast.st
             elif function is not None and not function.__code__.co_freevars:
                 swap_code(function, stub, undo)
             elif owner is module:
-                rebind(there, stub, undo)
+                rebind(there, stub, undo, runs=False)
             else:
                 set_attribute(owner, name, stub, undo)
         yield

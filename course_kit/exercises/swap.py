@@ -98,9 +98,12 @@ def our_modules() -> list[types.ModuleType]:
     ]
 
 
-def rebind(there: Any, mine: Any, undo: list[Undo]) -> None:
-    """Put an object in place of another one, in each module of the course that has it."""
-    of_triton = is_kernel(there) or is_kernel(mine)
+def rebind(there: Any, mine: Any, undo: list[Undo], runs: bool = True) -> None:
+    """Put an object in place of another one, in each module of the course that has it.
+
+    runs: False where no kernel runs before that is undone, so that there is nothing to forget.
+    """
+    of_triton = runs and (is_kernel(there) or is_kernel(mine))
     if of_triton:
         undo.append(forget_kernels)  # when all of them are back
     for module in our_modules():
