@@ -568,6 +568,7 @@ def convert_files(chapter: str, old: dict, new: dict, table: Path | None) -> int
         by_hand = written_by_hand(Path(__file__).parent / "by_hand" / f"{kind}_{chapter}.txt")
         top, *blocks = re.split(r"(?m)^(?=# %%)", text)
         written, counts = [top.strip()], {"changes": 0, "whole": 0, "by hand": 0, "gone": 0}
+        same = 0
         for block in blocks:
             heading, _, source = block.partition("\n")
             name, what = HEADING.match(heading).groups()
@@ -587,6 +588,7 @@ def convert_files(chapter: str, old: dict, new: dict, table: Path | None) -> int
                 continue
             counts["whole" if found.strip() and is_text(found) else "changes"] += 1
             differ = converter.differences(source, found)
+            same += not differ
             remarks = converter.remarks + [f"not the same: {', '.join(differ)}"] * bool(differ)
             if re.search(r"super\(\)\.|course_lib\.[\w.]*\.\w+\(", found):
                 remarks.append("LOOK: it may call the library's own, which is the answer's now")
@@ -598,7 +600,7 @@ def convert_files(chapter: str, old: dict, new: dict, table: Path | None) -> int
         before = len(text)
         text = "\n\n".join(written) + "\n"
         file.write_text(text, encoding="utf-8")
-        size = f"{before} characters before, {len(text)} now"
+        size = f"{before} characters before, {len(text)} now; {same} expand to the functions that they were, by AST"
         lines.append(f"{kind}_answers/{chapter}.py: {', '.join(f'{n} {what}' for what, n in counts.items())}; {size}")
     print("\n".join(lines))
     if table:
