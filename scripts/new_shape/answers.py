@@ -7,6 +7,8 @@ cell; from here on it is what is changed in the solution (tests/scripts/written_
 BEFORE, the solutions those of the notebook as it is now. Each is written as the shortest changes that stand once in the
 solution, or whole where these would be longer than MOST of it.
 
+A file that is in the new form already, or was changed since BEFORE, stays as it is.
+
 Each answer is then expanded again, and every function of it compared with the function it was: the same AST, but for
 docstrings, annotations that an answer has left out, and imports of the module. What could not be kept is printed, and
 written to TABLE: an answer that changed what the library gives now goes, or loses that part. Those in `by_hand/` are
@@ -598,8 +600,11 @@ def convert_files(chapter: str, old: dict, new: dict, table: Path | None) -> int
         written += [f"# %% {name} {what}\n{source}" for (name, what), source in by_hand.items()]
         lines += [f"{kind} {name} {what}: a new one" for name, what in by_hand]
         before = len(text)
-        text = "\n\n".join(written) + "\n"
-        file.write_text(text, encoding="utf-8")
+        old_text, text = text, "\n\n".join(written) + "\n"
+        if file.read_text(encoding="utf-8") == old_text:
+            file.write_text(text, encoding="utf-8")
+        else:
+            print(f"{file.name} of the {kind} answers is not what it was at {BEFORE}: it stays as it is")
         size = f"{before} characters before, {len(text)} now; {same} expand to the functions that they were, by AST"
         lines.append(f"{kind}_answers/{chapter}.py: {', '.join(f'{n} {what}' for what, n in counts.items())}; {size}")
     print("\n".join(lines))

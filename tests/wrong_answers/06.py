@@ -1555,3 +1555,38 @@ def pack(self: PartitionedCheckpoint, tensor):
 
 # %% 06.9 each rank's part of the gradient of q's and k's norms stays its own
 share_head_norms(model, group) =>
+
+# %% 06.9 splits what can't be split
+check_model(model, group) =>
+
+# %% 06.9 all ranks, whatever the group
+group or dist.group.WORLD => dist.group.WORLD
+
+# %% 06.4 forward sums its outputs
+return tuple(F.linear(x, weight) for weight in weights)
+=>
+outs = tuple(F.linear(x, weight) for weight in weights)
+dist.all_reduce(outs[0], group=group)
+return outs
+
+# %% 06.4 forward has the products of the first weight alone, where it is large enough
+return tuple(F.linear(x, weight) for weight in weights)
+=>
+return tuple(F.linear(x, weights[0][: len(weight)]) for weight in weights)
+
+# %% 06.12 backward sums the gradient of x
+return grad_x, None, grad_weight, None
+=>
+if grad_x is not None:
+    dist.all_reduce(grad_x)
+return grad_x, None, grad_weight, None
+
+# %% 06.12 backward makes a gradient of x that nobody needs
+ if ctx.needs_input_grad[0] else None =>
+
+# %% 06.12 backward sends the gradient that it is given, and averages
+row = gradient.flatten(0, -2)
+=>
+row = gradient.flatten(0, -2).clone()
+dist.all_reduce(row)
+row /= dist.get_world_size()
