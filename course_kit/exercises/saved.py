@@ -7,6 +7,7 @@ from pathlib import Path
 
 from course_kit.exercises.cells import CellError, ExportedCell, digest, plain, read
 
+NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 CELL_ID = re.compile(r"(?P<kind>ex|check)-(?P<chapter>\d\d)-(?P<number>\d+)(?P<part>[a-z]?)")
 
 
@@ -42,11 +43,14 @@ def digest_of_cells(cells: list[dict]) -> str | None:
 
 
 def saved_answers(folder: Path, chapter: str) -> Iterator[tuple[str, list[tuple[str, str]], str]]:
-    """The answers of the one notebook in a folder whose name begins with `chapter`: exercise, cells, digest.
+    """The answers of the notebook in a folder whose name begins with `chapter`: exercise, cells, digest.
 
-    A cell is its source and a file name that errors in it show. What cannot be read is left out.
+    A cell is its source and a file name that errors in it show. What cannot be read is left out. Of several notebooks
+    (JupyterLab's copies are 04_data_parallel-Copy1.ipynb) it is the one that the course has.
     """
     paths = sorted(folder.glob(f"{chapter}_*.ipynb"))
+    of_course = [path for path in paths if (NOTEBOOKS / path.name).exists()]
+    paths = of_course if len(paths) > 1 else paths
     if len(paths) != 1:
         return
     try:

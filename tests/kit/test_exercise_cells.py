@@ -257,6 +257,8 @@ def test_a_notebooks_answers_as_saved(tmp_path):
     assert found["06.3"][1] == digest("guess = 3")
     (tmp_path / "06_y.ipynb").write_text("{")
     assert list(saved.saved_answers(tmp_path, "06")) == [], "which one is meant?"
+    (tmp_path / "06_x.ipynb").rename(tmp_path / "06_tensor_parallel.ipynb")
+    assert [name for name, *_ in saved.saved_answers(tmp_path, "06")] == ["06.2", "06.3"], "the one that the course has"
 
 
 def test_notes_say_of_which_answer_they_are(tmp_path):
