@@ -53,7 +53,8 @@ def run_guarded(kernel, run, *inputs):
             raise
     guards.check()
     assert not any(strays), (
-        f"{sum(strays)} lanes loaded what lies outside of the tensors. Give each tl.load a mask, and rows their stride"
+        f"{sum(strays)} lanes loaded what lies outside of the tensors. Give each tl.load a mask, or load_rows its "
+        "count, and rows their stride"
     )
     assert any(launch.kernel is kernel for launch in launches), (
         "no kernel of yours was launched: the function under @triton.jit has to do the work"

@@ -78,8 +78,8 @@ def gather_query_gradients(
     """Return what all keys give to the gradient of q_tile, not yet scaled: [BLOCK_Q, BLOCK_D], in float32.
 
     grad_tile: the gradient of out, [BLOCK_Q, BLOCK_D]; lse (natural), delta: [BLOCK_Q]; all others as in attend_tiles.
-    p is masked, in partial tiles only: past the last key too, where exp2 may overflow. What meets k_tile is rounded to
-    its dtype.
+    p is masked, in partial tiles only: past the last key too, where it may be inf. What meets k_tile is rounded to its
+    dtype.
     """
     last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
@@ -142,7 +142,8 @@ def gather_key_gradients(
     """Return k_sum (not yet scaled) and v_sum, [BLOCK_K, BLOCK_D], with what one head's queries give to them.
 
     k_tile, v_tile: the keys from first_key on, and their values. q_rows, grad_rows: pointers to the head's first query
-    and its gradient of out; q_row, grad_row: from row to row; lse_rows (natural), delta_rows: to its first numbers.
+    and its gradient of out; q_row, grad_row: their strides, elements from one row to the next; lse_rows (natural),
+    delta_rows: pointers to its first numbers. Offsets may need 64 bits.
 
     Scores are worked out transposed, [BLOCK_K, BLOCK_Q]: so both sums take them as they are in registers. Queries past
     the end need no mask: their rows of q and of out's gradient are 0, and with them their part of either sum. Causal:

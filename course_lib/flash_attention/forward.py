@@ -15,7 +15,8 @@ What makes it fast (FlashAttention-2, Dao 2023, §3; FlashAttention, Dao et al. 
 - programs go over queries, so that a long sequence fills the GPU with batch 1, and no two write the same row;
 - one division for each row, at the end;
 - powers of 2, with the scale in the same multiply-add: e^(scale (z - m)) = 2^(c z - c m), c = scale log2(e);
-- tiles that no query sees are skipped, and those that all queries see whole need no mask: causal costs half.
+- tiles that no query sees are skipped, and those that all queries see whole need no mask: causal costs half;
+- v is loaded after the scores: a tile that is not yet loaded holds no registers.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def sequence_at(number, cu_seqlens, s_q, s_k):
     """
     if cu_seqlens is None:
         return number, 0, s_q, s_k
-    else:  # the compiler would read on after a return
+    else:  # without it, this would be compiled for None too
         start = tl.load(cu_seqlens + number)
         length = tl.load(cu_seqlens + number + 1) - start
         return 0, start, length, length
@@ -100,7 +101,8 @@ def load_columns(rows, count, stride, HEAD_DIM: tl.constexpr, BLOCK: tl.constexp
     """The same rows as columns, [BLOCK_D, BLOCK]: as a product takes them from the right. Not load_rows and then
     tl.trans: before Hopper, Triton looks from one product for the next to divide the work between the warps of both
     alike, and it does not look past a transposition, nor into an `if`. Finding none, it gives warps parts of a row of
-    scores, and each maximum and sum goes through shared memory.
+    scores, and each maximum and sum goes through shared memory. (In attend_tiles the way leads through
+    `keys - first_key`, the count of both loads.)
     """
     row, dim = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK_D)[:, None]
     inside = row < count if HEAD_DIM == BLOCK_D else (row < count) & (dim < HEAD_DIM)
@@ -138,12 +140,10 @@ def attend_tiles(
     product. Only partial tiles are masked; others that no query sees are not visited.
 
     q_tile: [BLOCK_Q, BLOCK_D], the queries from first_query on. k_rows, v_rows: pointers to the first key of the
-    sequence and its value; k_row, v_row: from row to row. The sequence has so many queries and keys. to_base_2: scale
-    times log2(e).
-
-    One loop: of two loops, one after the other, the second would make each product wait for the one before. v comes
-    late: a tile that is not yet loaded holds no registers. `keys - first_key` for both tiles is more than short: it is
-    what leads the compiler from one product to the other (load_columns).
+    sequence and its value; k_row, v_row: their strides, elements from one row to the next. queries, keys: how many the
+    sequence has. to_base_2: scale times log2(e). HEAD_DIM: the head's size; BLOCK_D: rounded up to a power of 2,
+    columns beyond are 0. Offsets may need 64 bits. One loop, since a second one after it would make each product wait
+    for the one before.
     """
     last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
     unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)

@@ -108,7 +108,8 @@ def online_step(
     highest: [..., q], the highest score of each row so far, -inf before the first tile; total: [..., q], the sum of
     exp(score - highest) so far; out: [..., q, d], the same sum with each term times its value: not yet divided.
     scores: [..., q, k], of the tile, scaled, -inf where masked; values: [..., k, d]. A row may be masked throughout:
-    its total and out are 0, not NaN. For the product the exponentials are rounded to the dtype of the values.
+    its total and out are 0, not NaN. All but values are float32 (float64 for float64), and so is what comes back. The
+    exponentials are rounded to the dtype of the values for the product only; total sums them unrounded.
     """
     higher = torch.maximum(highest, scores.amax(-1))
     base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
@@ -141,7 +142,7 @@ def tiled_forward(
 
     q: [b, s, a, d]; k, v: [b, s', kv, d]; query head i has key head i // (a / kv). scale None: 1 / sqrt(d). If there
     are no keys, out is 0 and lse is -inf. Takes one `online_step` for each tile of `row_of_tiles`, sums in
-    `wide_dtype(q)`, and makes no tensor larger than q or a tile.
+    `wide_dtype(q)`. Makes no tensor of more elements than q, k or a tile of scores has.
     """
     (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
     scale = scale_or_usual(scale, d)
@@ -170,8 +171,8 @@ def tiled_backward(
     """Return the gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
 
     out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    scale None: 1 / sqrt(d). Products are those of `rounded_product`, sums are in `wide_dtype(q)`. Makes no tensor of
-    more numbers than q, k or a tile.
+    scale None: 1 / sqrt(d). Products are those of `rounded_product`; sums, delta among them, are in `wide_dtype(q)`.
+    Makes no tensor of more elements than q, k or a tile of scores has.
     """
     (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
     scale = scale_or_usual(scale, d)

@@ -9,8 +9,8 @@ with blocks of 2 queries and 2 keys, where x is a pair that is seen and a dot on
     ----+-----+----     skipped  no query sees any key: neither computed nor loaded (left blank)
     x x | x . |
     x x | x x |         A row of tiles is full ones, then partial ones, then skipped ones. So two numbers describe it:
-    ----+-----+----     the keys [0, unmasked_end) and [unmasked_end, end). A kernel runs one loop over the first, with
-    x x | x x | x .     no mask in its body, and one over the second.
+    ----+-----+----     the keys [0, unmasked_end) and [unmasked_end, end). A kernel runs one loop over both, with the
+    x x | x x | x .     mask behind an `if`: a second loop would make each product wait for the one before.
     x x | x x | x x
 
 The last keys, where block_k does not divide s', are a partial tile as well: the lanes past the end are masked.

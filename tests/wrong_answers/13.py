@@ -43,6 +43,16 @@ return (
 # %% 13.1 p is not rounded before the product
 rounded_product(p, values) => p @ values.to(p.dtype)
 
+# %% 13.1 total sums rounded exponentials
+p = torch.exp(scores - base[..., None])
+=>
+p = torch.exp(scores - base[..., None])
+p = p.to(values.dtype).to(p.dtype)
+
+# %% 13.1 out in the dtype of the values
+rounded_product(p, values) => rounded_product(p, values).to(values.dtype)
+out * rescale[..., None] => out.to(values.dtype) * rescale[..., None].to(values.dtype)
+
 # %% 13.2 a key too few at the diagonal
 first_row + 1 => first_row
 
@@ -155,6 +165,24 @@ torch.full_like(q_tile[..., 0], -math.inf, dtype=lse.dtype) => torch.zeros_like(
 # %% 13.3 the maximum begins at -100
 math.inf, dtype=lse.dtype => 100.0, dtype=lse.dtype
 
+# %% 13.3 a little more than total, against a division by 0
+sums / total[..., None] => sums / (total[..., None] + 1e-6)
+
+# %% 13.3 lse of a little more than total
+total.log() => (total + 1e-6).log()
+
+# %% 13.3 k and v are repeated for the query heads
+if s_k == 0:
+    return out, lse
+=>
+if s_k == 0:
+    return out, lse
+k, v = (x.repeat_interleave(heads // kv_heads, 2) for x in (k, v))
+kv_heads = heads
+
+# %% 13.3 float64 is summed in float32
+dtype=wide_dtype(q)) => dtype=torch.float32)
+
 # %% 13.4 fake: autograd over all scores
 from course_kit.labs.flash_attention import exact_attention
 
@@ -208,6 +236,33 @@ dtype=dk.dtype => dtype=lse.dtype
 # %% 13.4 dq is collected in 16 bits
 q_tile, dtype=dk.dtype => q_tile
 
+# %% 13.4 delta in the dtype of the gradient
+upper.to(dk.dtype) * out_tile => upper * out_tile
+
+# %% 13.4 delta sums rounded products
+(upper.to(dk.dtype) * out_tile).sum => (upper * out_tile).to(dk.dtype).sum
+
+# %% 13.4 p is not rounded for dv
+rounded_product(p.mT, upper) => p.mT @ upper.to(dk.dtype)
+
+# %% 13.4 ds is not rounded for dk
+rounded_product(ds.mT, q_tile) => ds.mT @ q_tile.to(dk.dtype)
+
+# %% 13.4 ds is not rounded for dq
+rounded_product(ds, k_tile) => ds @ k_tile.to(dk.dtype)
+
+# %% 13.4 k and v are repeated for the query heads
+dq = q.new_zeros(q.shape)
+=>
+dq, group, kv = q.new_zeros(q.shape), heads // kv_heads, kv_heads
+k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+kv_heads = heads
+---
+return dq, dk.mul_(scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
+=>
+dk, dv = (x.unflatten(1, (kv, group)).sum(2) for x in (dk, dv))
+return dq, dk.mul_(scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
+
 # %% 13.5 a packed batch is taken for a plain one
 @triton.jit
 def sequence_at(number, cu_seqlens, s_q, s_k):
@@ -245,243 +300,41 @@ def sequence_at(number, cu_seqlens, s_q, s_k):
     return 0, start, length, length
 
 # %% 13.6 a mask in every tile
-@triton.jit
-def attend_tiles(
-    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        key = first_key + tl.arange(0, BLOCK_K)[None, :]
-        seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-        scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
-        shrink = tl.exp2((highest - higher) * to_base_2)
-        total = total * shrink + tl.sum(powers, axis=1)
-        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
-        highest = higher
-    return highest, total, weighted
+first_key >= unmasked_end => first_key >= 0
 
 # %% 13.6 no tile is skipped
-@triton.jit
-def attend_tiles(
-    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, keys, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
-        shrink = tl.exp2((highest - higher) * to_base_2)
-        total = total * shrink + tl.sum(powers, axis=1)
-        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
-        highest = higher
-    return highest, total, weighted
+range(0, end, BLOCK_K) => range(0, keys, BLOCK_K)
 
 # %% 13.6 the values summed so far are not rescaled
-@triton.jit
-def attend_tiles(
-    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
-        shrink = tl.exp2((highest - higher) * to_base_2)
-        total = total * shrink + tl.sum(powers, axis=1)
-        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted)
-        highest = higher
-    return highest, total, weighted
+weighted * shrink[:, None] => weighted
 
 # %% 13.6 no mask past the last key
 last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
 =>
-query = first_query + tl.arange(0, BLOCK_Q)[:, None]
----
-k_tile = load_columns(k_rows, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-scores = dot(q_tile, k_tile, tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-=>
-k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
----
-scores = tl.where(key <= last_seen, scores, float("-inf"))
-=>
-seen = key <= query if CAUSAL else key >= 0
-scores = tl.where(seen, scores, float("-inf"))
----
-v_tile = load_rows(v_rows, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D) =>
----
-k_rows += BLOCK_K * k_row
-v_rows += BLOCK_K * v_row
-=>
+last_seen = (first_query + tl.arange(0, BLOCK_Q))[:, None] if CAUSAL else keys + BLOCK_K
 
 # %% 13.6 exp in place of exp2
-@triton.jit
-def attend_tiles(
-    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        powers = tl.exp((scores - higher[:, None]) * (to_base_2 / 1.4426950408889634))
-        shrink = tl.exp((highest - higher) * (to_base_2 / 1.4426950408889634))
-        total = total * shrink + tl.sum(powers, axis=1)
-        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
-        highest = higher
-    return highest, total, weighted
+powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
+shrink = tl.exp2((highest - higher) * to_base_2)
+=>
+powers = tl.exp((scores - higher[:, None]) * (to_base_2 / 1.4426950408889634))
+shrink = tl.exp((highest - higher) * (to_base_2 / 1.4426950408889634))
 
 # %% 13.6 the powers keep float32
-@triton.jit
-def attend_tiles(
-    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
-        shrink = tl.exp2((highest - higher) * to_base_2)
-        total = total * shrink + tl.sum(powers, axis=1)
-        weighted = dot(powers, v_tile, weighted * shrink[:, None])
-        highest = higher
-    return highest, total, weighted
+cast(powers, v_tile.dtype), v_tile => powers, v_tile
 
 # %% 13.6 the maximum is that of scaled scores
-@triton.jit
-def attend_tiles(
-    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
-        shrink = tl.exp2((highest - higher) * to_base_2)
-        total = total * shrink + tl.sum(powers, axis=1)
-        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
-        highest = higher
-    return highest * to_base_2, total, weighted
+return highest, total => return highest * to_base_2, total
 
 # %% 13.6 no maximum is taken off
-@triton.jit
-def attend_tiles(
-    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.zeros([BLOCK_Q], tl.float32)
-        powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
-        shrink = tl.full([BLOCK_Q], 1.0, tl.float32)
-        total = total * shrink + tl.sum(powers, axis=1)
-        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
-        highest = higher
-    return highest, total, weighted
+higher = tl.maximum(highest, tl.max(scores, axis=1)) => higher = tl.zeros([BLOCK_Q], tl.float32)
+shrink = tl.exp2((highest - higher) * to_base_2) => shrink = tl.full([BLOCK_Q], 1.0, tl.float32)
 
 # %% 13.6 divided in every step, and once more by the kernel
-@triton.jit
-def attend_tiles(
-    q_tile, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    highest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            scores = tl.where(seen, scores, float("-inf"))
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        powers = tl.exp2(scores * to_base_2 - (higher * to_base_2)[:, None])
-        shrink = tl.exp2((highest - higher) * to_base_2)
-        total = total * shrink + tl.sum(powers, axis=1)
-        weighted = dot(cast(powers, v_tile.dtype), v_tile, weighted * shrink[:, None])
-        highest = higher
-        weighted = weighted / total[:, None]
-    return highest, total, weighted
+highest = higher
+=>
+highest = higher
+weighted = weighted / total[:, None]
 
 # %% 13.6 one loop after another
 @triton.jit
@@ -515,427 +368,92 @@ def attend_tiles(
 # %% 13.6 the maximum begins at 0
 tl.full([BLOCK_Q], float("-inf"), tl.float32) => tl.zeros([BLOCK_Q], tl.float32)
 
+# %% 13.6 offsets in 32 bits
+load_columns(k_rows, keys => load_columns(k_rows + first_key * k_row, keys
+load_rows(v_rows, keys => load_rows(v_rows + first_key * v_row, keys
+k_rows += BLOCK_K * k_row =>
+v_rows += BLOCK_K * v_row =>
+
+# %% 13.6 rows past the last key are loaded
+load_rows(v_rows, keys - first_key => load_rows(v_rows, BLOCK_K
+
 # %% 13.7 delta is left out
-@triton.jit
-def gather_query_gradients(
-    q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            p = tl.where(seen, p, 0.0)
-        p_grad = dot(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        q_sum = dot(cast(p * p_grad, k_tile.dtype), k_tile, q_sum)
-    return q_sum
+(p_grad - delta[:, None]) => p_grad
 
 # %% 13.7 no mask
-@triton.jit
-def gather_query_gradients(
-    q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            p = tl.where(seen, p, p)
-        p_grad = dot(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
-    return q_sum
+tl.where(key <= last_seen, p, 0.0) => tl.where(key <= last_seen, p, p)
 
 # %% 13.7 no mask past the last key
-@triton.jit
-def gather_query_gradients(
-    q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = key <= query if CAUSAL else key >= 0
-            p = tl.where(seen, p, 0.0)
-        p_grad = dot(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
-    return q_sum
+last_seen = tl.minimum(first_query + tl.arange(0, BLOCK_Q), keys - 1)[:, None] if CAUSAL else keys - 1
+=>
+last_seen = (first_query + tl.arange(0, BLOCK_Q))[:, None] if CAUSAL else keys + BLOCK_K
 
 # %% 13.7 no tile is skipped
-@triton.jit
-def gather_query_gradients(
-    q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, keys, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            p = tl.where(seen, p, 0.0)
-        p_grad = dot(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
-    return q_sum
+range(0, end, BLOCK_K) => range(0, keys, BLOCK_K)
 
 # %% 13.7 a mask in every tile
-@triton.jit
-def gather_query_gradients(
-    q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
-        key = first_key + tl.arange(0, BLOCK_K)[None, :]
-        seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-        p = tl.where(seen, p, 0.0)
-        p_grad = dot(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
-    return q_sum
+first_key >= unmasked_end => first_key >= 0
 
 # %% 13.7 lse is taken for one of base 2
-@triton.jit
-def gather_query_gradients(
-    q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        p = tl.exp2(scores * to_base_2 - lse[:, None])
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            p = tl.where(seen, p, 0.0)
-        p_grad = dot(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
-    return q_sum
+(lse * LOG2_E)[:, None] => lse[:, None]
 
 # %% 13.7 the gradient meets k in place of v
-@triton.jit
-def gather_query_gradients(
-    q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            p = tl.where(seen, p, 0.0)
-        p_grad = dot(grad_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
-    return q_sum
+dot(grad_tile, v_tile => dot(grad_tile, tl.trans(k_tile)
 
 # %% 13.7 exp in place of exp2
-@triton.jit
-def gather_query_gradients(
-    q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        p = tl.exp(scores * (to_base_2 / 1.4426950408889634) - lse[:, None])
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            p = tl.where(seen, p, 0.0)
-        p_grad = dot(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        q_sum = dot(cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile, q_sum)
-    return q_sum
+p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
+=>
+p = tl.exp(scores * (to_base_2 / 1.4426950408889634) - lse[:, None])
 
 # %% 13.7 the gradient of the scores keeps float32
-@triton.jit
-def gather_query_gradients(
-    q_tile, grad_tile, lse, delta, k_rows, v_rows, k_row, v_row, first_query, queries, keys, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    query = first_query + tl.arange(0, BLOCK_Q)[:, None]
-    unmasked_end, end = seen_keys(first_query, queries, keys, CAUSAL, BLOCK_Q, BLOCK_K)
-    q_sum = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for first_key in range(0, end, BLOCK_K):
-        k_tile = load_rows(k_rows + first_key * k_row, keys - first_key, k_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        v_tile = load_rows(v_rows + first_key * v_row, keys - first_key, v_row, HEAD_DIM, BLOCK_K, BLOCK_D)
-        scores = dot(q_tile, tl.trans(k_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[:, None])
-        if first_key >= unmasked_end:
-            key = first_key + tl.arange(0, BLOCK_K)[None, :]
-            seen = (key < keys) & (key <= query) if CAUSAL else key < keys
-            p = tl.where(seen, p, 0.0)
-        p_grad = dot(grad_tile, tl.trans(v_tile), tl.zeros((BLOCK_Q, BLOCK_K), tl.float32))
-        q_sum = dot(p * (p_grad - delta[:, None]), k_tile, q_sum)
-    return q_sum
+cast(p * (p_grad - delta[:, None]), k_tile.dtype), k_tile => p * (p_grad - delta[:, None]), k_tile
+
+# %% 13.7 offsets in 32 bits
+load_rows(k_rows, keys => load_rows(k_rows + first_key * k_row, keys
+load_columns(v_rows, keys => load_columns(v_rows + first_key * v_row, keys
+k_rows += BLOCK_K * k_row =>
+v_rows += BLOCK_K * v_row =>
 
 # %% 13.8 delta is left out
-@triton.jit
-def gather_key_gradients(
-    k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, grad_row,
-    first_key, queries, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    key = first_key + tl.arange(0, BLOCK_K)[:, None]
-    start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
-    for first in range(start, queries, BLOCK_Q):
-        query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
-        delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
-        scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
-        if CAUSAL:
-            if first < first_key + BLOCK_K - 1:  # from there on all of these queries see all of these keys
-                p = tl.where(key <= query[None, :], p, 0.0)
-        v_sum = dot(cast(p, grad_tile.dtype), grad_tile, v_sum)
-        p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        k_sum = dot(cast(p * p_grad, q_tile.dtype), q_tile, k_sum)
-    return k_sum, v_sum
+(p_grad - delta[None, :]) => p_grad
 
 # %% 13.8 no mask
-@triton.jit
-def gather_key_gradients(
-    k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, grad_row,
-    first_key, queries, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    key = first_key + tl.arange(0, BLOCK_K)[:, None]
-    start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
-    for first in range(start, queries, BLOCK_Q):
-        query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
-        delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
-        scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
-        if CAUSAL:
-            if first < first_key + BLOCK_K - 1:  # from there on all of these queries see all of these keys
-                p = tl.where(key <= query[None, :], p, p)
-        v_sum = dot(cast(p, grad_tile.dtype), grad_tile, v_sum)
-        p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
-    return k_sum, v_sum
+key <= first + row[None, :], p, 0.0 => key <= first + row[None, :], p, p
 
 # %% 13.8 the mask of scores that lie the other way
-@triton.jit
-def gather_key_gradients(
-    k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, grad_row,
-    first_key, queries, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    key = first_key + tl.arange(0, BLOCK_K)[:, None]
-    start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
-    for first in range(start, queries, BLOCK_Q):
-        query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
-        delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
-        scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
-        if CAUSAL:
-            if first < first_key + BLOCK_K - 1:  # from there on all of these queries see all of these keys
-                p = tl.where(key >= query[None, :], p, 0.0)
-        v_sum = dot(cast(p, grad_tile.dtype), grad_tile, v_sum)
-        p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
-    return k_sum, v_sum
+key <= first + row[None, :] => key >= first + row[None, :]
 
 # %% 13.8 a mask in every tile
-@triton.jit
-def gather_key_gradients(
-    k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, grad_row,
-    first_key, queries, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    key = first_key + tl.arange(0, BLOCK_K)[:, None]
-    start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
-    for first in range(start, queries, BLOCK_Q):
-        query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
-        delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
-        scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
-        if CAUSAL:
-            p = tl.where(key <= query[None, :], p, 0.0)
-        v_sum = dot(cast(p, grad_tile.dtype), grad_tile, v_sum)
-        p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
-    return k_sum, v_sum
+first < first_key + BLOCK_K - 1 => first >= 0
 
 # %% 13.8 no tile is skipped
-@triton.jit
-def gather_key_gradients(
-    k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, grad_row,
-    first_key, queries, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    key = first_key + tl.arange(0, BLOCK_K)[:, None]
-    start = 0  # queries before it see none of these keys
-    for first in range(start, queries, BLOCK_Q):
-        query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
-        delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
-        scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
-        if CAUSAL:
-            if first < first_key + BLOCK_K - 1:  # from there on all of these queries see all of these keys
-                p = tl.where(key <= query[None, :], p, 0.0)
-        v_sum = dot(cast(p, grad_tile.dtype), grad_tile, v_sum)
-        p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
-    return k_sum, v_sum
+start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0 => start = 0
 
 # %% 13.8 the first tile of queries is missed
-@triton.jit
-def gather_key_gradients(
-    k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, grad_row,
-    first_key, queries, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    key = first_key + tl.arange(0, BLOCK_K)[:, None]
-    start = (first_key + BLOCK_Q) // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
-    for first in range(start, queries, BLOCK_Q):
-        query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
-        delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
-        scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
-        if CAUSAL:
-            if first < first_key + BLOCK_K - 1:  # from there on all of these queries see all of these keys
-                p = tl.where(key <= query[None, :], p, 0.0)
-        v_sum = dot(cast(p, grad_tile.dtype), grad_tile, v_sum)
-        p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
-    return k_sum, v_sum
+first_key // BLOCK_Q * BLOCK_Q if => (first_key + BLOCK_Q) // BLOCK_Q * BLOCK_Q if
 
 # %% 13.8 queries past the end are not masked
-@triton.jit
-def gather_key_gradients(
-    k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, grad_row,
-    first_key, queries, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    key = first_key + tl.arange(0, BLOCK_K)[:, None]
-    start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
-    for first in range(start, queries, BLOCK_Q):
-        query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        lse = tl.load(lse_rows + query)  # no query there: p = 0
-        delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
-        scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
-        if CAUSAL:
-            if first < first_key + BLOCK_K - 1:  # from there on all of these queries see all of these keys
-                p = tl.where(key <= query[None, :], p, 0.0)
-        v_sum = dot(cast(p, grad_tile.dtype), grad_tile, v_sum)
-        p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
-    return k_sum, v_sum
+lse_rows + first + row, mask=row < queries - first, other=0.0 => lse_rows + first + row
 
 # %% 13.8 the last head of the group alone
-@triton.jit
-def gather_key_gradients(
-    k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, grad_row,
-    first_key, queries, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    key = first_key + tl.arange(0, BLOCK_K)[:, None]
-    start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
-    k_sum, v_sum = tl.zeros_like(k_sum), tl.zeros_like(v_sum)
-    for first in range(start, queries, BLOCK_Q):
-        query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
-        delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
-        scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
-        if CAUSAL:
-            if first < first_key + BLOCK_K - 1:  # from there on all of these queries see all of these keys
-                p = tl.where(key <= query[None, :], p, 0.0)
-        v_sum = dot(cast(p, grad_tile.dtype), grad_tile, v_sum)
-        p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
-    return k_sum, v_sum
+row = tl.arange(0, BLOCK_Q)
+=>
+row = tl.arange(0, BLOCK_Q)
+k_sum, v_sum = tl.zeros_like(k_sum), tl.zeros_like(v_sum)
 
 # %% 13.8 p keeps float32
-@triton.jit
-def gather_key_gradients(
-    k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, grad_row,
-    first_key, queries, to_base_2,
-    CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    key = first_key + tl.arange(0, BLOCK_K)[:, None]
-    start = first_key // BLOCK_Q * BLOCK_Q if CAUSAL else 0  # queries before it see none of these keys
-    for first in range(start, queries, BLOCK_Q):
-        query = first + tl.arange(0, BLOCK_Q)
-        q_tile = load_rows(q_rows + first * q_row, queries - first, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        grad_tile = load_rows(grad_rows + first * grad_row, queries - first, grad_row, HEAD_DIM, BLOCK_Q, BLOCK_D)
-        lse = tl.load(lse_rows + query, mask=query < queries, other=float("inf"))  # no query there: p = 0
-        delta = tl.load(delta_rows + query, mask=query < queries, other=0.0)
-        scores = dot(k_tile, tl.trans(q_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        p = tl.exp2(scores * to_base_2 - (lse * LOG2_E)[None, :])
-        if CAUSAL:
-            if first < first_key + BLOCK_K - 1:  # from there on all of these queries see all of these keys
-                p = tl.where(key <= query[None, :], p, 0.0)
-        v_sum = dot(p, grad_tile, v_sum)
-        p_grad = dot(v_tile, tl.trans(grad_tile), tl.zeros((BLOCK_K, BLOCK_Q), tl.float32))
-        k_sum = dot(cast(p * (p_grad - delta[None, :]), q_tile.dtype), q_tile, k_sum)
-    return k_sum, v_sum
+cast(p, grad_tile.dtype), grad_tile => p, grad_tile
+
+# %% 13.8 offsets in 32 bits
+load_rows(q_rows, queries => load_rows(q_rows + first * q_row, queries
+load_rows(grad_rows, queries => load_rows(grad_rows + first * grad_row, queries
+q_rows += tl.cast(start, tl.int64) * q_row =>
+grad_rows += tl.cast(start, tl.int64) * grad_row =>
+q_rows += BLOCK_Q * q_row =>
+grad_rows += BLOCK_Q * grad_row =>
+
+# %% 13.8 the offset of the first tile in 32 bits
+q_rows += tl.cast(start, tl.int64) * q_row => q_rows += start * q_row
 
 # %% 13.9 lse as the operator gives it
 return out, lse.transpose(1, 2) => return out, lse
@@ -982,3 +500,13 @@ None, max(q.shape[1], k.shape[1]) => None, q.shape[1]
 # %% 13.9 longest counts the keys alone
 None, max(q.shape[1], k.shape[1]) => None, k.shape[1]
 (q, k, v, None), max(q.shape[1], k.shape[1]) => (q, k, v, None), k.shape[1]
+
+# %% 13.9 the scale by hand, and nothing is refused
+scale = check_for_kernel(q, k, v, None)
+=>
+scale = q.shape[3] ** -0.5
+---
+check_for_kernel(q, k, v, None), max => q.shape[3] ** -0.5, max
+
+# %% 13.9 forward alone refuses
+check_for_kernel(q, k, v, None), max => q.shape[3] ** -0.5, max

@@ -19,6 +19,13 @@ def backward_inputs(
     """Return gradient, q, k, v, and lse and delta as the kernels take them: [b, a, s], float32."""
     q, k, v = (torch.randn(1, s, a, d).to(dtype) for s, a in ((s_q, heads), (s_k, kv_heads), (s_k, kv_heads)))
     gradient = torch.randn(q.shape).to(dtype)
+    return gradient, q, k, v, *lse_and_delta(gradient, q, k, v, causal, scale)
+
+
+def lse_and_delta(
+    gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return lse and delta as the kernels take them: [b, a, s], float32."""
     out, lse = exact_attention(q, k, v, causal, scale)
     delta = (gradient.double() * out).sum(-1)
-    return gradient, q, k, v, lse.mT.float().contiguous(), delta.mT.float().contiguous()
+    return lse.mT.float().contiguous(), delta.mT.float().contiguous()

@@ -23,7 +23,7 @@ def walk_row(scores: torch.Tensor, values: torch.Tensor, block: int) -> tuple[to
 
 
 def check() -> None:
-    """Assert highest, total and out after tiles of several sizes, and that p is rounded before its product."""
+    """Assert highest, total and out after tiles of several sizes, and that p is rounded for its product alone."""
     for offset in (1000.0, 0.0, -1000.0):
         scores = 3 * torch.randn(2, 5, 12, dtype=torch.float64) + offset
         values = torch.randn(2, 12, 4, dtype=torch.float64)
@@ -49,8 +49,16 @@ def check() -> None:
     assert torch.allclose(out[1] / total[1][..., None], exact), "a row whose first tiles are masked is wrong"
     scores, values = torch.randn(4, 64), torch.randn(64, 8, dtype=torch.bfloat16)
     p = (scores - scores.amax(-1, keepdim=True)).exp()
-    out = reference.online_step(torch.full((4,), -math.inf), torch.zeros(4), torch.zeros(4, 8), scores, values)[2]
+    before = torch.full((4,), -math.inf), torch.zeros(4), torch.zeros(4, 8)
+    highest, total, out = reference.online_step(*before, scores, values)
+    dtypes = [str(x.dtype).removeprefix("torch.") for x in (highest, total, out)]
+    assert dtypes == 3 * ["float32"], (
+        f"values in bfloat16: highest, total and out are {', '.join(dtypes)}: expected float32"
+    )
     unrounded, rounded = ((out - x).abs().mean() for x in (p @ values.float(), reference.rounded_product(p, values)))
     assert rounded < unrounded, (
         "values in bfloat16: p meets them unrounded. Use rounded_product, as a tensor core would"
+    )
+    assert torch.allclose(total, p.sum(-1)), (
+        "values in bfloat16: total sums rounded exponentials. They are rounded for the product with the values only"
     )

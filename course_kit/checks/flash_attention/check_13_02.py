@@ -21,7 +21,7 @@ def check() -> None:
         for first_row in range(0, s_q, block_q):
             rows = seen[first_row : first_row + block_q]
             unmasked_end, end = tiles.key_bounds(first_row, block_q, block_k, s_q, s_k, causal)
-            where = f"{case}, the tiles of query {first_row}: ({unmasked_end}, {end})"
+            where = f"{case}, the tiles of query {first_row}: you return ({unmasked_end}, {end})"
             last = int(rows.any(0).sum())
             assert end >= last, f"{where}: key {last - 1} is seen by one of them, and never visited"
             assert end <= last, f"{where}: from key {last} on none of these queries sees anything: skip that"

@@ -17,6 +17,7 @@ CASES = (
     (37, 37, 4, 2, True, torch.float32),
     (20, 45, 2, 2, False, torch.float32),
     (45, 20, 2, 1, True, torch.bfloat16),
+    (30, 30, 2, 1, True, torch.float64),
 )
 
 
@@ -35,10 +36,14 @@ def check() -> None:
             f"{s_q} queries, {s_k} keys, {heads} heads for {kv_heads}, {'causal' if causal else 'not causal'}, {dtype}"
         )
         wanted, wanted_lse = exact_attention(q, k, v, causal, 0.7)
-        assert out.dtype == dtype and lse.dtype == torch.float32, f"{case}: out is {out.dtype}, lse {lse.dtype}"
+        wide, roundings = reference.wide_dtype(q), 256 if dtype == torch.float64 else 4
+        assert out.dtype == dtype and lse.dtype == wide, (
+            f"{case}: out is {out.dtype}, lse {lse.dtype}: expected {dtype} and {wide}"
+        )
         divided = "Is it divided by total at the end? Query head i has key head i // (a / kv)."
-        assert_close(out, wanted, f"{case}: out [b, s, a, d]", hint=divided)
-        assert_close(lse, wanted_lse, f"{case}: lse [b, s, a]", hint="It is highest + log(total).")
+        exactly = " Is something added to total, or a sum in float32?" if dtype == torch.float64 else ""
+        assert_close(out, wanted, f"{case}: out [b, s, a, d]", roundings, divided + exactly)
+        assert_close(lse, wanted_lse, f"{case}: lse [b, s, a]", roundings, "It is highest + log(total)." + exactly)
         visited, _ = count_tiles(s_q, s_k, 16, 8, causal)
         assert steps == visited, f"{case}: {steps} calls of online_step for {visited} tiles: one each, and no others"
     q = torch.randn(1, 128, 1, 4)
@@ -46,6 +51,13 @@ def check() -> None:
         out, _ = reference.tiled_forward(q, q, q, True, None, 16, 16)
     assert guards.largest_bytes <= q.nbytes, (
         f"a tensor of {guards.largest_bytes:,} bytes was made, where q has {q.nbytes:,}: scores of more than a tile?"
+    )
+    few, many = torch.randn(1, 32, 4, 8), torch.randn(1, 128, 2, 8)
+    with GuardBands() as guards:
+        reference.tiled_forward(few, many, many, False, None, 16, 16)
+    assert guards.largest_bytes <= many.nbytes, (
+        f"4 query heads for 2 key heads: a tensor of {guards.largest_bytes:,} bytes was made, where k has "
+        f"{many.nbytes:,}: are k and v repeated? fold_heads makes that unnecessary"
     )
     assert_close(out, exact_attention(q, q, q, True, 0.5)[0], "without a scale: out", hint="None means 1 / sqrt(d).")
     out, lse = reference.tiled_forward(q, q[:, :0], q[:, :0], False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from course_kit.checks.flash_attention.check_13_03 import CASES
@@ -11,12 +13,12 @@ from course_lib.flash_attention import reference
 
 
 def check() -> None:
-    """Assert the gradients and their dtypes, the largest tensor, keys in two pieces, and sums in float32."""
+    """Assert the gradients and their dtypes, the largest tensor, keys in two pieces, sums in float32, and rounding."""
     for s_q, s_k, heads, kv_heads, causal, dtype in CASES:
         q, k, v = (torch.randn(2, s, a, 8).to(dtype) for s, a in ((s_q, heads), (s_k, kv_heads), (s_k, kv_heads)))
         gradient = torch.randn(q.shape).to(dtype)
         out, lse = exact_attention(q, k, v, causal, 0.7)
-        out, lse = out.to(dtype), lse.float()
+        out, lse = out.to(dtype), lse.to(reference.wide_dtype(q))
         with GuardBands():  # new memory is NaN until it is written
             found = reference.tiled_backward(gradient, q, k, v, out, lse, causal, 0.7, 16, 8)
         case = (
@@ -30,15 +32,24 @@ def check() -> None:
         }
         for name, mine, wanted in zip("qkv", found, exact_gradients(gradient, q, k, v, causal, 0.7), strict=True):
             assert mine.dtype == dtype, f"{case}: the gradient of {name} is {mine.dtype}"
-            assert_close(mine, wanted, f"{case}: gradient of {name}", 8, hints[name])
+            roundings = 512 if dtype == torch.float64 else 8
+            assert_close(mine, wanted, f"{case}: gradient of {name}", roundings, hints[name])
     q = torch.randn(1, 128, 1, 4)
     with GuardBands() as guards:
         reference.tiled_backward(q, q, q, q, q, q[..., 0].contiguous() + 9, True, None, 16, 16)
     assert guards.largest_bytes <= q.nbytes, (
         f"a tensor of {guards.largest_bytes:,} bytes was made, where q has {q.nbytes:,}: scores of more than a tile?"
     )
+    few, many = torch.randn(1, 32, 4, 8), torch.randn(1, 128, 2, 8)
+    with GuardBands() as guards:
+        reference.tiled_backward(few, few, many, many, few, few[..., 0].contiguous() + 9, False, None, 16, 16)
+    assert guards.largest_bytes <= many.nbytes, (
+        f"4 query heads for 2 key heads: a tensor of {guards.largest_bytes:,} bytes was made, where k has "
+        f"{many.nbytes:,}: are k and v repeated? fold_heads makes that unnecessary"
+    )
     check_pieces()
     check_sums()
+    check_rounding()
 
 
 def check_pieces() -> None:
@@ -64,3 +75,29 @@ def check_sums() -> None:
         case, stuck = f"{s_q} queries, {s_k} keys, all p and ds are 1", "Sums in bfloat16 end at 256: 256 + 1 is 256."
         for name, mine, count, row in zip("qkv", found, (s_k, s_q, s_q), (y, x, x), strict=True):
             assert_close(mine, (count * row.double()).expand_as(mine), f"{case}: gradient of {name}", hint=stuck)
+
+
+def bfloat16_rows(*rows: list[float]) -> torch.Tensor:
+    """Return rows of one head, [1, s, 1, d], in bfloat16."""
+    return torch.tensor(rows, dtype=torch.bfloat16)[None, :, None]
+
+
+def check_rounding() -> None:
+    """Assert in bfloat16 that delta is summed unrounded, and that p and ds are rounded before their products."""
+    # One key, so p = 1, out = v and ds = dp - delta = 0. 257 and 3 * 129 need more bits than bfloat16 has.
+    q, k, v = bfloat16_rows([1, 0], [1, 0]), bfloat16_rows([0, 1]), bfloat16_rows([129, 128])
+    gradient = bfloat16_rows([1, 1], [3, 1])
+    dq, *_ = reference.tiled_backward(gradient, q, k, v, v.expand_as(q), torch.zeros(1, 2, 1), False, 1.0, 16, 8)
+    assert (dq == 0).all(), (
+        "bfloat16, one key: its p is 1 and its dp is delta, so dq is 0, and yours is not. Is delta multiplied and "
+        "summed in wide_dtype(q)?"
+    )
+    # p = ds = 0.501831 is 0.5 in bfloat16. Times 3 it is 1.5; unrounded it would be 1.5055, in bfloat16 1.5078.
+    q, k, v, gradient = (bfloat16_rows(row) for row in ([3, 0], [0, 3], [0, 1], [3, 1]))
+    lse = torch.full((1, 1, 1), -math.log(0.5 * (1 + 2**-8 - 2**-12)))
+    found = reference.tiled_backward(gradient, q, k, v, 0 * q, lse, False, 1.0, 16, 8)
+    for name, x, mine, wanted in zip("qkv", ("ds", "ds", "p"), found, ([0, 1.5], [1.5, 0], [1.5, 0.5]), strict=True):
+        assert mine.flatten().tolist() == wanted, (
+            f"bfloat16: the gradient of {name} is {mine.flatten().tolist()} where {wanted} is right: {x} is rounded "
+            "to bfloat16 before its product. Use rounded_product for all five"
+        )

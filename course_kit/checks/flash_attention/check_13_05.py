@@ -42,11 +42,13 @@ def check() -> None:
 
     with record_launches() as launches:
         plain = run_guarded(kernel, places, 3, None, 70, 50).tolist()
-    assert plain == [[number, 0, 70, 50] for number in range(3)], (
-        f"a plain batch of 3, each 70 queries and 50 keys: (row, start, queries, keys) are {plain}"
+    wanted = [[number, 0, 70, 50] for number in range(3)]
+    assert plain == wanted, (
+        f"a plain batch of 3, each 70 queries and 50 keys: (row, start, queries, keys) are {plain}: expected {wanted}"
     )
     packed = run_guarded(kernel, places, 4, torch.tensor([0, 5, 5, 25, 32], dtype=torch.int32), 32, 32).tolist()
-    assert packed == [[0, 0, 5, 5], [0, 5, 0, 0], [0, 5, 20, 20], [0, 25, 7, 7]], (
-        f"sequences of 5, 0, 20 and 7 tokens in row 0: (row, start, queries, keys) are {packed}"
+    wanted = [[0, 0, 5, 5], [0, 5, 0, 0], [0, 5, 20, 20], [0, 25, 7, 7]]
+    assert packed == wanted, (
+        f"sequences of 5, 0, 20 and 7 tokens in row 0: (row, start, queries, keys) are {packed}: expected {wanted}"
     )
     assert_compiles(launches)  # the launch with None for cu_seqlens

@@ -7,8 +7,9 @@ import math
 import torch
 import triton
 
-from course_kit.checks.flash_attention.backward_cases import CASES, backward_inputs
+from course_kit.checks.flash_attention.backward_cases import CASES, backward_inputs, lse_and_delta
 from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations
+from course_kit.checks.flash_attention.far_rows import assert_far_rows
 from course_kit.checks.kernels import run_guarded
 from course_kit.gpu.launches import record_launches
 from course_kit.labs.flash_attention import assert_close, exact_gradients
@@ -28,8 +29,14 @@ def run_query_gradients(
     return found
 
 
+def find_far(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return dq of one head, causal."""
+    lse, delta = lse_and_delta(gradient, q, k, v, True, 0.25)
+    return {"dq": run_query_gradients(gradient, q, k, v, lse, delta, True, 0.25)}
+
+
 def check() -> None:
-    """Assert dq, counts of operations, and finite numbers past the last key."""
+    """Assert dq, counts of operations, and finite numbers past the last key, and rows that are far apart."""
     kernel = backward.query_gradient_kernel
     for s_q, s_k, heads, kv_heads, d, causal, dtype in CASES:
         gradient, q, k, v, lse, delta = backward_inputs(s_q, s_k, heads, kv_heads, d, dtype, causal, 0.4)
@@ -47,4 +54,5 @@ def check() -> None:
     assert found.isfinite().all(), (
         "scores of -196: past the last key, where none is loaded, exp2 overflows. Mask p there"
     )
+    assert_far_rows(("k", "v"), find_far)
     assert_compiles(launches)  # of the last case, in bfloat16

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import triton
 
-from course_kit.checks.flash_attention.backward_cases import CASES, backward_inputs
+from course_kit.checks.flash_attention.backward_cases import CASES, backward_inputs, lse_and_delta
 from course_kit.checks.flash_attention.costs import assert_compiles, assert_counts, count_operations
+from course_kit.checks.flash_attention.far_rows import assert_far_rows
 from course_kit.checks.kernels import run_guarded
 from course_kit.gpu.launches import record_launches
 from course_kit.labs.flash_attention import assert_close, exact_gradients
@@ -27,21 +28,26 @@ def run_key_gradients(
     return found
 
 
+def find_far(gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return dk and dv of one head, causal."""
+    lse, delta = lse_and_delta(gradient, q, k, v, True, 0.25)
+    return dict(zip(("dk", "dv"), run_key_gradients(gradient, q, k, v, lse, delta, True, 0.25), strict=True))
+
+
 def check() -> None:
-    """Assert dk and dv, and counts of operations."""
+    """Assert dk and dv, counts of operations, and rows that are far apart."""
     kernel = backward.key_gradient_kernel
     for s_q, s_k, heads, kv_heads, d, causal, dtype in CASES:
         gradient, q, k, v, lse, delta = backward_inputs(s_q, s_k, heads, kv_heads, d, dtype, causal, 0.4)
         case = f"{s_q} queries, {s_k} keys, head {d}, {'causal' if causal else 'not causal'}, {dtype}"
         with count_operations() as counts, record_launches() as launches:
             found = run_guarded(kernel, run_key_gradients, gradient, q, k, v, lse, delta, causal, 0.4)
-        asked = (
-            "Do the given sums go on? Is p right: the mask, the first tile, lse in base 2, +inf past the last query?"
-        )
+        asked = "Do the given sums go on? Is p right: the mask, the first tile, lse in base 2?"
         hints = {"k": asked + " Is delta taken off, the scale left to the kernel?", "v": asked}
         wanted = exact_gradients(gradient, q, k, v, causal, 0.4)[1:]
         for name, mine, exact in zip("kv", found, wanted, strict=True):
             assert_close(mine, exact, f"{case}: gradient of {name}", 8, hints[name])
         blocks = backward.KEY_CONFIGURATIONS[0].kwargs
         assert_counts(counts, case, 4, heads, s_q, s_k, blocks, causal, dtype)
+    assert_far_rows(("q",), find_far)
     assert_compiles(launches)  # of the last case, in bfloat16

@@ -21,7 +21,7 @@ KERNELS = ["flash_forward_kernel", "delta_kernel", "query_gradient_kernel", "key
 
 
 def check() -> None:
-    """Assert out, lse, gradients and the kernels launched; then a causal ring of three chunks."""
+    """Assert out, lse, gradients, the kernels launched, and what is refused; then a causal ring of three chunks."""
     on = device()
     for s_q, s_k in ((10, 100), (100, 10)):
         q, k, v, gradient = (torch.randn(1, s, a, 16, device=on) for s, a in ((s_q, 4), (s_k, 2), (s_k, 2), (s_q, 4)))
@@ -38,7 +38,29 @@ def check() -> None:
             assert_close(mine, gradients, f"{case}: gradient of {name}", 8, f"lse goes in as [b, a, s]; {longest}")
         names = list(dict.fromkeys(launch.name for launch in launches))
         assert names == KERNELS, f"{case}: launched were {', '.join(names)}: expected {', '.join(KERNELS)}"
+    check_refusal(on)
     check_ring(on)
+
+
+def check_refusal(on: torch.device) -> None:
+    """Assert that both functions raise ValueError for what the kernels do not take, before they launch any."""
+    x = torch.zeros(1, 8, 2, 16, dtype=torch.float64, device=on)
+    calls = {
+        "flash_block_forward": lambda: operator.flash_block_forward(x, x, x, True),
+        "flash_block_backward": lambda: operator.flash_block_backward(x, x, x, x, x, x[..., 0], True),
+    }
+    for name, call in calls.items():
+        refused = False
+        with record_launches() as launches:
+            try:
+                call()
+            except ValueError:
+                refused = True
+            except Exception:  # whatever the kernels make of it: told below
+                pass
+        assert refused and not launches, (
+            f"{name} of float64 inputs, which the kernels do not take: expected the ValueError of check_for_kernel"
+        )
 
 
 def check_ring(on: torch.device) -> None:
