@@ -34,6 +34,14 @@ def stray_loads() -> Iterator[list[int]]:
         yield strays
 
 
+@contextlib.contextmanager
+def silent_infinities() -> Iterator[None]:
+    """Inside, the interpreter makes infinities and NaN without a warning, as a GPU does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")
+        yield
+
+
 def run_guarded(kernel, run, *inputs):
     """run(*inputs) with bands round all tensors; its results, on the CPU. Raises AssertionError or CheckFailed unless
     `kernel` does the work, within its tensors, and PyTorch nothing.
@@ -43,8 +51,7 @@ def run_guarded(kernel, run, *inputs):
     inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
     with record_launches() as launches, stray_loads() as strays, GuardBands() as guards:
         try:
-            with warnings.catch_warnings():  # a GPU makes infinities without a word
-                warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")
+            with silent_infinities():
                 result = run(*[guards.guarded(x) if torch.is_tensor(x) else x for x in inputs])
         except TritonError as error:  # it wraps what a kernel raises: a blank one should say that it is blank
             if "NotImplementedError()" in str(error):

@@ -115,6 +115,12 @@ def attend_tiles(
         v_rows += v_row * BLOCK_K
     return highest, total, sums
 
+# %% 13.6 offsets in 64 bits
+load_columns(k_rows, keys => load_columns(k_rows + tl.cast(first_key, tl.int64) * k_row, keys
+load_rows(v_rows, keys => load_rows(v_rows + tl.cast(first_key, tl.int64) * v_row, keys
+k_rows += BLOCK_K * k_row =>
+v_rows += BLOCK_K * v_row =>
+
 # %% 13.7 the mask by key and query
 @triton.jit
 def gather_query_gradients(
@@ -142,6 +148,12 @@ def gather_query_gradients(
         k_rows += k_row * BLOCK_K
         v_rows += v_row * BLOCK_K
     return gathered
+
+# %% 13.7 offsets in 64 bits
+load_rows(k_rows, keys => load_rows(k_rows + tl.cast(first_key, tl.int64) * k_row, keys
+load_columns(v_rows, keys => load_columns(v_rows + tl.cast(first_key, tl.int64) * v_row, keys
+k_rows += BLOCK_K * k_row =>
+v_rows += BLOCK_K * v_row =>
 
 # %% 13.8 the first query by itself
 @triton.jit
