@@ -15,9 +15,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-
 import course_lib
+from course_kit.checks.advice import CheckFailed, advice
 from course_kit.exercises.cells import (
     LOOKS_LIKE_EXPORT,
     CellError,
@@ -37,17 +36,6 @@ PROJECT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(course_lib.__file__).parent
 EXERCISE = re.compile(r"\d\d\.\d+")
 Cells = list[tuple[str, str]]  # (source, file name that errors show)
-
-
-class CheckFailed(AssertionError):
-    """An exercise that is not solved yet; the message says what to do. Jupyter shows it without the stack of the check,
-    which would push it off the screen; where code of the learner's raised, that stack stands (`__cause__`).
-    """
-
-    def __getattr__(self, name: str):
-        if name == "_render_traceback_" and self.__cause__ is None:
-            return lambda: [f"{type(self).__name__}: {self}"]
-        raise AttributeError(name)
 
 
 def check(exercise: str):
@@ -85,14 +73,20 @@ def setup(chapter: str) -> None:
     folder = Path.cwd()
     if folder == PROJECT / "notebooks":
         return  # it holds the reference alone
-    back = []
+    back, changed = [], []
     for exercise, cells, found in saved_answers(folder, chapter):
-        if exercise in targets_by_exercise() and state(folder, exercise, found) == "passes":
+        how = state(folder, exercise, found) if exercise in targets_by_exercise() else None
+        changed += [exercise] if how == "changed" else []
+        if how == "passes":
             with contextlib.suppress(Exception):
                 install(Answer(exercise, tuple(cells)))
                 back.append(exercise)
     if back:
         print(f"The library runs your answers that have passed: {', '.join(back)}")
+    if changed:
+        print(
+            f"Changed since they passed, or not saved then: {', '.join(changed)}. Run the cells and their checks again"
+        )
 
 
 @functools.cache
@@ -147,22 +141,32 @@ def names_of(source: str) -> set[str]:
 
 
 def cell_for(target: str, names: list[str], ran: Cells) -> tuple[str, str]:
-    """The last cell that was run whose directive names a target and that defines one of its names."""
+    """The last cell that was run for a target and that has one of its names.
+
+    Raises CheckFailed where a later one looks like an answer to it, too, and where there is none.
+    """
+    directive = f"#| export {target}"
     closest = None
     for source, file in ran:
-        lines = [line.strip() for line in plain(source).split("\n")]
-        named = [line.removeprefix("#| export").strip() for line in lines if LOOKS_LIKE_EXPORT.match(line)]
-        if target not in named:
-            continue
+        lines = plain(source).split("\n")
+        named = [re.sub(r"^\s*#\s*\|\s*export\W*", "", line).strip() for line in lines if LOOKS_LIKE_EXPORT.match(line)]
         defined = set(re.findall(r"^(?:async )?(?:def|class) (\w+)", source, re.MULTILINE))
-        if defined & {*names}:
-            return source, file
-        closest = closest or (source, defined)
-    directive = f"#| export {target}"
-    if closest and closest[1] and not closest[1] & all_names(target):
-        wrong = ", ".join(sorted(closest[1]))
+        if target in named:
+            if any(re.search(rf"(def|class) {name}\b|^{name} *[:=]", source, re.MULTILINE) for name in names):
+                return source, file
+            closest = closest or defined
+        elif defined & {*names} and (not named or named[0] not in all_targets()):
+            first = f"begins with '{lines[0].strip()}'" if named else "has no such line"
+            raise CheckFailed(f"the first line of the exercise's cell should be '{directive}': {shown(file)} {first}")
+    if closest and not closest & all_names(target):
+        wrong = ", ".join(sorted(closest))
         raise CheckFailed(f"the cell '{directive}' defines {wrong}, and the exercise asks for {', '.join(names)}")
     raise CheckFailed(f"run the exercise's cell first: it begins with '{directive}' and defines {', '.join(names)}")
+
+
+def all_targets() -> set[str]:
+    """What the directives of all exercises name."""
+    return {target for targets in targets_by_exercise().values() for target in targets}
 
 
 def all_names(target: str) -> set[str]:
@@ -184,7 +188,7 @@ def run(exercise: str, cells: Cells, namespace: dict) -> None:
     passed, of_cells = False, None
     uninstall(exercise)
     try:
-        with advice(exercise):
+        with advice(exercise, in_library=bool(targets)):
             if targets:
                 answer = fitting(exercise, cells, targets)
                 of_cells = exercise_digest(answer)
@@ -227,6 +231,9 @@ def fitting(exercise: str, cells: Cells, targets: dict[str, list[str]]) -> list[
                 if set(cell.names) & {*names}
                 else f"the cell defines {', '.join(cell.names)}, and the exercise asks for {missing[0]}"
             )
+        for other, theirs in targets_by_exercise().items():
+            if other != exercise and (both := [name for name in theirs.get(target, ()) if name in cell.definitions]):
+                raise CheckFailed(f"one exercise in a cell: {both[0]} is that of {other}")
         check_fits(inspect.getsource(library_module(cell.module)), cell, learners=True)
     return list(found.values())
 
@@ -251,6 +258,11 @@ def explaining(exercise: str, cells: Cells) -> Iterator[None]:
     """Say of an error in an answer what its words alone do not: names are those of the library's module."""
     try:
         yield
+    except CellError as error:
+        told = str(error)
+        for _, file in cells:
+            told = told.replace(file, shown(file))
+        raise CellError(told) from None
     except NameError as error:
         if getattr(error, "name", None) and not hasattr(error, "_render_traceback_"):
             raise NameError(f"{error}, in the library's module, where your code runs") from error
@@ -263,47 +275,6 @@ def explaining(exercise: str, cells: Cells) -> Iterator[None]:
             again = "your code calls itself without end; the library's function of that name is yours now"
             raise AssertionError(again) from error
         raise
-
-
-def is_report(error: BaseException) -> bool:
-    """Whether an error tells its own place and cause, as those of ranks do (notebook 03); a stack would hide them."""
-    return hasattr(error, "_render_traceback_")
-
-
-@contextlib.contextmanager
-def advice(exercise: str) -> Iterator[None]:
-    """Raise every error as CheckFailed, with advice. What is drawn from PyTorch's generator is the same in each run."""
-    try:
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(0)
-            try:
-                yield
-            except Exception as error:  # PyTorch 2.11 leaves a checkpoint's contexts open to the end of its frames
-                traceback.clear_frames(error.__traceback__)
-                raise
-    except NotImplementedError:
-        raise CheckFailed(
-            f"Exercise {exercise} is still blank: write your code where it says YOUR CODE HERE, run it, then run this"
-        ) from None
-    except NameError as error:
-        own = exercise in targets_by_exercise()
-        hint = "" if is_report(error) or own else ". Run the exercise's cell first, and the cells above it"
-        raise CheckFailed(f"Exercise {exercise}: {error}{hint}") from (
-            from_learners_code(error) if own and not is_report(error) else None
-        )
-    except (AssertionError, CellError) as error:
-        raise CheckFailed(f"Exercise {exercise}: {error}") from None
-    except Exception as error:
-        behind = None if is_report(error) else from_learners_code(error)
-        raise CheckFailed(f"Exercise {exercise}: your code raised {type(error).__name__}: {error}") from behind
-
-
-def from_learners_code(error: Exception) -> Exception:
-    """The error, its stack without the frames of this course's instruments that lead to the learner's code."""
-    stack, inside = error.__traceback__, str(PROJECT / "course_kit")
-    while stack and stack.tb_frame.f_code.co_filename.startswith((inside, contextlib.__file__)):
-        stack = stack.tb_next
-    return error.with_traceback(stack) if stack else error
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torch._library.custom_ops import _maybe_get_opdef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from course_kit.checks.frame import CheckFailed
+from course_kit.checks.advice import CheckFailed
 
 BAND_BYTES = 64 * 1024  # one row of 16k float32 numbers, the largest block a program of this course holds
 SAME_SIZE_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element

@@ -5,7 +5,6 @@ The exercises here are made up: a check module and targets of their own, over fu
 
 import json
 import sys
-import traceback
 import types
 
 import pytest
@@ -34,6 +33,12 @@ def check_guess(guess, limit):
     assert guess < limit, "too many"
 
 
+# As a check of the course, it lies in course_kit.
+space = {"model": model}
+exec(
+    compile("def compiled_check():\n    model.loss(1, 2) + 1", f"{frame.PROJECT}/course_kit/checks/x.py", "exec"), space
+)
+compiled_check = space["compiled_check"]
 CHECKS = {"91.1": check_loss, "91.2": check_both, "91.3": check_guess}
 
 
@@ -94,16 +99,28 @@ def test_a_failing_answer_puts_the_reference_back_also_after_one_that_passed(fol
     assert note(folder, "91.1")["passed"] is False
 
 
-def test_the_stack_of_an_error_begins_in_the_learners_cell():
+def test_an_error_names_the_lines_of_the_learners_cell():
     source = LOSS.format("return divided(logits)") + "\n\ndef divided(x):\n    return x / 0\n"
     with pytest.raises(CheckFailed) as failed:
         run("91.1", source)
-    frames = traceback.extract_tb(failed.value.__cause__.__traceback__)
-    # This file stands for the module of a check, which is in course_kit.
-    assert [(each.filename, each.line) for each in frames if each.filename != __file__] == [
-        ("cell 1", "return divided(logits)"),
-        ("cell 1", "return x / 0"),
-    ]
+    told = str(failed.value).split("\n")
+    assert told[0] == "Exercise 91.1: your code raised ZeroDivisionError: division by zero"
+    assert "cell 1, line 7: return x / 0" in told[1] and "cell 1, line 3: return divided(logits)" in told[2]
+    with pytest.raises(CheckFailed, match="an assertion of yours fails\n  cell 1, line 3: assert logits > 5"):
+        run("91.1", LOSS.format("assert logits > 5"))
+
+
+def test_an_error_in_the_check_asks_what_the_answer_returns(monkeypatch):
+    monkeypatch.setitem(CHECKS, "91.1", compiled_check)
+    with pytest.raises(CheckFailed) as failed:
+        run("91.1", LOSS.format("pass"))
+    assert "the check met TypeError: unsupported operand" in str(failed.value) and "\n" not in str(failed.value)
+
+
+def test_one_exercise_in_a_cell():
+    both = LOSS.format("return logits + targets") + "\n\ndef apply_rope():\n    return 4\n"
+    with pytest.raises(CheckFailed, match="one exercise in a cell: apply_rope is that of 91.2"):
+        run("91.1", both)
 
 
 def test_two_targets_are_two_cells_with_one_check(capsys):
@@ -162,7 +179,22 @@ def test_the_last_cell_that_was_run_for_a_target_is_the_answer(monkeypatch, caps
     "cells, words",
     [
         ([], "run the exercise's cell first: it begins with '#| export single_gpu.model' and defines loss"),
-        (["def loss(a, b): return a + b"], "run the exercise's cell first: it begins with"),
+        (
+            [LOSS.format("return logits + targets"), "def loss(a, b): return a + b"],
+            "the first line of the exercise's cell should be '#| export single_gpu.model': In[2] has no such line",
+        ),
+        (
+            [LOSS.format("return 1").replace("_gpu.model", "_gpu.models")],
+            "In[1] begins with '#| export single_gpu.models'",
+        ),
+        (
+            [LOSS.format("return 1").replace("#| export", "#|export")],
+            "In[1]: '#|export single_gpu.model' is no directive",
+        ),
+        (
+            ["#| export single_gpu.model\nloss = lambda a, b: a + b"],
+            "In[1] is exported and defines no function or class",
+        ),
         ([LOSS.format("return 1").replace("loss", "lost")], "defines lost, and the exercise asks for loss"),
         (
             ["# mine\n" + LOSS.format("return logits + targets")],
@@ -170,7 +202,7 @@ def test_the_last_cell_that_was_run_for_a_target_is_the_answer(monkeypatch, caps
         ),
         ([LOSS.format("return 1)")], "In[1], line 3: syntax error"),
     ],
-    ids=range(5),
+    ids=range(8),
 )
 def test_a_cell_that_is_not_there_or_wrong_is_told_in_one_line(monkeypatch, folder, cells, words):
     Shell(*cells).here(monkeypatch)
@@ -222,6 +254,7 @@ def test_answers_that_have_passed_are_installed_again(folder, capsys):
     assert model.loss(2, 3) == 5 and model.apply_rope() == 4
     save(ex_91_2=FORWARD.format("return x + 2"))
     assert restart() == ["91.1"]
+    assert "Changed since they passed, or not saved then: 91.2." in capsys.readouterr().out
     save(ex_91_1=LOSS.format("return logits +"))
     assert restart() == []
     (folder / "91_x.ipynb").write_text("{")

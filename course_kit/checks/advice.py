@@ -1,0 +1,71 @@
+"""Errors in a check become advice: what to do, and the line of the learner's code, instead of the check's own stack."""
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from course_kit.exercises.cells import CellError
+
+KIT = str(Path(__file__).resolve().parents[1])
+
+
+class CheckFailed(AssertionError):
+    """An exercise that is not solved yet; the message says what to do, and where an answer raised. Jupyter shows it
+    without the stack of the check, which would push it off the screen.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+def is_report(error: BaseException) -> bool:
+    """Whether an error tells its own place and cause, as those of ranks do (notebook 03); a stack would hide them."""
+    return hasattr(error, "_render_traceback_")
+
+
+@contextlib.contextmanager
+def advice(exercise: str, in_library: bool = False) -> Iterator[None]:
+    """Raise every error as CheckFailed, with advice. What is drawn from PyTorch's generator is the same in each run."""
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            try:
+                yield
+            except Exception as error:  # PyTorch 2.11 leaves a checkpoint's contexts open to the end of its frames
+                traceback.clear_frames(error.__traceback__)
+                raise
+    except NotImplementedError:
+        raise CheckFailed(
+            f"Exercise {exercise} is still blank: write your code where it says YOUR CODE HERE, run it, then run this"
+        ) from None
+    except NameError as error:
+        if in_library:
+            raise CheckFailed(f"Exercise {exercise}: {error}{at_line(error)}") from error
+        hint = "" if is_report(error) else ". Run the exercise's cell first, and the cells above it"
+        raise CheckFailed(f"Exercise {exercise}: {error}{hint}") from None
+    except (AssertionError, CellError) as error:
+        told = str(error) or f"an assertion of yours fails{at_line(error)}"
+        raise CheckFailed(f"Exercise {exercise}: {told}") from None
+    except Exception as error:
+        told = str(error) if is_report(error) else f"{type(error).__name__}: {error}"
+        at = at_line(error)
+        who = "" if is_report(error) else "your code raised " if at else "the check met "
+        more = "" if at or is_report(error) else ". Does your code return what its docstring says?"
+        raise CheckFailed(f"Exercise {exercise}: {who}{told}{more}{at}") from error
+
+
+def at_line(error: BaseException) -> str:
+    """Where in the learner's code, or in the library's, an error was raised, and the calls that led there; on a line
+    of its own. "" where the error says so itself, or where neither was at work.
+    """
+    from course_kit.ranks.outcome import frames_to
+    from course_kit.ranks.report import is_course_code, where
+
+    stack = [[frame.filename, frame.lineno, frame.name] for frame in frames_to(error)]
+    stack = [each for each in stack if not each[0].startswith(KIT)]
+    if is_report(error) or not any(is_course_code(file) for file, *_ in stack):
+        return ""
+    return f"\n  {where(stack)}"
