@@ -93,7 +93,7 @@ def progress(notebooks: Path, folder: Path) -> str:
             found = state(name, mine.get(name, []), folder.parent, program_of(notebook) is not None)
             names[found].append(f"{name}★" if name in short else name)
         lines.append(f"{path.stem}: {len(names['passes'])} of {sum(map(len, names.values()))} exercises pass")
-        hints = {"changed": " (since they passed: run their checks again)"}
+        hints = {"changed": " (since they passed: run their cells and checks again)"}
         lines += [f"  {kind:9}  {' '.join(names[kind])}{hints.get(kind, '')}" for kind in notes.STATES if names[kind]]
     return "\n".join(lines) + "\n"
 

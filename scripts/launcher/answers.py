@@ -11,7 +11,7 @@ from course_kit.exercises.cells import BLANK, CellError, ExportedCell, is_export
 from course_kit.exercises.notes import state
 from course_kit.exercises.saved import digest_of_cells, exercise_cells
 from course_kit.exercises.splice import YOURS, owned, splice
-from export import ExportError, chapter, hand_written_text
+from export import NOTEBOOKS, ExportError, chapter, hand_written_text, read_notebook
 from launcher.copies import headed, is_copy
 
 NOT_PASSED, CHANGED = "its check has not passed", "it has changed since it passed"
@@ -35,7 +35,10 @@ class Answers:
         Raises ExportError for an answer that cannot be exported and is to be taken unchecked.
         """
         found = exercise_cells(notebook)
-        found = {name: cells for name, cells in found.items() if any(is_exported(cell["source"]) for cell in cells)}
+        undirected = [name for name, cells in found.items() if not any(is_exported(cell["source"]) for cell in cells)]
+        for name in {*undirected} & exported_exercises(path):
+            self.refused[name] = "its cell has lost the line '#| export ...' that it begins with"
+        found = {name: cells for name, cells in found.items() if name not in undirected}
         blank = [name for name, cells in found.items() if any(BLANK.search(cell["source"]) for cell in cells)]
         if launched or len(blank) < len(found):  # nobody asks for what they have not begun
             self.blank += [f"all of {chapter(path)}"] if len(blank) == len(found) > 1 else blank
@@ -71,6 +74,13 @@ class Answers:
     def texts(self) -> dict[str, str]:
         """What the copies hold, by module."""
         return {name: headed(text, name, self.original(name)) for name, text in self.spliced.items()}
+
+
+def exported_exercises(path: Path) -> set[str]:
+    """The exercises of the course's notebook of this name whose answers go into the library."""
+    reference = NOTEBOOKS / path.name
+    found = exercise_cells(read_notebook(reference)) if reference.exists() else {}
+    return {name for name, cells in found.items() if any(is_exported(cell["source"]) for cell in cells)}
 
 
 def copies(overlay: Path) -> dict[str, str]:

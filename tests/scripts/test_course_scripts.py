@@ -110,7 +110,7 @@ def test_progress_tells_what_has_changed_since_it_passed(notebooks, capsys):
         assert exercises.main(["progress"]) == 0
         return capsys.readouterr().out.partition("02_counters: ")[2].splitlines()
 
-    changed, again = "  changed    ", " (since they passed: run their checks again)"
+    changed, again = "  changed    ", " (since they passed: run their cells and checks again)"
     assert progress() == ["0 of 4 exercises pass", "  not tried  02.1 02.2 02.3 02.4"]
     for name, cells in exercise_cells({"cells": [*answers.values()]}).items():
         notes.note(workbook, name, name != "02.2", digest_of_cells(cells))

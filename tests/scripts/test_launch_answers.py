@@ -120,6 +120,12 @@ def test_unchecked_takes_all_that_is_not_blank(launch, course):
     assert "02" not in launch(LEARNERS, export=True)[2], "of a notebook before it, which nobody has begun"
 
 
+def test_an_answer_without_its_directive_is_not_dropped_in_silence(launch, course):
+    write(course, MINE | {"ex-02-2": MINE["ex-02-2"].partition("\n")[2]}, passed=("02.1", "02.2"))
+    lost = "02.2 (its cell has lost the line '#| export ...' that it begins with)"
+    assert f"taken from the reference: {lost}" in launch(WORKBOOK, export=True)[2]
+
+
 def test_a_job_of_a_later_notebook_runs_them_too(launch, course, launcher):
     write(course, MINE, passed=("02.1",))
     status, out, err = launch(LEARNERS, export=True)
