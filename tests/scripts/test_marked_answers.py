@@ -1,10 +1,14 @@
-"""A marked version of every exercise's function is the one that its check runs, in this process or on ranks.
+"""A marked version of every exercise's function is the one that its check runs, in this process or on ranks, and the
+one that a launched job imports.
 
 So a check cannot pass by what stands in the library, and nothing that was kept before (an alias, a registry, a compiled
 kernel) goes on with the reference. Each function is marked by itself, the rest of the answer being the solution.
 """
 
 import ast
+import json
+import subprocess
+import sys
 import types
 
 import pytest
@@ -14,7 +18,8 @@ from course_kit.exercises.cells import MARKER, plain, read
 from course_kit.exercises.install import Answer, install, installed, uninstall
 from course_kit.exercises.saved import exercise_cells
 from course_kit.exercises.swap import raw
-from export import NOTEBOOKS, program_of, read_notebook
+from export import LIBRARY, NOTEBOOKS, ROOT, program_of, read_notebook, write_modules
+from launcher.answers import Answers
 
 PATHS = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if program_of(read_notebook(path))]
 
@@ -125,3 +130,51 @@ def code_of(value) -> list:
 
 def files_of(value) -> list[str]:
     return [function.__code__.co_filename for function in functions_of(value)]
+
+
+IN_A_JOB = """
+import json, sys
+from pathlib import Path
+
+sys.path.insert(0, "scripts")
+from rank_entry import open_library
+
+open_library(Path(sys.argv[1]), [])
+import importlib
+
+from course_kit.exercises.swap import raw
+
+
+def constants(value):
+    inner = [vars(value)[name] for name in vars(value)] if isinstance(value, type) else [value]
+    functions = [getattr(each, "__func__", getattr(each, "fn", each)) for each in inner]
+    return [constant for each in functions if raw(each) for constant in raw(each).__code__.co_consts]
+
+
+for module, cls, name, mark in json.load(sys.stdin):
+    owner = importlib.import_module(f"course_lib.{module}")
+    value = vars(getattr(owner, cls) if cls else owner)[name]
+    assert mark in constants(value), (module, cls, name, mark)
+print("all marked")
+"""
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_launched_job_imports_the_marked_functions(path, tmp_path):
+    """All of a notebook's exercises, marked, spliced as the launcher does it, and imported as its ranks do."""
+    notebook, marks = read_notebook(path), []
+    for cells in exercise_cells(notebook).values():
+        for cell in cells:
+            if exported := read(plain(cell["source"]), cell["id"]):
+                source = "\n".join(line for line in plain(cell["source"]).split("\n") if not MARKER.match(line))
+                for function in functions(source):
+                    source = marked(source, function)
+                    marks.append((exported.module, exported.cls, function.split(".")[0], f"marked {function}"))
+                cell["source"] = source
+    answers = Answers(LIBRARY, unchecked=True)
+    answers.add(notebook, path, launched=True)
+    write_modules(answers.texts(), tmp_path)
+    command = [sys.executable, "-c", IN_A_JOB, str(tmp_path)]
+    done = subprocess.run(command, input=json.dumps(marks), cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "all marked\n", done.stderr
+    assert not answers.refused and len(answers.taken) == len(solutions(path))
