@@ -1318,3 +1318,69 @@ def out_of_step(module, group=None):
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, smallest = extremes.chunk(2)
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
+
+# %% 04.1 forgets to return
+return steps =>
+
+# %% 04.1 a message with other numbers than those that do not divide
+def accumulation_steps(batch_tokens, seq, micro_batch, dp):
+    if batch_tokens % (seq * micro_batch * dp):
+        raise ValueError(f"the batch does not divide by {seq} x {micro_batch} x {dp}")
+    return batch_tokens // (seq * micro_batch * dp)
+
+# %% 04.3 in megabytes
+gigabytes_sent = 2 * 63 / 64 * 2 * 8.03e3
+
+# %% 04.4 forgets to return finish
+return finish =>
+
+# %% 04.5 forgets to return
+return sorted(buckets, key=lambda bucket: place[bucket[-1]]) =>
+
+# %% 04.5 returns a single list of parameters
+return sorted(buckets, key=lambda bucket: place[bucket[-1]]) => return list(place)
+
+# %% 04.5 parameters with their places
+bucket.append(parameter) => bucket.append((place[parameter], parameter))
+return sorted(buckets, key=lambda bucket: place[bucket[-1]]) => return sorted(buckets, key=lambda bucket: bucket[-1][0])
+
+# %% 04.5 the bucket that is being filled at the end is left out
+def make_buckets(parameters, bucket_bytes):
+    buckets, bucket, size = [], [], 0
+    for parameter in reversed(list(parameters)):
+        if bucket and size + parameter.nbytes > bucket_bytes:
+            buckets.append(bucket)
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.nbytes
+    return buckets
+
+# %% 04.6 does not keep what it sends
+self.sent = self.outgoing() =>
+dist.all_reduce(self.sent => dist.all_reduce(self.outgoing()
+
+# %% 04.7 in mode naive the parameter stays missing
+if final:
+    bucket.missing.remove(parameter)
+=>
+if final and self.launches_early:
+    bucket.missing.remove(parameter)
+
+# %% 04.7 the gradient of an earlier micro-batch leaves missing too
+if final:
+    bucket.missing.remove(parameter)
+=>
+bucket.missing.discard(parameter)
+if final:
+
+# %% 04.8 forgets to return
+return total =>
+
+# %% 04.9 returns the step alone
+return step, rank => return step
+
+# %% 04.11 forgets to return
+return gradient_bytes => ratio = gradient_bytes
+
+# %% 04.12 returns the steps alone
+return dp, micro_batch, steps => return steps

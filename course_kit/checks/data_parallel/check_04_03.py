@@ -12,6 +12,9 @@ def check(gigabytes_sent: float) -> None:
     """Assert the number within 1%."""
     assert isinstance(gigabytes_sent, (int, float, np.number)), "write a number, such as 8"
     truth = 2 * 63 / 64 * 2 * param_count(PRESETS["llama3-8B"]) / 1e9
-    assert abs(gigabytes_sent / truth - 1) < 0.01, (
-        "more than 1% off: 2 bytes a parameter, sent 2(N-1)/N times, whatever the batch"
+    ratio = gigabytes_sent / truth
+    for unit, name in ((1, "bytes"), (10**3, "kB"), (10**6, "MB"), (2**30, "GiB (2**30 bytes)")):
+        assert abs(ratio * unit / 1e9 - 1) >= 0.01, f"that is right in {name}: give it in gigabytes, 10**9 bytes each"
+    assert abs(ratio - 1) < 0.01, (
+        "more than 1% off: how many bytes are all gradients, and how often does each rank send them in an all-reduce?"
     )

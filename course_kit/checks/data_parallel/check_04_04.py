@@ -20,6 +20,7 @@ def overlap_trial(group: dist.ProcessGroup | None, steps: int) -> tuple:
     frozen, unused, old = model.unreached = nn.ParameterList(torch.zeros(3) for _ in range(3))
     frozen.requires_grad_(False)
     finish = naive.overlap_gradients(model, group)
+    assert callable(finish), f"overlap_gradients returns {finish!r}: return the function finish"
     for _ in range(steps):
         model.zero_grad()
         old.grad = torch.ones(3)  # of an earlier backward

@@ -41,6 +41,7 @@ def bucket_trial(
         bucket.launch()
     assert bucket.work is not None, "launch() must start the all-reduce with async_op and put the work into self.work"
     assert watched.waits == 0, "launch() must not wait: finish() does"
+    assert bucket.sent is not None, "keep the tensor that is sent in self.sent"
     sent_as = bucket.sent.dtype
     bucket.finish()
     inside = [

@@ -54,6 +54,9 @@ def launch_order(
         assert factor == bucket.scale, (
             f"reduce_dtype {reduce_dtype}: the final gradient is scaled by {factor}; bucket.scale is {bucket.scale}"
         )
+        assert parameter not in bucket.missing, (
+            f"mode {mode}: the gradient is final, and its parameter is still in bucket.missing: it leaves in every mode"
+        )
         told.append(list(launched))
     return told
 
@@ -79,6 +82,9 @@ def dp_trial(
             in_buckets = [p.grad is dp.reducer.bucket_of[p].views[p] for p in dp.parameters()]
             assert all(in_buckets), (
                 "store the gradients of all micro-batches in their buckets, not of the last one only"
+            )
+            assert all(p in dp.reducer.bucket_of[p].missing for p in dp.parameters()), (
+                "a parameter leaves bucket.missing with its final gradient only, not with an earlier micro-batch's"
             )
         watched = Watched().blocks(dp.module)
         step_loss = loss(dp(parts[-1][0]), parts[-1][1]) / micro_batches
@@ -120,9 +126,10 @@ def check() -> None:
                 where = f"{mode}, {micro_batches} micro-batches, rank {rank}"
                 assert quiet.calls == 0, f"{where}: {quiet.calls} all-reduces inside of no_sync()"
                 name, error = farthest(got, grads)
-                early_ones = ", or have earlier micro-batches been scaled?" if micro_batches > 1 else ""
+                scales = "bucket.scale" + (", and those of earlier micro-batches 1" if micro_batches > 1 else "")
                 assert error < 1e-4, (
-                    f"{where}: the gradient of {name} {cause(got[name], grads[name], 4)}{early_ones} (see bucket.scale)"
+                    f"{where}: the gradient of {name} {cause(got[name], grads[name], 4)} "
+                    f"(The scale of the final gradient is {scales}.)"
                 )
                 name, error = farthest(after, weights)
                 assert error < 1e-4, (

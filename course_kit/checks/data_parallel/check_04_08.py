@@ -100,6 +100,9 @@ def check_rank(
         where = f"targets {lengths}, {dtype}, rank {rank}"
         groups = {record.group for record in traffic.records}
         assert groups == {tuple(range(4 - n, 4))}, f"{where}: talk within dp.group alone"
+        assert isinstance(mean_loss, torch.Tensor), (
+            f"{where}: you return {mean_loss!r}: return the loss, a float32 scalar tensor"
+        )
         if mean == 0:
             zero = mean_loss == 0 and not any(g.any() for g in got.values())
             assert zero, f"{where}: no rank has a target: a loss and gradients of 0, not of 0 / 0: clamp"

@@ -7,6 +7,15 @@ from collections.abc import Callable
 from course_kit.labs.data_parallel import FAULTS, drift_runs
 
 
+def answer_of(first_drift: Callable, norms: list[list[float]]) -> tuple[int, int] | None:
+    """Return what an answer finds. Assert that it is a pair, or None."""
+    answer = first_drift(norms)
+    assert answer is None or isinstance(answer, tuple) and len(answer) == 2, (
+        f"you return {answer!r}: return a tuple (step, rank), or None if no rank drifts"
+    )
+    return answer
+
+
 def check(first_drift: Callable[[list[list[float]]], tuple[int, int] | None]) -> None:
     """Assert step and rank for the lab's runs at several scales, for made-up norms, and for NaN."""
     from course_kit.ranks import shared
@@ -14,9 +23,9 @@ def check(first_drift: Callable[[list[list[float]]], tuple[int, int] | None]) ->
     runs = drift_runs(shared(4))
     for (bad_rank, bad_step, _), scale in zip(FAULTS, (1, 1e-6, 1e-9), strict=True):
         norms = [[scale * norm for norm in run["probe"]] for run in runs[bad_rank, bad_step]]
-        answer = first_drift(norms)
+        answer = answer_of(first_drift, norms)
         assert answer is not None, (
-            f"rank {bad_rank} drifts after step {bad_step}, with norms about {norms[0][0]:.0e}, and you find nothing"
+            f"rank {bad_rank} drifts after step {bad_step}, with norms about {norms[0][0]:.0e}, and you return None"
         )
         assert answer[::-1] != (bad_step + 1, bad_rank), "the step first, then the rank"
         assert answer[1] == bad_rank, (
@@ -25,17 +34,17 @@ def check(first_drift: Callable[[list[list[float]]], tuple[int, int] | None]) ->
         assert answer[0] == bad_step + 1, f"the norms first differ in step {bad_step + 1}, you say {answer[0]}"
     for scale in (1, 1e4):  # before the fault, as if each rank added up in another order
         norms = [[scale * norm * (1 + 1e-6 * r) for norm in run["probe"][:6]] for r, run in enumerate(runs[2, 5])]
-        answer = first_drift(norms)
+        answer = answer_of(first_drift, norms)
         assert answer is None, (
             f"no rank drifts, norms are about {norms[0][0]:.0e}, you say {answer}: they may differ in the last digits"
         )
     for factor in (0.5, 2):
-        answer = first_drift([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0 * factor, 1.0], [3.0, 2.0, 1.0]])
+        answer = answer_of(first_drift, [[3.0, 2.0, 1.0], [3.0, 2.0, 1.0], [3.0, 2.0 * factor, 1.0], [3.0, 2.0, 1.0]])
         assert answer == (1, 2), f"rank 2's norm in step 1 is {factor} times the others', and you say {answer}"
     nan = float("nan")
     for rank in range(4):
         norms = [[3.0, nan if r == rank else 2.0, nan] for r in range(4)]
-        answer = first_drift(norms)
+        answer = answer_of(first_drift, norms)
         assert answer == (1, rank), f"rank {rank}'s norm is NaN in step 1, the others' is not, and you say {answer}"
-    answer = first_drift([[3.0, nan, 2.0]] * 4)
+    answer = answer_of(first_drift, [[3.0, nan, 2.0]] * 4)
     assert answer is None, f"all norms are NaN in step 1: that is no difference, and you say {answer}"

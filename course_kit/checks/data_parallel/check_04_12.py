@@ -19,7 +19,9 @@ def check(recipe: Callable[[int, int, int], tuple[int, int, int]]) -> None:
         (7, 4, 2): (1, 1, 7),
     }.items():
         got = recipe(sequences, gpus, largest)
-        assert got is not None and len(got) == 3, "return (dp, micro_batch, accumulation steps)"
+        assert isinstance(got, (tuple, list)) and len(got) == 3 and None not in got, (
+            f"you return {got!r}: return a tuple (dp, micro_batch, accumulation steps)"
+        )
         dp, micro_batch, steps = got
         case = f"{sequences} sequences, {gpus} GPUs, at most {largest} at a time"
         assert dp * micro_batch * steps == sequences, f"{case}: {dp} · {micro_batch} · {steps} is not {sequences}"
