@@ -22,9 +22,9 @@ def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> lis
     """Return lists of the parameters whose gradients are reduced together.
 
     Filled from the last parameter to the first. A bucket holds at most `bucket_bytes`, and is full when the next
-    parameter of its kind would bring it above that; a larger parameter has a bucket of its own. Only parameters of one
-    dtype, device and `reduce_group` share a bucket. The buckets are in the order in which backward completes them: that
-    of their last parameters.
+    parameter of its kind would bring it above that; a parameter larger than `bucket_bytes` has a bucket of its own.
+    Only parameters of one dtype, device and `reduce_group` share a bucket. The buckets are in the order in which
+    backward completes them: by the parameter each took last.
     """
     place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
     buckets, filling = [], {}  # filling: the bucket that takes the next parameter, and its bytes, by kind
@@ -138,9 +138,9 @@ class Reducer:
     def add(self, parameter: nn.Parameter, final: bool) -> None:
         """Store a gradient that backward has made; if it is the step's final one, launch the buckets that are ready.
 
-        The final gradient is scaled by `bucket.scale`, those of earlier micro-batches are not scaled. With the final
-        one the parameter leaves `bucket.missing`, and every bucket that is complete starts, but only after all buckets
-        before it; `self.launched` counts them. If `self.launches_early` is False, none starts here.
+        The final gradient is stored with `bucket.scale`, those of earlier micro-batches with 1. With the final one the
+        parameter leaves `bucket.missing`, in every mode, and every bucket that is complete starts, but only after all
+        buckets before it; `self.launched` counts them. If `self.launches_early` is False, none starts here.
         """
         bucket = self.bucket_of[parameter]
         bucket.store(parameter, bucket.scale if final else 1.0)

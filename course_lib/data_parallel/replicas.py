@@ -238,8 +238,9 @@ def out_of_step(module: nn.Module, group: dist.ProcessGroup | None = None) -> li
 def overlap_ratio(tokens: int, dp: int, bandwidth: float, peak: float, gradient_bytes: int = 2) -> float:
     """Return the time of the gradients' all-reduce over that of the backward beside it; up to 1 it can be hidden.
 
-    tokens: of one GPU's (last) micro-batch; bandwidth: bytes per second of a GPU (bus bandwidth); peak: floating-point
-    operations per second. The Ultra-Scale Playbook, appendix A3, corrected: the parameters cancel.
+    tokens: of one GPU's (last) micro-batch; bandwidth: bytes that a GPU sends per second (the bus bandwidth of
+    notebook 03); peak: floating-point operations per second. The Ultra-Scale Playbook, appendix A3, corrected: the
+    parameters cancel.
     """
     return gradient_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
 

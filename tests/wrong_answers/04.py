@@ -1359,6 +1359,9 @@ def make_buckets(parameters, bucket_bytes):
 self.sent = self.outgoing() =>
 dist.all_reduce(self.sent => dist.all_reduce(self.outgoing()
 
+# %% 04.7 scales the gradients of earlier micro-batches too
+bucket.scale if final else 1.0 => bucket.scale
+
 # %% 04.7 in mode naive the parameter stays missing
 if final:
     bucket.missing.remove(parameter)

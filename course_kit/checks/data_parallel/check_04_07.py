@@ -126,10 +126,10 @@ def check() -> None:
                 where = f"{mode}, {micro_batches} micro-batches, rank {rank}"
                 assert quiet.calls == 0, f"{where}: {quiet.calls} all-reduces inside of no_sync()"
                 name, error = farthest(got, grads)
-                scales = "bucket.scale" + (", and those of earlier micro-batches 1" if micro_batches > 1 else "")
+                earlier = ", those of earlier micro-batches with 1" if micro_batches > 1 else ""
                 assert error < 1e-4, (
                     f"{where}: the gradient of {name} {cause(got[name], grads[name], 4)} "
-                    f"(The scale of the final gradient is {scales}.)"
+                    f"(the final gradient is stored with bucket.scale{earlier})"
                 )
                 name, error = farthest(after, weights)
                 assert error < 1e-4, (

@@ -19,11 +19,11 @@ def check(recipe: Callable[[int, int, int], tuple[int, int, int]]) -> None:
         (7, 4, 2): (1, 1, 7),
     }.items():
         got = recipe(sequences, gpus, largest)
+        case = f"{sequences} sequences, {gpus} GPUs, at most {largest} at a time"
         assert isinstance(got, (tuple, list)) and len(got) == 3 and None not in got, (
-            f"you return {got!r}: return a tuple (dp, micro_batch, accumulation steps)"
+            f"{case}: you return {got!r}: return a tuple (dp, micro_batch, accumulation steps)"
         )
         dp, micro_batch, steps = got
-        case = f"{sequences} sequences, {gpus} GPUs, at most {largest} at a time"
         assert dp * micro_batch * steps == sequences, f"{case}: {dp} · {micro_batch} · {steps} is not {sequences}"
         assert micro_batch <= largest and dp <= gpus, f"{case}: {got} is more than there is"
         assert dp == expected[0], f"{case}: {expected[0]} GPUs can be used, you use {dp}"
