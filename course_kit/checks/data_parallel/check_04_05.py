@@ -26,8 +26,8 @@ def placed(parameters: Iterable[nn.Parameter], names: dict[nn.Parameter, str], b
     assert len(lost) < len(names), "no parameter is in any bucket (an iterator can be read only once)"
     which = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
     assert not lost, (
-        f"bucket_bytes {bucket_bytes:,}: in no bucket: {which} ({len(lost)} of {len(names)} parameters). Has your list "
-        "the buckets that are still being filled at the end?"
+        f"bucket_bytes {bucket_bytes:,}: in no bucket: {which} ({len(lost)} of {len(names)} parameters). Does your "
+        "list hold the buckets still being filled at the end?"
     )
     assert not twice, f"bucket_bytes {bucket_bytes:,}: {twice[0]} is in a bucket more than once"
     return found

@@ -55,7 +55,7 @@ def launch_order(
             f"reduce_dtype {reduce_dtype}: the final gradient is scaled by {factor}; bucket.scale is {bucket.scale}"
         )
         assert parameter not in bucket.missing, (
-            f"mode {mode}: the gradient is final, and its parameter is still in bucket.missing: it leaves in every mode"
+            f"mode {mode}: the gradient is final, its parameter is still in bucket.missing: take it out, in every mode"
         )
         told.append(list(launched))
     return told
