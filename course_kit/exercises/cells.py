@@ -185,6 +185,7 @@ def bound(node: ast.stmt) -> list[str]:
             targets = [node.target] if node.value is not None else []
         case _:
             return []
+    targets = [*targets, *(each.target for each in ast.walk(node) if isinstance(each, ast.NamedExpr))]
     return [
         each.id
         for target in targets

@@ -22,19 +22,23 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from course_kit.exercises.cells import CellError, ExportedCell, read
-from course_kit.exercises.splice import ANNOTATIONS, check_fits, find, is_method, static_names
+from course_kit.exercises.splice import ANNOTATIONS, check_fits, find, imported, is_method, static_names
 from course_kit.exercises.swap import (
+    CLASS_CELL,
     MISSING,
     Undo,
     change_class,
     clear_cache,
+    clear_caches,
     forget_compiled,
+    holds_cell,
     is_kernel,
-    own_class,
+    lead_to,
     raw,
     rebind,
     set_attribute,
     swap_code,
+    take_class_cell,
 )
 
 
@@ -47,7 +51,7 @@ class Answer(NamedTuple):
 
 _installed: dict[str, tuple[Answer, list[Undo]]] = {}  # of this process, by exercise
 _replaced: dict[tuple, str] = {}  # (module, class, name) of a definition: the exercise whose answer is in its place
-_added: dict[tuple[str, str], list[str]] = {}  # (module, name) that the library has not: the exercises that brought it
+_added: dict[tuple[str, str], list[tuple]] = {}  # (module, name) that the library has not: (exercise, import) of each
 
 
 def installed() -> list[Answer]:
@@ -87,8 +91,8 @@ def sync(answers: list[Answer]) -> None:
     for exercise, (answer, _) in list(_installed.items()):
         if wanted.get(exercise) != answer:
             uninstall(exercise)
-    for exercise in wanted.keys() - _installed.keys():
-        install(wanted[exercise])
+    for answer in [answer for exercise, answer in wanted.items() if exercise not in _installed]:
+        install(answer)
 
 
 @contextlib.contextmanager
@@ -122,10 +126,11 @@ def library_module(name: str) -> types.ModuleType:
 def claim(cell: ExportedCell, exercise: str, names: list[str], undo: list[Undo]) -> None:
     """Keep in mind whose these definitions are. Raises CellError where another exercise's answer is in their place."""
     for key in [(cell.module, cell.cls, name) for name in names]:
-        if key in _replaced:
-            raise CellError(
-                f"cell {cell.name} defines {key[2]}, which is exercise {_replaced[key]}'s: leave it out here"
-            )
+        whole = cell.module, None, cell.cls
+        parts = [each for each in _replaced if each[:2] == (cell.module, key[2]) and _replaced[each] != exercise]
+        for other in [each for each in (key, whole, *parts) if each in _replaced]:
+            of, theirs = ".".join(filter(None, other[1:])), _replaced[other]
+            raise CellError(f"cell {cell.name} defines {key[2]}, and {of} is exercise {theirs}'s: leave it out here")
         _replaced[key] = exercise
         undo.append(lambda key=key: _replaced.pop(key))
 
@@ -133,15 +138,16 @@ def claim(cell: ExportedCell, exercise: str, names: list[str], undo: list[Undo])
 def add(module: types.ModuleType, name: str, value: Any, cell: ExportedCell, exercise: str, undo: list[Undo]) -> None:
     """Give a module a name that it has not. Several answers may bring the same import; the last one takes it along."""
     owners = _added.setdefault((module.__name__, name), [])
-    if owners and vars(module).get(name) is not value:
+    brought = next((imported(piece.node, name) for piece in cell.others if name in piece.names), None)
+    if owners and (brought is None or owners[0][1] != brought):
         raise CellError(
-            f"cell {cell.name}: your answer to {owners[0]} has brought another {name} there: choose another name"
+            f"cell {cell.name}: your answer to {owners[0][0]} has brought another {name} there: choose another name"
         )
-    owners.append(exercise)
+    owners.append((exercise, brought))
     setattr(module, name, value)
 
     def drop():
-        owners.remove(exercise)
+        owners.remove((exercise, brought))
         if not owners:
             delattr(module, name)
 
@@ -157,6 +163,8 @@ def put_cell(cell: ExportedCell, file: str, exercise: str, undo: list[Undo]) -> 
     owner = getattr(module, cell.cls) if cell.cls else module
     targets = {name: piece.node for name, piece in cell.definitions.items() if find(text, name, cell.cls)}
     claim(cell, exercise, list(targets), undo)
+    forget_globals(module, cell, undo)
+    undo.append(lambda: clear_caches(module))
     references = decorators(text, cell.cls)
     swapped = set()
     if not cell.cls:
@@ -168,7 +176,6 @@ def put_cell(cell: ExportedCell, file: str, exercise: str, undo: list[Undo]) -> 
     for name, value in made.definitions.items():
         there = vars(owner).get(name, MISSING)
         if cell.cls:
-            own_class(value, made.cls, owner)
             set_attribute(owner, name, value, undo)
         elif name in swapped:
             swap_code(raw(there), raw(value), undo)
@@ -176,7 +183,25 @@ def put_cell(cell: ExportedCell, file: str, exercise: str, undo: list[Undo]) -> 
         elif isinstance(there, type) and isinstance(value, type):
             change_class(there, value, undo)
         else:
+            lead_to(there, value, undo)
             rebind(there, value, undo)
+    for name, found in made.class_cells.items():
+        if isinstance(there := getattr(module, name), type):
+            found.cell_contents = there
+    clear_caches(module)
+
+
+def forget_globals(module: types.ModuleType, cell: ExportedCell, undo: list[Undo]) -> None:
+    """Note for the undo what a module has under the names that the cell's functions write by `global`."""
+    nodes = [node for piece in cell.definitions.values() for node in ast.walk(piece.node)]
+    for name in {name for node in nodes if isinstance(node, ast.Global) for name in node.names}:
+        undo.append(lambda name=name, value=vars(module).get(name, MISSING): restore(vars(module), {name: value}))
+
+
+def restore(known: dict, before: dict[str, Any]) -> None:
+    """Put values back into a namespace; MISSING stands for none."""
+    for name, value in before.items():
+        known.pop(name, None) if value is MISSING else known.update({name: value})
 
 
 class Made(NamedTuple):
@@ -184,7 +209,7 @@ class Made(NamedTuple):
 
     definitions: dict[str, Any]
     helpers: dict[str, Any]  # and imports, constants
-    cls: type | None  # the class in which methods were compiled
+    class_cells: dict[str, types.CellType]  # by class: where its new methods find it
 
 
 def execute(cell: ExportedCell, file: str, module: types.ModuleType, targets: set[str], swapped: set[str]) -> Made:
@@ -206,22 +231,30 @@ def execute(cell: ExportedCell, file: str, module: types.ModuleType, targets: se
         wrapper = ast.parse(f"class {cell.cls}: pass").body[0]
         wrapper.body = inside
         body.append(ast.copy_location(wrapper, inside[0]))
+    classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name in (cell.cls, *targets)]
+    for node in classes:
+        node.body = [*node.body, *ast.parse(f"def {CLASS_CELL}(): return __class__").body]
     code = compile(ast.fix_missing_locations(ast.Module(body, [])), file, "exec", flags=ANNOTATIONS, dont_inherit=True)
     names = {name for piece in pieces for name in piece.names} - methods | ({cell.cls} if methods else set())
-    before = {name: known.get(name, MISSING) for name in names}
+    before = {name: known.get(name, MISSING) for name in names | {"__annotations__"}}
     try:
         exec(code, known)
         after = {name: known[name] for name in names if name in known}
     finally:
-        for name, value in before.items():
-            known.pop(name, None) if value is MISSING else known.update({name: value})
+        restore(known, before)
+    class_cells = {node.name: take_class_cell(after[node.name]) for node in classes if holds_cell(after[node.name])}
     cls = after.pop(cell.cls, None) if methods else None
-    made = {name: vars(cls)[name] for name in methods} if methods else {}
+    made = {private(name, cell.cls): vars(cls)[private(name, cell.cls)] for name in methods}
     if not cell.cls:
         own = {name for piece in cell.definitions.values() for name in piece.names} & targets
         made = {name: after.pop(name) for name in own}
     static = static_names(ast.parse(inspect.getsource(module)))
-    return Made(made, {name: value for name, value in after.items() if name not in static}, cls)
+    return Made(made, {name: value for name, value in after.items() if name not in static}, class_cells)
+
+
+def private(name: str, cls: str) -> str:
+    """The name that a method has in its class: `_Bucket__join` of `__join`."""
+    return f"_{cls.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
 
 
 def belongs(node: ast.stmt, cls: str, known: dict) -> bool:

@@ -15,13 +15,13 @@ import ast
 import builtins
 import difflib
 import dis
+import inspect
 import re
-import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from course_kit.exercises.cells import DEFINITIONS, CellError, Definition, ExportedCell, Piece, bound, span
+from course_kit.exercises.cells import DEFINITIONS, CellError, Definition, ExportedCell, Piece, bound, first_line, span
 
 OWNER = re.compile(
     r"^[ ]*# (?P<owner>(?:exercise (?P<exercise>\d\d\.\d+)|notebook (?P<notebook>\w+), cell (?P<cell>[\w-]+))"
@@ -97,10 +97,8 @@ def splice(text: str, cell: ExportedCell, owner: str, learners: bool = False) ->
     """
     check_fits(text, cell, learners)
     for name, piece in cell.definitions.items():
-        code = [without_annotation(line, cell.cls) for line in piece.lines] if cell.cls else list(piece.lines)
-        code = textwrap.indent("\n".join(code), "    " * bool(cell.cls)).split("\n")
         if found := find(text, name, cell.cls):
-            text = replace(text, *found, code, owner)
+            text = replace(text, *found, as_method(piece, cell.cls) if cell.cls else list(piece.lines), owner)
     missing = [name for name in cell.definitions if not find(text, name, cell.cls)]
     for name in missing:
         if cell.cls and is_method(cell.definitions[name].node, cell.cls):
@@ -149,6 +147,11 @@ def check_fits(text: str, cell: ExportedCell, learners: bool) -> None:
             f"cell {cell.name}, line {line}: {where}, where your code runs, has no {name}: a slip of the pen? If not, "
             "import it inside the function"
         )
+    for name, line in too_early(text, cell) if learners else ():
+        raise CellError(
+            f"cell {cell.name}, line {line}: {where}, where your code runs, has {name} further down: use it inside "
+            "the function"
+        )
 
 
 def static_names(tree: ast.Module) -> set[str]:
@@ -181,17 +184,20 @@ def missing_names(cell: ExportedCell, known: set[str]) -> Iterator[tuple[str, in
             yield step.argval, step.positions.lineno or code.co_firstlineno
 
 
+def imported(statement: ast.stmt, name: str) -> str | None:
+    """What a statement imports as `name`, as "torch.distributed", however that is written; None where it does not."""
+    for each in statement.names if isinstance(statement, (ast.Import, ast.ImportFrom)) else ():
+        if (each.asname or each.name.split(".")[0]) == name:
+            if isinstance(statement, ast.ImportFrom):
+                return "." * statement.level + ".".join(filter(None, [statement.module, each.name]))
+            return each.name if each.asname else name
+    return None
+
+
 def same_import(node: ast.stmt, tree: ast.Module, name: str) -> bool:
     """Whether a module has the same import of a name as a cell."""
-
-    def imported(statement: ast.stmt) -> tuple | None:
-        for each in statement.names if isinstance(statement, (ast.Import, ast.ImportFrom)) else ():
-            if (each.asname or each.name.split(".")[0]) == name:
-                return getattr(statement, "module", None), each.name, each.asname
-        return None
-
-    wanted = imported(node)
-    return wanted is not None and any(imported(statement) == wanted for statement in tree.body)
+    wanted = imported(node, name)
+    return wanted is not None and any(imported(statement, name) == wanted for statement in tree.body)
 
 
 def find(text: str, name: str, cls: str | None) -> tuple[int, int] | None:
@@ -207,7 +213,8 @@ def without_annotation(line: str, cls: str) -> str:
 def is_method(node: Definition, cls: str) -> bool:
     """Whether a function of a cell that the class does not have is meant as a method of it."""
     first = [*node.args.posonlyargs, *node.args.args][:1] if not isinstance(node, ast.ClassDef) else []
-    return bool(getattr(node, "decorator_list", ())) or any(
+    decorators = {*map(ast.unparse, getattr(node, "decorator_list", ()))}
+    return bool(decorators & {"staticmethod", "classmethod"}) or any(
         each.arg in ("self", "cls") or ast.unparse(each.annotation or ast.Constant(None)) == cls for each in first
     )
 
@@ -224,21 +231,73 @@ def add_method(text: str, cell: ExportedCell, name: str, owner: str) -> str:
     """The text with a new method at the end of the cell's class."""
     _, end = find(text, cell.cls, None)
     lines = text.split("\n")
-    code = [without_annotation(line, cell.cls) for line in cell.definitions[name].lines]
-    code = textwrap.indent("\n".join(["", f"# {owner}", *code]), "    ").split("\n")
+    code = ["", f"    # {owner}", *as_method(cell.definitions[name], cell.cls)]
     return "\n".join([*lines[:end], *code, *lines[end:]])
+
+
+def as_method(piece: Piece, cls: str) -> list[str]:
+    """The lines of a function as they stand in a class: indented, but for those inside a string that has several."""
+    texts = [node for node in ast.walk(piece.node) if isinstance(node, (ast.Constant, ast.JoinedStr))]
+    inside = {line for node in texts for line in range(node.lineno + 1, node.end_lineno + 1)}
+    documented = [node for node in ast.walk(piece.node) if isinstance(node, DEFINITIONS) and ast.get_docstring(node)]
+    for doc in [node.body[0] for node in documented]:
+        inside -= {*range(doc.lineno + 1, doc.end_lineno + 1)}
+    lines = [(number in inside, without_annotation(line, cls)) for number, line in zip(piece.numbers, piece.lines)]
+    return [line if is_inside or not line.strip() else f"    {line}" for is_inside, line in lines]
+
+
+def place_above(text: str, cell: ExportedCell) -> int:
+    """The line of the first definition that a cell replaces, or of its class, above which the rest of the cell goes."""
+    places = [find(text, cell.cls, None)] if cell.cls else [find(text, name, None) for name in cell.definitions]
+    return min(place[0] for place in places if place)
+
+
+def too_early(text: str, cell: ExportedCell) -> Iterator[tuple[str, int]]:
+    """Names that the cell's statements use at once, as a default or a constant does, and that the module binds further
+    down; with a line of the cell.
+    """
+    tree = ast.parse(text)
+    late = static_names(ast.Module([node for node in tree.body if first_line(node) >= place_above(text, cell)], []))
+    late -= static_names(ast.Module([node for node in tree.body if first_line(node) < place_above(text, cell)], []))
+    replaced = {name for name in cell.definitions if find(text, name, cell.cls)}
+    above = [piece for name, piece in cell.definitions.items() if name not in replaced]
+    for piece in sorted([*cell.others, *above], key=lambda piece: piece.start):
+        yield from ((name, piece.start) for name in late & used_at_once(piece.node))
+        late -= {*piece.names}
+    if cell.cls:  # its body is one statement
+        above = [piece for name, piece in cell.definitions.items() if name in replaced]
+        yield from ((name, piece.start) for piece in above for name in late & used_at_once(piece.node))
+        return
+    for name in replaced:
+        place = find(text, name, None)[0]
+        before = static_names(ast.Module([node for node in tree.body if first_line(node) < place], []))
+        piece = cell.definitions[name]
+        yield from ((each, piece.start) for each in (late - before) & used_at_once(piece.node))
+
+
+def used_at_once(node: ast.stmt) -> set[str]:
+    """The names of its module that a statement looks up where it stands, not in functions that are called later."""
+    codes = [compile(ast.Module([node], []), "", "exec", flags=ANNOTATIONS, dont_inherit=True)]
+    found = set()
+    for code in codes:  # grows
+        for each in [each for each in code.co_consts if isinstance(each, types.CodeType)]:
+            is_class = not each.co_flags & inspect.CO_OPTIMIZED
+            codes += [each] * (is_class or each.co_name.startswith("<") and each.co_name != "<lambda>")
+        steps = [*dis.get_instructions(code)]
+        own = {step.argval for step in steps if step.opname == "STORE_NAME" and code is not codes[0]}  # a class's
+        found |= {step.argval for step in steps if step.opname in ("LOAD_NAME", "LOAD_GLOBAL")} - own
+    return found
 
 
 def add_above(text: str, cell: ExportedCell, pieces: list[Piece], owner: str) -> str:
     """The text with imports, constants and helpers above the first definition that the cell replaces."""
-    tree, lines = ast.parse(text), text.split("\n")
-    places = [find(text, cell.cls, None)] if cell.cls else [find(text, name, None) for name in cell.definitions]
-    start = min(place[0] for place in places if place)
+    lines, start = text.split("\n"), place_above(text, cell)
+    tree = ast.parse("\n".join(lines[: start - 1]))
     start -= start > 1 and bool(OWNER.match(lines[start - 2]))
     code = []
     for piece in sorted(pieces, key=lambda piece: piece.start):
-        if any(same_import(piece.node, tree, name) for name in piece.names):
-            continue
+        if all(same_import(piece.node, tree, name) for name in piece.names) and "." not in ast.unparse(piece.node):
+            continue  # of `import os.path` the name that it binds does not say all
         code += [f"# {owner}", *piece.lines, "", ""] if isinstance(piece.node, DEFINITIONS) else [*piece.lines, ""]
     return "\n".join([*lines[: start - 1], *code, *lines[start - 1 :]])
 

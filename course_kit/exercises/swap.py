@@ -3,7 +3,6 @@
 Each change is noted as a function that undoes it. What torch.compile and Triton have made of old parts is forgotten.
 """
 
-import contextlib
 import sys
 import types
 from collections.abc import Callable
@@ -12,9 +11,11 @@ from typing import Any
 from course_kit.exercises.cells import CellError
 
 MISSING = object()
+CLASS_CELL = "__answer_class__"  # a function that a class is compiled with
 # What Python, or the class's own metaclass, makes of each class anew.
 NOT_COPIED = {"__dict__", "__weakref__", "__module__", "__qualname__", "__doc__", "__firstlineno__", "_backward_cls"}
 NOT_COPIED |= {"__static_attributes__", "__annotate__", "__annotate_func__", "__annotations_cache__"}
+OF_A_FUNCTION = "__code__", "__defaults__", "__kwdefaults__", "__doc__", "__annotations__"
 Undo = Callable[[], None]
 
 
@@ -41,14 +42,40 @@ def set_attribute(owner: Any, name: str, value: Any, undo: list[Undo]) -> None:
 
 
 def swap_code(there: types.FunctionType, mine: types.FunctionType, undo: list[Undo]) -> None:
-    """Let the library's function do what another one does."""
-    before = there.__code__, there.__defaults__, there.__kwdefaults__
+    """Let the library's function do what another one does. What is then stored in it goes with the undo."""
+    before, stored = {name: getattr(there, name) for name in OF_A_FUNCTION}, dict(vars(there))
 
-    def put(code, defaults, kwdefaults):
-        there.__code__, there.__defaults__, there.__kwdefaults__ = code, defaults, kwdefaults
+    def put_back():
+        for name, value in before.items():
+            setattr(there, name, value)
+        vars(there).clear()
+        vars(there).update(stored)
 
-    put(mine.__code__, mine.__defaults__, mine.__kwdefaults__)
-    undo.append(lambda: put(*before))
+    mine = forwarding(mine) if mine.__code__.co_freevars else mine
+    for name in OF_A_FUNCTION:
+        setattr(there, name, getattr(mine, name))
+    undo.append(put_back)
+
+
+def forwarding(mine: Callable) -> types.FunctionType:
+    """A function that calls another one, and whose code can be swapped in: it has no closure."""
+
+    def forward(*args, _to=mine, **kwargs):
+        return _to(*args, **kwargs)
+
+    forward.__doc__, forward.__annotations__ = mine.__doc__, getattr(mine, "__annotations__", {})
+    return forward
+
+
+def lead_to(there: Any, mine: Any, undo: list[Undo]) -> None:
+    """Let a function of the library that is to be rebound lead to the new one, wherever else it was kept. Decorators
+    that the library's has stay on it there.
+    """
+    function = raw(there)
+    if isinstance(there, type) or is_kernel(there) or function is None or function.__code__.co_freevars:
+        return
+    swap_code(function, forwarding(mine if function is there else raw(mine) or mine), undo)
+    clear_cache(there, undo)
 
 
 def clear_cache(function: Any, undo: list[Undo]) -> None:
@@ -58,34 +85,43 @@ def clear_cache(function: Any, undo: list[Undo]) -> None:
         undo.append(clear)
 
 
-def own_class(value: Any, made: type, cls: type) -> None:
-    """Let the methods in an attribute know the library's class, not the one they were compiled in, as `__class__`."""
-    functions = [value, *(getattr(value, name, None) for name in ("__func__", "fget", "fset", "fdel", "__wrapped__"))]
-    for function in functions:
-        function = getattr(function, "__wrapped__", function)
-        for cell in getattr(function, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # empty
-                if cell.cell_contents is made:
-                    cell.cell_contents = cls
+def clear_caches(module: types.ModuleType) -> None:
+    """Forget the results that functools.cache keeps of a module's functions: they may come from what was exchanged."""
+    for value in list(vars(module).values()):
+        if clear := getattr(value, "cache_clear", None):
+            clear()
+
+
+def holds_cell(made: Any) -> bool:
+    """Whether a decorator has left a class a class."""
+    return isinstance(made, type) and CLASS_CELL in vars(made)
+
+
+def take_class_cell(made: type) -> types.CellType:
+    """The cell in which the methods of a class find it, as `super()` and `__class__`: of `CLASS_CELL`, which goes."""
+    cell = vars(made)[CLASS_CELL].__closure__[0]
+    delattr(made, CLASS_CELL)
+    return cell
 
 
 def change_class(there: type, mine: type, undo: list[Undo]) -> None:
     """Give the library's class the attributes and the bases of another one."""
-    if there.__bases__ != mine.__bases__:
-        before = there.__bases__
+    if type(mine) is not type(there) or "__slots__" in vars(mine):
+        raise CellError(f"class {there.__name__} can have no other metaclass here, and no __slots__")
+    bases = there.__bases__
+    if bases != mine.__bases__:
         try:
             there.__bases__ = mine.__bases__
         except TypeError:
-            names = ", ".join(base.__name__ for base in before)
+            names = ", ".join(base.__name__ for base in bases)
             raise CellError(f"class {there.__name__} must derive from {names}") from None
-        undo.append(lambda: setattr(there, "__bases__", before))
+        undo.append(lambda: setattr(there, "__bases__", bases))
     for name in [name for name in vars(there) if name not in vars(mine) and name not in NOT_COPIED]:
         before = vars(there)[name]
         delattr(there, name)
         undo.append(lambda name=name, before=before: setattr(there, name, before))
     for name, value in vars(mine).items():
         if name not in NOT_COPIED:
-            own_class(value, mine, there)
             set_attribute(there, name, value, undo)
 
 
