@@ -273,6 +273,27 @@ def test_an_import_that_two_answers_bring_stands_above_both(tmp_path):
     assert (module.double(3), module.after(3)) == (6, 4)
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        "    with install.without('91.1'):\n        return double(number)\n",
+        "    install.uninstall('91.1')\n    return double(number)\n",
+    ],
+    ids=["without", "uninstall"],
+)
+def test_an_answer_does_not_get_the_reference_by_asking_for_it(body, made_up):
+    """The notebook may ask, also in the cell of the answer."""
+    source = FUNCTIONS + "from course_kit.exercises import install\n\n\ndef double(number):\n" + body
+    put(source)
+    with pytest.raises(AssertionError, match="asks for the reference"):
+        made_up.double(3)
+    assert [each.exercise for each in installed()] == ["91.1"]
+    trial = "with install.without('91.1'):\n    seen = module.double(3)\n"
+    space = {"install": installing, "module": made_up, "__name__": "__main__"}
+    exec(compile(trial, "<91.1, 0>", "exec"), space)
+    assert space["seen"] == 6
+
+
 def test_ranks_install_in_the_order_of_the_list():
     answers = [Answer(f"91.{n}", ((FUNCTIONS + f"import operator\ndef {name}(n):\n    return operator\n", name),))
                for n, name in enumerate(("double", "quadruple", "after"))]  # fmt: skip
