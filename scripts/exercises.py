@@ -63,7 +63,7 @@ def answer(name: str, path: Path, cell: dict, whole: bool) -> str:
 def learners_exercises(path: Path) -> dict[str, list[dict]]:
     """The exercise cells of a workbook's notebook by exercise; none where it is not there, or is not readable."""
     try:
-        return exercise_cells(read_notebook(path))
+        return exercise_cells(read_notebook(path), path.parent)
     except (AttributeError, ExportError, OSError, TypeError, ValueError):
         return {}
 

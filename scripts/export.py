@@ -31,7 +31,7 @@ if str(ROOT) not in sys.path:  # on a machine where the course is not installed
     sys.path.append(str(ROOT))
 
 from course_kit.exercises.cells import CellError, ExportedCell, is_exported, read  # noqa: E402
-from course_kit.exercises.saved import exercise_of  # noqa: E402
+from course_kit.exercises.saved import exercise_of, with_ids  # noqa: E402
 from course_kit.exercises.splice import YOURS, Owned, line_in_cell, owned, splice, without_owners  # noqa: E402
 from course_kit.exercises.splice import locate as locate_owned  # noqa: E402
 
@@ -363,7 +363,7 @@ def locate_spliced(file: Path, line: int, text: str, workbook: Path) -> tuple[Pa
     module = ".".join(parts[len(parts) - parts[::-1].index(LIBRARY.name) :])
     start = found.exercise[:2] if found.exercise else re.search(r"\w+", found.owner.removeprefix("notebook"))[0]
     for path in sorted((workbook if found.is_learners else NOTEBOOKS).glob(f"{start}*_*.ipynb")):
-        for number, cell in enumerate(read_notebook(path)["cells"], start=1):
+        for number, cell in enumerate(with_ids(read_notebook(path)["cells"]), start=1):
             try:
                 exported = read(cell["source"], cell.get("id", "")) if cell["cell_type"] == "code" else None
             except CellError:

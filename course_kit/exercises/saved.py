@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from course_kit.exercises.cells import CellError, ExportedCell, digest, plain, read
+from course_kit.exercises.cells import EXPORT, CellError, ExportedCell, digest, plain, read
+from course_kit.exercises.notes import state
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 CELL_ID = re.compile(r"(?P<kind>ex|check)-(?P<chapter>\d\d)-(?P<number>\d+)(?P<part>[a-z]?)")
@@ -22,14 +23,44 @@ def exercise_digest(cells: list[ExportedCell]) -> str:
     return "-".join(cell.digest for cell in sorted(cells, key=lambda cell: cell.target))
 
 
-def exercise_cells(notebook: dict) -> dict[str, list[dict]]:
-    """The code cells of each exercise of a notebook, in their order."""
-    found: dict[str, list[dict]] = {}
-    for cell in notebook["cells"]:
-        name = exercise_of(cell.get("id", "")) if cell.get("cell_type") == "code" else None
-        if name:
-            found.setdefault(name, []).append(cell)
+def with_ids(cells: list[dict]) -> list[dict]:
+    """The cells of a notebook: a code cell whose id an editor has dropped or replaced has that in its nbgrader metadata
+    back, if no other cell has it.
+    """
+    taken, found = {cell.get("id") for cell in cells}, []
+    for cell in cells:
+        match cell:
+            case {"cell_type": "code", "metadata": {"nbgrader": {"grade_id": str(graded)}}} if graded not in taken:
+                taken.add(graded)
+                cell = {**cell, "id": graded}
+        found.append(cell)
     return found
+
+
+def exercise_cells(notebook: dict, folder: Path | None = None) -> dict[str, list[dict]]:
+    """The code cells of each exercise of a notebook, in their order.
+
+    folder: that of the notebook. With it, a copy that a learner has made of an exercise's one cell stands for it if the
+    copy is what has passed.
+    """
+    found: dict[str, list[dict]] = {}
+    cells = [cell for cell in with_ids(notebook["cells"]) if cell.get("cell_type") == "code"]
+    for cell in cells:
+        if name := exercise_of(cell.get("id", "")):
+            found.setdefault(name, []).append(cell)
+    for name, (own, *more) in found.items() if folder else ():
+        passed = state(folder, name, digest_of_cells([own]) or "unreadable") != "changed"
+        copies = [] if more or passed else [cell for cell in cells if directive_of(cell) == directive_of(own) != ""]
+        for copy in copies:
+            if state(folder, name, digest_of_cells([copy]) or "unreadable") == "passes":
+                found[name] = [{**copy, "id": own["id"]}]
+    return found
+
+
+def directive_of(cell: dict) -> str:
+    """The export directive in the first line of a cell; "" where it has none."""
+    first = plain("".join(cell["source"])).split("\n")[0].rstrip()
+    return first if EXPORT.match(first) else ""
 
 
 def digest_of_cells(cells: list[dict]) -> str | None:
@@ -55,7 +86,7 @@ def saved_answers(folder: Path, chapter: str) -> Iterator[tuple[str, list[tuple[
         return
     try:
         notebook = json.loads(paths[0].read_text(encoding="utf-8"))
-        by_exercise = exercise_cells(notebook)
+        by_exercise = exercise_cells(notebook, folder)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     for exercise, cells in by_exercise.items():

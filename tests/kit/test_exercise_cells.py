@@ -261,6 +261,46 @@ def test_a_notebooks_answers_as_saved(tmp_path):
     assert [name for name, *_ in saved.saved_answers(tmp_path, "06")] == ["06.2", "06.3"], "the one that the course has"
 
 
+def exercise_cell(source: str, name: str | None = None, graded: str | None = None) -> dict:
+    """A code cell as an editor saves it."""
+    metadata = {"nbgrader": {"grade_id": graded}} if graded else {}
+    return {"cell_type": "code", "source": source, "metadata": metadata} | ({"id": name} if name else {})
+
+
+ONE = "#| export a.b\ndef double(n):\n    return {}\n"
+
+
+def test_a_cell_without_its_id_is_known_by_its_nbgrader_metadata():
+    """As editors leave it that drop ids, or give each part of a cell that was split a new one."""
+    cells = [exercise_cell(ONE.format(1), graded="ex-06-2"), exercise_cell("x = 1", "new", "ex-06-2")]
+    cells += [exercise_cell(ONE.format(3), "0af3", "ex-06-3"), exercise_cell("guess = 1", "ex-06-4", "ex-06-4")]
+    cells += [{"cell_type": "code", "source": "", "metadata": None}, {"cell_type": "code", "source": ""}]
+    found = saved.exercise_cells({"cells": cells})
+    assert {name: [cell["source"] for cell in each] for name, each in found.items()} == {
+        "06.2": [ONE.format(1)],
+        "06.3": [ONE.format(3)],
+        "06.4": ["guess = 1"],
+    }
+    assert [cell["id"] for each in found.values() for cell in each] == ["ex-06-2", "ex-06-3", "ex-06-4"]
+
+
+def test_a_copy_of_a_cell_stands_for_it_if_the_copy_has_passed(tmp_path):
+    cells = [exercise_cell(ONE.format(n), name, "ex-06-2") for n, name in enumerate(("ex-06-2", "copy-1", "copy-2"))]
+
+    def answer() -> dict:
+        (found,) = saved.exercise_cells({"cells": cells}, tmp_path)["06.2"]
+        assert found["id"] == "ex-06-2"
+        return found["source"]
+
+    assert answer() == ONE.format(0)
+    notes.note(tmp_path, "06.2", True, saved.digest_of_cells([cells[2]]))
+    assert answer() == ONE.format(2)
+    notes.note(tmp_path, "06.2", False, saved.digest_of_cells([cells[1]]))
+    assert answer() == ONE.format(0), "no copy has passed"
+    notes.note(tmp_path, "06.2", True, "another")
+    assert answer() == ONE.format(0), "what has passed is gone"
+
+
 def test_notes_say_of_which_answer_they_are(tmp_path):
     assert notes.state(tmp_path, "01.1", "abc") == "not tried"
     notes.note(tmp_path, "01.1", True, "abc")

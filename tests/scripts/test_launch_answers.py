@@ -103,6 +103,23 @@ def test_answers_that_have_passed_are_spliced_and_named(launch, course):
     assert "# exercise 02.3\ndef opposite" in text and [*copies(course)] == ["counters/numbers.py"]
 
 
+def test_a_copy_that_has_passed_and_a_cell_without_id_are_taken(launch, course):
+    write(course, MINE, passed=("02.1", "02.2"))
+    path = course / WORKBOOK
+    cells = tiny_course.read(path)["cells"]
+    for cell in [cell for cell in cells if cell["id"] in ("ex-02-1", "ex-02-2")]:
+        cell["metadata"]["nbgrader"] = {"grade_id": cell["id"]}
+        if cell["id"] == "ex-02-1":
+            cells.append({**cell, "id": "copy"})
+            cell["source"] = blank(ANSWERS["ex-02-1"])
+        else:
+            del cell["id"]
+    tiny_course.write(path, cells, PROGRAM)
+    status, out, err = launch(WORKBOOK, export=True)
+    assert status == 0 and "your own work is that of 02.1 and 02.2" in err, err
+    assert "math.prod([number])" in copies(course)["counters/numbers.py"]
+
+
 def test_unchecked_takes_all_that_is_not_blank(launch, course):
     write(course, MINE | {"ex-02-3b": ANSWERS["ex-02-3b"]}, passed=("02.1",))
     lines = launch(WORKBOOK, export=True)[2].splitlines()
