@@ -256,10 +256,13 @@ def too_early(text: str, cell: ExportedCell) -> Iterator[tuple[str, int]]:
     """Names that the cell's statements use at once, as a default or a constant does, and that the module binds further
     down; with a line of the cell.
     """
-    tree = ast.parse(text)
-    late = static_names(ast.Module([node for node in tree.body if first_line(node) >= place_above(text, cell)], []))
-    late -= static_names(ast.Module([node for node in tree.body if first_line(node) < place_above(text, cell)], []))
-    replaced = {name for name in cell.definitions if find(text, name, cell.cls)}
+    tree, start = ast.parse(text), place_above(text, cell)
+
+    def bound_above(line: int) -> set[str]:
+        return static_names(ast.Module([node for node in tree.body if first_line(node) < line], []))
+
+    late = static_names(tree) - bound_above(start)
+    replaced = {name: found[0] for name in cell.definitions if (found := find(text, name, cell.cls))}
     above = [piece for name, piece in cell.definitions.items() if name not in replaced]
     for piece in sorted([*cell.others, *above], key=lambda piece: piece.start):
         yield from ((name, piece.start) for name in late & used_at_once(piece.node))
@@ -268,11 +271,9 @@ def too_early(text: str, cell: ExportedCell) -> Iterator[tuple[str, int]]:
         above = [piece for name, piece in cell.definitions.items() if name in replaced]
         yield from ((name, piece.start) for piece in above for name in late & used_at_once(piece.node))
         return
-    for name in replaced:
-        place = find(text, name, None)[0]
-        before = static_names(ast.Module([node for node in tree.body if first_line(node) < place], []))
+    for name, line in replaced.items():
         piece = cell.definitions[name]
-        yield from ((each, piece.start) for each in (late - before) & used_at_once(piece.node))
+        yield from ((each, piece.start) for each in (late - bound_above(line)) & used_at_once(piece.node))
 
 
 def used_at_once(node: ast.stmt) -> set[str]:
