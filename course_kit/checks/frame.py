@@ -27,10 +27,11 @@ from course_kit.exercises.cells import (
     plain,
     read,
 )
+from course_kit.exercises.fits import check_fits
 from course_kit.exercises.install import Answer, install, library_module, uninstall, without
 from course_kit.exercises.notes import note, state
 from course_kit.exercises.saved import exercise_digest, saved_answers
-from course_kit.exercises.splice import check_fits, owned
+from course_kit.exercises.splice import owned
 
 PROJECT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(course_lib.__file__).parent

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from course_kit.exercises.cells import CellError, ExportedCell, read
-from course_kit.exercises.splice import ANNOTATIONS, check_fits, find, imported, is_method, static_names
+from course_kit.exercises.fits import ANNOTATIONS, check_fits, find, imported, is_method, static_names
 from course_kit.exercises.swap import (
     CLASS_CELL,
     MISSING,
