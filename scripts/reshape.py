@@ -11,8 +11,8 @@ import textwrap
 from dataclasses import dataclass
 
 from course_kit.exercises.cells import BLANK, CellError, Definition, ExportedCell, read
-from course_kit.exercises.saved import exercise_of
 from course_kit.exercises.fits import definitions
+from course_kit.exercises.saved import exercise_of
 from export import program_of
 
 JOINED = "\n\n\n"

@@ -36,10 +36,12 @@ from course_kit.exercises.swap import (
     holds_cell,
     is_kernel,
     lead_to,
+    out_of_reach,
     raw,
     rebind,
     set_attribute,
     swap_code,
+    take_back,
     take_class_cell,
 )
 
@@ -111,12 +113,6 @@ def without(exercise: str) -> Iterator[None]:
     finally:
         if before and exercise not in _installed:
             install(before[0])
-
-
-def take_back(undo: list[Undo]) -> None:
-    """Undo changes, the last one first."""
-    while undo:
-        undo.pop()()
 
 
 def library_module(name: str) -> types.ModuleType:
@@ -286,34 +282,3 @@ def can_swap(there: Any, node: ast.stmt, wanted: list[str] | None) -> bool:
     function = raw(there)
     same = list(map(ast.unparse, node.decorator_list)) == wanted
     return same and function is not None and not function.__code__.co_freevars
-
-
-@contextlib.contextmanager
-def out_of_reach(module: types.ModuleType, owner: Any, targets: dict[str, ast.stmt]) -> Iterator[None]:
-    """Meanwhile the library's own definitions of these names raise."""
-    undo: list[Undo] = []
-    try:
-        for name in targets:
-            there, stub = vars(owner)[name], refusal(name)
-            function = None if owner is not module or is_kernel(there) else raw(there)
-            if isinstance(there, type):
-                for attribute, value in list(vars(there).items()):
-                    if isinstance(value, (types.FunctionType, staticmethod, classmethod)):
-                        set_attribute(there, attribute, staticmethod(stub), undo)
-            elif function is not None and not function.__code__.co_freevars:
-                swap_code(function, stub, undo)
-            elif owner is module:
-                rebind(there, stub, undo, runs=False)
-            else:
-                set_attribute(owner, name, stub, undo)
-        yield
-    finally:
-        take_back(undo)
-
-
-def refusal(name: str) -> types.FunctionType:
-    """A function in place of a target, for a cell that keeps it. It has no closure: its code can be swapped in."""
-    text = f"{name} calls the library's own {name}, kept under another name: write it yourself"
-    space: dict = {}
-    exec(f"def kept(*args, **kwargs):\n    raise AssertionError({text!r})", space)
-    return space["kept"]

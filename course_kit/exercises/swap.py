@@ -3,9 +3,11 @@
 Each change is noted as a function that undoes it. What torch.compile and Triton have made of old parts is forgotten.
 """
 
+import ast
+import contextlib
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from course_kit.exercises.cells import CellError
@@ -178,3 +180,40 @@ def forget_kernels() -> None:
                 elif hasattr(type(value), "rewritten_fn"):
                     value.rewritten_fn.pop(value.fn, None)
                 value = getattr(value, "fn", None)
+
+
+def take_back(undo: list[Undo]) -> None:
+    """Undo changes, the last one first."""
+    while undo:
+        undo.pop()()
+
+
+@contextlib.contextmanager
+def out_of_reach(module: types.ModuleType, owner: Any, targets: dict[str, ast.stmt]) -> Iterator[None]:
+    """Meanwhile the library's own definitions of these names raise."""
+    undo: list[Undo] = []
+    try:
+        for name in targets:
+            there, stub = vars(owner)[name], refusal(name)
+            function = None if owner is not module or is_kernel(there) else raw(there)
+            if isinstance(there, type):
+                for attribute, value in list(vars(there).items()):
+                    if isinstance(value, (types.FunctionType, staticmethod, classmethod)):
+                        set_attribute(there, attribute, staticmethod(stub), undo)
+            elif function is not None and not function.__code__.co_freevars:
+                swap_code(function, stub, undo)
+            elif owner is module:
+                rebind(there, stub, undo, runs=False)
+            else:
+                set_attribute(owner, name, stub, undo)
+        yield
+    finally:
+        take_back(undo)
+
+
+def refusal(name: str) -> types.FunctionType:
+    """A function in place of a target, for a cell that keeps it. It has no closure: its code can be swapped in."""
+    text = f"{name} calls the library's own {name}, kept under another name: write it yourself"
+    space: dict = {}
+    exec(f"def kept(*args, **kwargs):\n    raise AssertionError({text!r})", space)
+    return space["kept"]

@@ -31,8 +31,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "tests/scripts")]
 from course_kit.exercises.cells import DEFINITIONS, EXPORT, bound, first_line  # noqa: E402
-from course_kit.exercises.saved import exercise_cells  # noqa: E402
 from course_kit.exercises.fits import ANNOTATIONS, static_names  # noqa: E402
+from course_kit.exercises.saved import exercise_cells  # noqa: E402
 from export import LIBRARY, NOTEBOOKS, ROOT, program_of, read_notebook  # noqa: E402
 from written_answers import ARROW, HEADING, RULE, AnswerError, directive, expanded, solution  # noqa: E402
 
