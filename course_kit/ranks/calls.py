@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from course_kit.exercises.install import installed
 from course_kit.ranks import worker
 from course_kit.ranks.processes import Processes
-from course_kit.ranks.report import BadCall, Interrupted, RankError, RanksHung, failed, pickled_call, where
+from course_kit.ranks.report import BadCall, Interrupted, RankError, RanksHung, failed, pickled_call, told_by, where
 
 GRACE_S = 0.5  # for the other ranks, after the first error: they may be about to end, or to fail as well
 CUT_S = 0.4  # for ranks that wait for others, once their connections are cut
@@ -121,7 +121,7 @@ class Call:
                 text = where(self.places[rank])
             elif "error" in report:
                 text = "lost its connection" if report["lost_peer"] else report["error"]
-                text += f"; {where(report['stack'])}" if report["stack"] else ""
+                text += told_by(report, "; ")
             else:
                 text = "ended"
             ranks_at.setdefault(text, []).append(str(rank))
@@ -134,7 +134,7 @@ class Call:
             return RanksHung(f"not all ranks had ended after {timeout_s:g} s (timeout_s). They were at\n{self.told()}")
         rank, report = next(iter(self.failures.items()))
         self.outcomes.pop(rank)
-        at = f"\n  {where(report['stack'])}" if report["stack"] else ""
+        at = told_by(report, "\n  ")
         others = f"\nThe other ranks:\n{self.told()}" if self.outcomes or self.places else ""
         kind = pickle.loads(report["kind"]) if "kind" in report else RuntimeError
         return failed(kind, f"rank {rank}: {report['error']}{at}{others}")

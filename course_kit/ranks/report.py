@@ -16,6 +16,7 @@ from pathlib import Path
 from course_kit.exercises.splice import locate
 
 MOST_CALLERS = 6  # that a report shows
+PASSES_ON = "__torch_dispatch__"  # of a mode that counts operators: it calls what the line before it has called
 
 
 class Report:
@@ -93,13 +94,31 @@ def where(stack: list) -> str:
         if stack and "course_kit/checks/" in stack[-1][0]:
             return "in the check itself"
         return stack[-1][2] if stack else "outside any line"
+    while len(ours) > 1 and stack[ours[-1]][2] == PASSES_ON:
+        ours.pop()
     inner = ours[-1]
     called = [function for _, _, function in stack[inner + 1 :] if function not in ("wrapper", "inner")]
+    called = called[: called.index(PASSES_ON)] if PASSES_ON in called else called
     text = (f"in {called[0]}, " if called else "") + place(*stack[inner][:2])
     callers = [f"\n      called from {place(*stack[i][:2])}" for i in reversed(ours[:-1])]
     if len(callers) > MOST_CALLERS:  # a recursion
         callers[MOST_CALLERS // 2 : -MOST_CALLERS // 2] = [f"\n      ... {len(callers) - MOST_CALLERS} more ..."]
     return "".join([text, *callers])
+
+
+def told_by(report: dict, before: str) -> str:
+    """`before` and where a rank's error came up; "" where that says nothing: a check's verdict has all in its words."""
+    stack = report["stack"]
+    if not stack or is_verdict(report):
+        return ""
+    return before + where(stack)
+
+
+def is_verdict(report: dict) -> bool:
+    """Whether an error is an assertion of a check, and no line of the reader's led to it."""
+    stack = report["stack"]
+    asserted = report["error"].startswith("AssertionError") and "course_kit/checks/" in stack[-1][0]
+    return asserted and not any(is_course_code(file) for file, _, _ in stack)
 
 
 def pickled(value) -> bytes:

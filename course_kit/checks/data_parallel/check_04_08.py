@@ -71,7 +71,7 @@ def uneven_trial(group: dist.ProcessGroup | None, cases: tuple[Lengths, ...], dt
             except NotImplementedError:
                 raise
             except RuntimeError as error:
-                raise AssertionError(f"{error}; all micro-batches but the last belong into no_sync()") from None
+                raise AssertionError(f"{error}; all micro-batches but the last belong into no_sync()") from error
         assert not dp.reducer.unfinished, "finish() is missing: gradients are still in flight when you return"
         told.append(({name: p.grad.clone() for name, p in dp.module.named_parameters()}, mean, traffic))
     return told, dtypes, asked
