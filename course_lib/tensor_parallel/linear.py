@@ -159,12 +159,14 @@ def replicas_of(group: dist.ProcessGroup, copies: int) -> Replicas:
     """The groups in which `copies` neighbours of `group` have the same part.
 
     Collective over the default group: all its ranks call it, with groups of theirs. Raises ValueError, on all of them,
-    where copies do not divide a group, and where the ranks of a group do not come with the same.
+    where copies are less than 1 or do not divide a group, and where the ranks of a group do not come with the same.
     """
     of_all = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, (dist.get_process_group_ranks(group), copies))
     groups = sorted({(tuple(members), count) for members, count in of_all})
     for members, count in groups:
+        if count < 1:
+            raise ValueError(f"{count} copies: it must be 1 or more")
         if len(members) % count:
             raise ValueError(f"{count} copies do not divide {len(members)} ranks")
     if sum(len(members) for members, _ in groups) != len(of_all):

@@ -53,6 +53,11 @@ class TensorShard(NamedTuple):
         return [self.whole if dim == self.dim % part.dim() else size for dim, size in enumerate(part.shape)]
 
 
+def leaves_one_without(whole: int, ranks: int) -> bool:
+    """Whether the last of so many ranks has no index of `whole`."""
+    return (ranks - 1) * -(-whole // ranks) >= whole
+
+
 def shard_parameter(parameter: nn.Parameter, shard: TensorShard) -> nn.Parameter:
     """A new parameter with this rank's part of `parameter`, on the same device, which may be meta."""
     part = shard.cut(parameter.detach()).clone(memory_format=torch.contiguous_format)

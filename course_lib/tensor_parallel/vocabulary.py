@@ -18,19 +18,27 @@ from torch import nn
 
 from course_lib.recompute.modes import IGNORED
 from course_lib.tensor_parallel.regions import OnceDifferentiable, sum_over_group
-from course_lib.tensor_parallel.shards import TensorShard, shard_parameter
+from course_lib.tensor_parallel.shards import TensorShard, leaves_one_without, shard_parameter
+
+
+def vocabulary_shard(vocab: int, group: dist.ProcessGroup, dim: int = 0) -> TensorShard:
+    """This rank's tokens of a vocabulary. Raises ValueError, on all ranks, where one of them would have none."""
+    if leaves_one_without(vocab, group.size()):
+        raise ValueError(f"a vocabulary of {vocab} leaves one of {group.size()} ranks without a token")
+    return TensorShard.of(vocab, group, dim)
 
 
 class VocabParallelEmbedding(nn.Module):
     """`embedding` with its rows split over `group`: tokens [...] to all of the hidden states [..., h].
 
     Of `embedding` it takes the weight alone, no padding_idx or max_norm. A token outside of the vocabulary gives zeros.
+    Raises ValueError where the vocabulary leaves a rank without a token.
     """
 
     def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup | None = None):
         super().__init__()
         self.group, self.leave = group or dist.group.WORLD, sum_over_group
-        self.shard = TensorShard.of(embedding.num_embeddings, self.group)
+        self.shard = vocabulary_shard(embedding.num_embeddings, self.group)
         self.weight = shard_parameter(embedding.weight, self.shard)  # [v/N, h]
 
     # exercise 06.7
@@ -105,11 +113,11 @@ def vocab_parallel_cross_entropy(
     logits: [..., v/N], this rank's; targets: [...], numbers of the whole vocabulary, or IGNORED; vocab: its size, None
     only where the ranks divide it. reduction: "mean" over the targets that are not ignored, or "sum". Collective.
 
-    Raises ValueError for another reduction, and where the logits are not this rank's part of `vocab`. A target outside
-    of the vocabulary is not noticed: it counts as nobody's.
+    Raises ValueError for another reduction, where `vocab` leaves a rank without a token, and where the logits are not
+    this rank's part of it. A target outside of the vocabulary is not noticed: it counts as nobody's.
     """
     group = group or dist.group.WORLD
-    shard = TensorShard.of(vocab or logits.shape[-1] * group.size(), group, -1)
+    shard = vocabulary_shard(vocab or logits.shape[-1] * group.size(), group, -1)
     if logits.shape[-1] != shard.size:
         raise ValueError(f"{logits.shape[-1]} logits, where this rank's part of {shard.whole} tokens is {shard.size}")
     if reduction not in ("mean", "sum"):

@@ -654,6 +654,10 @@ def misused() -> dict[str, str]:
     return {
         "gathered copies": said(lambda: ColumnParallelLinear(nn.Linear(4, 8), group, replicas, gather_output=True)),
         "3 copies": said(lambda: replicas_of(group, 3)),
+        "0 copies": said(lambda: replicas_of(group, 0)),
+        "3 tokens": said(lambda: VocabParallelEmbedding(nn.Embedding(3, 4), group)),
+        "a loss of 3 tokens": said(lambda: vocab_parallel_cross_entropy(logits[:, :1], targets, group, 3)),
+        "5 tokens": said(lambda: vocab_parallel_cross_entropy(logits[:, :2], targets, group, 5)),
         "3 copies on rank 1": said(lambda: replicas_of(group, 3 if dist.get_rank() == 1 else 2)),
         "other numbers": said(lambda: replicas_of(group, 1 if dist.get_rank() == 1 else 2)),
         "whole logits": said(lambda: vocab_parallel_cross_entropy(torch.zeros(6, 97), targets, group, 97)),
@@ -667,6 +671,12 @@ def test_misuse_that_would_give_plausible_numbers_is_one_line(ranks):
     for found in ranks(misused):
         assert found["gathered copies"].startswith("ValueError: gather_output with replicas")
         assert found["3 copies"] == found["3 copies on rank 1"] == "ValueError: 3 copies do not divide 4 ranks"
+        assert found["0 copies"] == "ValueError: 0 copies: it must be 1 or more"
+        assert (
+            found["3 tokens"] == found["a loss of 3 tokens"]
+        )  # unrefused, the other ranks wait for ever
+        assert found["3 tokens"] == "ValueError: a vocabulary of 3 leaves one of 4 ranks without a token"
+        assert found["5 tokens"] == "ValueError: a vocabulary of 5 leaves one of 4 ranks without a token"
         assert found["other numbers"].startswith("ValueError: ranks of one group came with different ones, or numbers")
         assert found["whole logits"].startswith("ValueError: 97 logits, where this rank's part of 97 tokens is 2")
         assert found["reduction"] == "ValueError: reduction 'none': it is mean or sum" and found["float64"] == "nothing"
