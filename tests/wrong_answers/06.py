@@ -124,6 +124,9 @@ class SumOverGroup(OnceDifferentiable):
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         return gradient / ctx.group.size(), None
 
+# %% 06.2 f returns no None for the group
+return total, None => return total
+
 # %% 06.3 no all-reduce: its own summand of dX
 def mlp_backward(x, a, b, grad_y, group):
     u = F.linear(x, a)
@@ -400,6 +403,9 @@ work = dist.all_reduce(grad_x, async_op=True)
 ---
 needed = ctx.needs_input_grad[2:] =>
 
+# %% 06.4 no None for the group
+return grad_x, None, *grad_weights => return grad_x, *grad_weights
+
 # %% 06.5 every rank adds the bias before the sum
 def forward_at_once(self: RowParallelLinear, x):
     return self.leave(F.linear(x, self.weight, self.bias), self.group)
@@ -585,6 +591,11 @@ def project_together(x, layers):
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
+
+# %% 06.6 returns a list
+return tuple(out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True))
+=>
+return [out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True)]
 
 # %% 06.7 rows for tokens of other ranks are not zeroed
 def forward(self: VocabParallelEmbedding, tokens):
@@ -1013,6 +1024,22 @@ return model
 model.head.gather_output = gather_logits
 return model
 
+# %% 06.9 splits block.mlp itself, which may be a mixture
+for mlp in [module for module in block.modules() if isinstance(module, MLP)]:  # a mixture may have none
+=>
+for mlp in [block.mlp]:
+
+# %% 06.9 an MLP inside of a mixture stays whole
+for mlp in [module for module in block.modules() if isinstance(module, MLP)]:  # a mixture may have none
+=>
+for mlp in [block.mlp] if isinstance(block.mlp, MLP) else []:
+
+# %% 06.9 all blocks project by the last block's attention
+functools.partial(linear.project_together, layers=of_attention) => lambda x: linear.project_together(x, of_attention)
+
+# %% 06.9 all blocks project by the last block's MLP
+functools.partial(linear.project_together, layers=[mlp.gate_proj, mlp.up_proj]) => lambda x: linear.project_together(x, [mlp.gate_proj, mlp.up_proj])
+
 # %% 06.10 forward only
 gigabytes_sent = (2 * 32 + 1) * 2 * 7 / 8 * 8192 * 4096 * 2 / 1e9
 
@@ -1240,12 +1267,21 @@ def own_randomness(group=None):
         for generator, state in states:
             generator.set_state(state)
 
+# %% 06.13 the rank among all ranks, whatever the group
+group.rank() => dist.get_rank()
+
+# %% 06.13 a seed of Python's hash, which is another one after a restart
+zlib.crc32(generator.get_state().numpy().tobytes(), group.rank()) => hash((generator.get_state().numpy().tobytes(), group.rank())) % 2**32
+
 # %% 06.14 parts are views, which keep the whole alive
 def pack(self: PartitionedCheckpoint, tensor):
     if not tensor.requires_grad:
         return tensor
     shard = TensorShard.of(tensor.numel(), self.group)
     return shard, shard.cut(tensor.detach().flatten()), tensor.shape
+
+# %% 06.14 parts stay in the graph
+tensor.detach().flatten() => tensor.flatten()
 
 # %% 06.14 gathers when it packs
 def pack(self: PartitionedCheckpoint, tensor):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_kit.checks.tensor_parallel.cases import in_case
+from course_kit.checks.tensor_parallel.cases import counted, in_case
 from course_kit.checks.tensor_parallel.diary import Diary
 from course_kit.labs.tensor_parallel.models import in_groups
 from course_kit.ranks import shared
@@ -42,7 +42,8 @@ def pair_trial(group: dist.ProcessGroup) -> str | None:
             (gradient,) = torch.autograd.grad(out, x, given)
         calls = sent, traffic.calls - sent
         if calls != (forwards, backwards):
-            return f"{name}: sends {calls[0]} times in forward and {calls[1]} in backward: {forwards} and {backwards}"
+            wrong = f"{name}: {counted(calls[0], 'collective')} in forward and {calls[1]} in backward"
+            return f"{wrong}: it takes {forwards} and {backwards}"
         if not torch.equal(x.detach(), copies[0]) or not torch.equal(given, copies[1]):
             return f"{name}: changes a tensor that was given to it, in place"
         expected = copies[0] if forwards == 0 else (n * numbers + sum(range(n))).to(dtype)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from course_kit.checks.tensor_parallel.cases import counted
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import Traffic, count_traffic
@@ -35,6 +36,6 @@ def check() -> None:
                     assert error < 1e-5, f"{n} ranks, rank {rank}: the gradient of {name} is not one process's"
                 enough = 2 * 5 * 12 * 4 * (n - 1) // n
                 assert (traffic.calls, traffic.bytes) == (1, enough), (
-                    f"{n} ranks, rank {rank}: {traffic.calls} collectives, {traffic.bytes} bytes; "
+                    f"{n} ranks, rank {rank}: {counted(traffic.calls, 'collective')}, {traffic.bytes} bytes; "
                     f"one of {enough} is enough"
                 )

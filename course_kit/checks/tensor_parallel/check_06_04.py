@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, in_case
+from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, counted, in_case
 from course_kit.checks.tensor_parallel.diary import Diary
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
@@ -85,8 +85,11 @@ def judge(
     where = f"{n} ranks, rank {rank}, {len(rows) + 1} dimensions, {dtype}, gradients for "
     where += f"{'x and ' if wants_x else ''}weights {wants}"
     assert told.output_error < CLOSE[dtype], f"{where}: forward returns x · weightᵀ for each weight of this rank"
-    assert told.sent_forward == 0, f"{where}: forward sends {told.sent_forward} times: nothing is to be sent"
+    assert told.sent_forward == 0, f"{where}: {counted(told.sent_forward, 'collective')} in forward: send nothing"
     events, words = told.events, [word for word, _ in told.events]
+    assert wants_x or not told.traffic.calls, (
+        f"{where}: {counted(told.traffic.calls, 'collective')} in backward: x wants no gradient: send nothing"
+    )
     assert not wants_x or {"start", "wait"} <= set(words), (
         f"{where}: start a dist.all_reduce(..., async_op=True) of x's gradient, and wait for it at the end"
     )
@@ -94,15 +97,16 @@ def judge(
     assert not told.spoiled, f"{where}: a gradient that was given is changed"
     enough = wants_x * 2 * 6 * 8 * dtype.itemsize * (n - 1) // n
     assert (told.traffic.calls, told.traffic.bytes) == (wants_x, enough), (
-        f"{where}: {told.traffic.bytes} bytes in {told.traffic.calls} collectives of backward; {enough} in "
-        f"{int(wants_x)} are enough: sum in x's dtype"
+        f"{where}: {told.traffic.bytes} bytes in {counted(told.traffic.calls, 'collective')} of backward; {enough} in "
+        f"one are enough: sum over the weights first, and in x's dtype"
     )
     enough = wants_x * sum(each) + sum(e for e, want in zip(each, wants, strict=True) if want)
     assert products(events) == enough, f"{where}: {products(events)} multiplications, {enough} are enough"
     if wants_x:
         start, wait = words.index("start"), words.index("wait")
         before, beside = products(events[:start]), products(events[start:wait])
+        advice = "start it with async_op=True, before the gradients of the weights, and wait after them"
         assert (before, beside) == (sum(each), enough - sum(each)), (
             f"{where}: {before} multiplications before the all-reduce starts and {beside} while it is on "
-            f"its way; {sum(each)} and {enough - sum(each)} would hide it"
+            f"its way; {sum(each)} and {enough - sum(each)} would hide it: {advice}"
         )

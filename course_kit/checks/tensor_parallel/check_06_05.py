@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_kit.checks.tensor_parallel.cases import all_cases
+from course_kit.checks.tensor_parallel.cases import all_cases, counted
 from course_kit.checks.tensor_parallel.memory import kept_by
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
@@ -75,9 +75,9 @@ def judge(n: int, rank: int, bias: bool, told: Told) -> None:
         assert error < 1e-5, f"{where}: {name} is not one process's"
     enough, forward = 2 * 6 * 10 * 4 * (n - 1) // n, told.forward
     assert (forward.calls, forward.bytes) == (1, enough), (
-        f"{where}: forward sends {forward.bytes} bytes in {forward.calls} calls; one of {enough} is enough"
+        f"{where}: forward sends {forward.bytes} bytes in {counted(forward.calls, 'call')}; one of {enough} is enough"
     )
-    assert told.backward.calls == 0, f"{where}: backward sends {told.backward.calls} times: nothing is to be sent"
+    assert told.backward.calls == 0, f"{where}: {counted(told.backward.calls, 'collective')} in backward: send nothing"
     enough = 4 * (10 * 24 // n + 10 * bias)
     assert told.kept <= enough, f"{where}: the layer keeps {told.kept} bytes, {enough} are enough: its part, a copy"
     assert told.left == 0, f"{where}: call f* as self.leave"

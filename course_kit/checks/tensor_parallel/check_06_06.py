@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course_kit.checks.tensor_parallel.cases import all_cases
+from course_kit.checks.tensor_parallel.cases import all_cases, counted
 from course_kit.checks.tensor_parallel.diary import Diary
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
@@ -29,6 +29,7 @@ class Told(NamedTuple):
     forward: Traffic
     backward: Traffic
     members: tuple[int, ...]  # the group of copies
+    kind: type  # of what is returned
     order: str  # what backward does, in words
 
 
@@ -65,7 +66,7 @@ def projection_trial(group: dist.ProcessGroup, copies: int, bias: bool) -> Told:
             pairs[f"the gradient of {name}'s {kind}"] = (getattr(layer, kind).grad, one_process)
     members = tuple(dist.get_process_group_ranks(replicas.copies)) if replicas else ()
     errors = {name: relative_error(*pair) for name, pair in pairs.items()}
-    return Told(errors, layers[1].weight.grad, forward, backward, members, " ".join(diary.words()))
+    return Told(errors, layers[1].weight.grad, forward, backward, members, type(outs), " ".join(diary.words()))
 
 
 class Zeros:
@@ -117,18 +118,21 @@ def check() -> None:
 def judge(n: int, copies: int, bias: bool, of_all: list[Told]) -> None:
     """Judge one case on all ranks."""
     for rank, told in enumerate(of_all):
-        where = f"{n} ranks, {copies} copies of a K head, rank {rank}"
+        where = f"{n} ranks, {counted(copies, 'copy')} of a K head, rank {rank}"
+        assert told.kind is tuple, f"{where}: what is returned is a {told.kind.__name__}: return a tuple"
         for name, error in told.errors.items():
             assert error < 1e-5, f"{where}: {name} is not one process's"
         first = of_all[rank // copies * copies]
         assert torch.equal(told.grad_k, first.grad_k), f"{where}: the copies' gradients differ"
-        assert told.forward.calls == 0, f"{where}: forward sends {told.forward.calls} times: nothing is to be sent"
+        assert told.forward.calls == 0, f"{where}: {counted(told.forward.calls, 'collective')} in forward: send nothing"
         records = told.backward.records
         of_x = [r for r in records if len(r.group) == n and r.bytes == 2 * 48 * 4 * (n - 1) // n]
         others = [r for r in records if r not in of_x]
         assert len(of_x) >= 1, f"{where}: one all-reduce of x's gradient"
         wanted = (1 + bias) if copies > 1 else 0
-        assert len(records) <= 1 + wanted, f"{where}: backward sends {len(records)} times, {1 + wanted} are enough"
+        assert len(records) <= 1 + wanted, (
+            f"{where}: {counted(len(records), 'collective')} in backward; {1 + wanted} would do"
+        )
         assert "start product" in told.order, (
             f"{where}: backward does {told.order}: no product beside x's all-reduce; use the layers' `products`"
         )

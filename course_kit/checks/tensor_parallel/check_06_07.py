@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, in_case
+from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, counted, in_case
 from course_kit.checks.tensor_parallel.memory import kept_by
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
@@ -40,10 +40,11 @@ def embedding_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, sh
     whole, given = nn.Embedding(vocab, 6, dtype=dtype), torch.randn(*shape, 6).to(dtype)
     tokens = torch.cat([torch.tensor([-1, vocab]), torch.randint(vocab, (31,))]).view(shape)  # two are no tokens
     layer, kept = kept_by(lambda: vocabulary.VocabParallelEmbedding(copy.deepcopy(whole), group))
-    with in_case(f"tokens of {len(shape)} dimensions, {dtype}"), count_traffic() as forward:
-        out = layer(tokens)
-    with count_traffic() as backward:
-        out.backward(given)
+    with in_case(f"tokens of {counted(len(shape), 'dimension')}, {dtype}"):
+        with count_traffic() as forward:
+            out = layer(tokens)
+        with count_traffic() as backward:
+            out.backward(given)
     outside = (tokens < 0) | (tokens >= vocab)
     expected = whole(tokens.masked_fill(outside, 0)).masked_fill(outside[..., None], 0.0)
     expected.backward(given)
@@ -72,7 +73,7 @@ def judge(n: int, rank: int, vocab: int, dtype: torch.dtype, told: Told) -> None
     assert told.dtype == dtype, f"{where}: the output is {told.dtype}: keep the dtype of the rows"
     enough, forward = 2 * 33 * 6 * dtype.itemsize * (n - 1) // n, told.forward
     assert (forward.calls, forward.bytes) == (1, enough), (
-        f"{where}: {forward.bytes} bytes in {forward.calls} calls; one all-reduce of {enough} is enough"
+        f"{where}: {forward.bytes} bytes in {counted(forward.calls, 'call')}; one all-reduce of {enough} is enough"
     )
     assert told.backward.calls == 0, f"{where}: backward has nothing to send"
     enough = dtype.itemsize * 6 * -(-vocab // n)

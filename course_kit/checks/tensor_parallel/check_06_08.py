@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from course_kit.checks.tensor_parallel.cases import all_cases
+from course_kit.checks.tensor_parallel.cases import all_cases, counted, in_case
 from course_kit.checks.tensor_parallel.memory import AtOnce
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
@@ -55,10 +55,11 @@ def loss_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, scale: 
 
     hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     one = 4 * tokens * shard.size  # bytes of this rank's logits in float32
-    with count_traffic() as forward, AtOnce(one) as first, hooks:
-        got = vocabulary.vocab_parallel_cross_entropy(own, targets, group, vocab)
-    with count_traffic() as backward, AtOnce(one) as second:
-        got.backward()
+    with in_case(f"{vocab} tokens, {dtype}"):
+        with count_traffic() as forward, AtOnce(one) as first, hooks:
+            got = vocabulary.vocab_parallel_cross_entropy(own, targets, group, vocab)
+        with count_traffic() as backward, AtOnce(one) as second:
+            got.backward()
     whole.requires_grad_()
     expected = F.cross_entropy(whole.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
     expected.backward()
@@ -98,7 +99,7 @@ def judge(n: int, rank: int, told: Told, vocab: int, dtype: torch.dtype, scale: 
         f"{where}: forward sends {told.forward.bytes} bytes; three numbers a token are {told.enough:.0f}"
     )
     assert told.forward.calls <= 2 and told.backward.calls == 0, (
-        f"{where}: {told.forward.calls} collectives in forward, {told.backward.calls} in backward: 2 and 0"
+        f"{where}: {counted(told.forward.calls, 'collective')} in forward, {told.backward.calls} in backward: 2 and 0"
     )
     assert told.kept < 1.35, f"{where}: {told.kept:.2f} times the logits in float32 are kept: once is enough"
     assert told.made <= 1, (
@@ -106,5 +107,6 @@ def judge(n: int, rank: int, told: Told, vocab: int, dtype: torch.dtype, scale: 
     )
     assert told.kept + told.later < 1.35, f"{where}: backward makes another float32 tensor of that size: in place"
     assert told.repeats, (
-        f"{where}: a second backward gives another gradient, no error: keep tensors by save_for_backward"
+        f"{where}: a second backward gives another gradient: keep what backward changes by save_for_backward, so that "
+        "it raises an error"
     )

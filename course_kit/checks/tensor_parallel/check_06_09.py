@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from course_kit.checks.tensor_parallel.memory import kept_by
@@ -24,14 +27,30 @@ from course_kit.labs.tensor_parallel.models import (
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.single_gpu.memory import param_count
-from course_lib.single_gpu.model import ModelConfig, Transformer, loss
+from course_lib.single_gpu.model import MLP, ModelConfig, Transformer, loss
 from course_lib.tensor_parallel import model as program
 from course_lib.tensor_parallel import vocabulary
 from course_lib.tensor_parallel.shards import TensorShard, whole_state_dict
 from course_lib.zero.shards import clip_grad_norm_
 
 HEAD_NORMS = ModelConfig(1, 48, 4, 4, 100, 97, qk_norm=True)
-CANNOT = ModelConfig(1, 48, 6, 6, 100, 97), ModelConfig(1, 48, 4, 4, 102, 97)  # on four ranks
+CANNOT = {  # on four ranks
+    "6 heads": ModelConfig(1, 48, 6, 6, 100, 97),
+    "ffn_hidden = 102": ModelConfig(1, 48, 4, 4, 102, 97),
+}
+PROJECTED = {"attention": ("q_proj", "k_proj", "v_proj"), "mlp": ("gate_proj", "up_proj")}
+
+
+class Mixture(nn.Module):
+    """What stands in the place of a block's MLP, as a mixture of experts would: one matrix, and perhaps an MLP."""
+
+    def __init__(self, always: MLP | None):
+        super().__init__()
+        self.router, self.always = nn.Linear(TINY.hidden, TINY.hidden, bias=False), always
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [b, s, h]; returns the same shape."""
+        return self.router(x) + (0 if self.always is None else self.always(x))
 
 
 class Told(NamedTuple):
@@ -70,14 +89,19 @@ def model_trial(
 
 
 def wrong_options(group: dist.ProcessGroup) -> str | None:
-    """Say what is wrong with a tie, gathered logits, chunks, norms of heads, the default group, or a model that has no
-    embedding or no head; None where nothing is.
+    """Say what is wrong with `project`, a tie, logits, chunks, norms of heads, the default group, blocks with mixtures,
+    or a model that has no embedding or no head; None where nothing is.
     """
     (inputs, _), hidden = batch_of(), torch.randn(2, 17, TINY.hidden)
     tied = split_model(TINY, group)
+    if wrong := wrong_project(tied):
+        return wrong
     if tied.head.weight is not tied.embedding.weight:
         return "the model is tied, but head and embedding have a weight each: give the head the embedding's"
-    if relative_error(split_model(TINY, group, gather_logits=True)(inputs), Transformer(TINY)(inputs)) > 1e-5:
+    logits = Transformer(TINY)(inputs)
+    if relative_error(tied(inputs), TensorShard.of(TINY.vocab, group, -1).cut(logits)) > 1e-5:
+        return "the logits are not this rank's part of one process's"
+    if relative_error(split_model(TINY, group, gather_logits=True)(inputs), logits) > 1e-5:
         return "gather_logits=True: not the logits of one process"
     block = split_model(TINY, group, chunks=3).blocks[0]
     if any(getattr(layer, "chunks", 0) != 3 for layer in (block.attention.o_proj, block.mlp.down_proj)):
@@ -86,14 +110,56 @@ def wrong_options(group: dist.ProcessGroup) -> str | None:
         whole, split = Transformer(TINY), Transformer(TINY)
         for stage in (whole, split):
             setattr(stage, missing, None)
-        try:
+        with stepping_over(f"a model whose {missing} is None"):
             program.apply_tensor_parallel(split, group)
-        except AttributeError as error:
-            return f"a model whose {missing} is None: {error}"
         expected = whole(x) if missing == "head" else TensorShard.of(TINY.vocab, group, -1).cut(whole(x))
         if relative_error(split(x), expected) > 1e-5:
             return f"a model whose {missing} is None: not one process's output"
-    return wrong_head_norms(group) or wrong_default()
+    return wrong_mixtures(group) or wrong_head_norms(group) or wrong_default()
+
+
+@contextlib.contextmanager
+def stepping_over(what: str) -> Iterator[None]:
+    """Say of an AttributeError in which model it came up."""
+    try:
+        yield
+    except AttributeError as error:
+        raise AssertionError(f"{what}: {error}") from error
+
+
+def wrong_project(model: nn.Module) -> str | None:
+    """Say of which block `project` does not return the outputs of its own layers; None where all do."""
+    for number, block in enumerate(model.blocks):
+        for part, names in PROJECTED.items():
+            owner, x = getattr(block, part), torch.randn(2, 3, TINY.hidden)
+            outs = owner.project(x)
+            expected = [F.linear(x, getattr(owner, name).weight) for name in names]
+            errors = [relative_error(*pair) for pair in zip(outs, expected, strict=False)]
+            if len(outs) != len(names) or max(errors) > 1e-5:
+                return (
+                    f"block {number}: {part}.project(x) is not what this block's {', '.join(names)} make of x. "
+                    "A lambda takes the loop's last layers for all blocks; functools.partial keeps those it is given"
+                )
+    return None
+
+
+def wrong_mixtures(group: dist.ProcessGroup) -> str | None:
+    """Say what is wrong with blocks that hold an MLP under another name, or none; None where nothing is."""
+    (inputs, _), advice = batch_of(), "split every `MLP` in `block.modules()`, and nothing else in its place"
+    what = "a block where block.mlp is a mixture, with an MLP inside or none"
+    whole, split = Transformer(TINY), Transformer(TINY)
+    for model in (whole, split):
+        torch.manual_seed(9)
+        for block, always in zip(model.blocks, (True, False), strict=True):
+            block.mlp = Mixture(block.mlp if always else None)
+    with stepping_over(f"{what}: {advice}"):
+        program.apply_tensor_parallel(split, group)
+    rows = split.blocks[0].mlp.always.up_proj.weight.shape[0]
+    if rows != TINY.ffn_hidden // group.size():
+        return f"{what}: up of the one inside has {rows} rows of {TINY.ffn_hidden}: {advice}"
+    if relative_error(split(inputs), TensorShard.of(TINY.vocab, group, -1).cut(whole(inputs))) > 1e-5:
+        return f"{what}: not one process's logits: {advice}"
+    return None
 
 
 def wrong_head_norms(group: dist.ProcessGroup) -> str | None:
@@ -130,7 +196,7 @@ def refusal(group: dist.ProcessGroup, config: ModelConfig) -> tuple[str, bool] |
 
 def refusals(group: dist.ProcessGroup) -> list[tuple[str, bool] | None]:
     """The refusals of all models that can't be split."""
-    return [refusal(group, config) for config in CANNOT]
+    return [refusal(group, config) for config in CANNOT.values()]
 
 
 def check() -> None:
@@ -144,10 +210,10 @@ def check() -> None:
                 where = f"{n} ranks, {config.kv_heads} K/V heads, rank {rank}{', from the meta device' if meta else ''}"
                 judge(where, n, config, told)
         for rank, answers in enumerate(ranks(in_groups, 4, refusals)):
-            for config, answer in zip(CANNOT, answers, strict=True):
-                assert answer and answer[1], (
-                    f"rank {rank}: {config} can't be split over 4: ValueError, and nothing changed"
-                )
+            for what, answer in zip(CANNOT, answers, strict=True):
+                where = f"rank {rank}: a model with {what}, which 4 does not divide"
+                assert answer, f"{where}, is split: call check_model first, which raises a ValueError"
+                assert answer[1], f"{where}, has changed before it is refused: call check_model first"
 
 
 def judge(where: str, n: int, config: ModelConfig, told: Told) -> None:

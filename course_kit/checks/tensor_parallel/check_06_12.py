@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, in_case
+from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, counted, in_case
 from course_kit.checks.tensor_parallel.diary import Diary
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
@@ -76,7 +76,7 @@ def judge(n: int, rank: int, told: Told, chunks: int, dtype: torch.dtype, rows: 
         assert error < CLOSE[dtype], f"{where}: {name} is not one process's"
     assert told.dtype == dtype, f"{where}: the output is {told.dtype}"
     words = [word for word, _ in told.events]
-    assert words.count("start") == chunks, f"{where}: {words.count('start')} all-reduces, not one for each"
+    assert words.count("start") == chunks, f"{where}: {counted(words.count('start'), 'all-reduce')}, not one for each"
     assert words == ["product", "start"] * chunks + ["wait"] * chunks, (
         f"{where}: {' '.join(words)}: it is to be product, start, product, start, ..., and a wait for each"
     )
@@ -89,9 +89,9 @@ def judge(n: int, rank: int, told: Told, chunks: int, dtype: torch.dtype, rows: 
         "rows"
     )
     later = [word for word, _ in told.later]
-    assert "start" not in later, f"{where}: backward sends: nothing is to be sent"
+    assert "start" not in later, f"{where}: backward sends: send nothing"
     wanted = "x and the weight" if wants_x else "the weight alone"
     assert later == ["product"] * (1 + wants_x), (
-        f"{where}: backward makes {len(later)} products for gradients of {wanted}; ctx.needs_input_grad says whose "
-        f"gradient is wanted"
+        f"{where}: backward makes {counted(len(later), 'product')} for gradients of {wanted}; "
+        "ctx.needs_input_grad says whose gradient is wanted"
     )

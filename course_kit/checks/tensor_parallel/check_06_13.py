@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_kit.checks.tensor_parallel.cases import counted
 from course_kit.labs.tensor_parallel.models import in_groups
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import count_traffic
 from course_lib.tensor_parallel import regions
 
+HASH = hash
 INSIDE = "inside", "inside, later", "inside, at once after that"
 
 
@@ -35,9 +37,27 @@ def drawn(group: dist.ProcessGroup | None, second: torch.Generator) -> dict[str,
     return numbers
 
 
+def is_salted(value) -> bool:
+    """Whether hash(value) is another number in each process that is started."""
+    return isinstance(value, (str, bytes, memoryview)) or isinstance(value, tuple) and any(map(is_salted, value))
+
+
+def hash_after_restart(value) -> int:
+    """hash(value), as it might be once the kernel and its ranks have been started again."""
+    return HASH(value) ^ is_salted(value)
+
+
+def in_group(group: dist.ProcessGroup) -> torch.Tensor:
+    """On a rank: what it draws inside of a region of this group."""
+    torch.manual_seed(13)
+    with regions.own_randomness(group):
+        return torch.rand(500)
+
+
 def randomness_trial(group: dist.ProcessGroup) -> tuple[dict, int]:
     """What two generators draw, as if the second were a GPU's; again, from the same seeds and with the default group,
-    which is the same; whether they go on alike after an error, and a checkpoint's replay. And how many collectives.
+    which is the same; once more with other salts of hash(); whether they go on alike after an error, and a checkpoint's
+    replay. And how many collectives.
     """
     second, told = torch.Generator(), {}
     of_a_gpu = {"is_initialized": lambda: True, "current_device": lambda: 0, "default_generators": (second,)}
@@ -50,6 +70,9 @@ def randomness_trial(group: dist.ProcessGroup) -> tuple[dict, int]:
         for name, of in (("first", group), ("again", None)):
             seed()
             told[name] = drawn(of, second)
+        seed()
+        with mock.patch.object(regions, "hash", hash_after_restart, create=True):
+            told["restarted"] = drawn(group, second)
         seed()
         torch.cat([torch.rand(500), torch.rand(500, generator=second)])
         with contextlib.suppress(ZeroDivisionError), regions.own_randomness(group):
@@ -80,9 +103,10 @@ def check() -> None:
     ranks = shared(4)
     with ranks.within(20):
         answers = ranks(in_groups, 4, randomness_trial)
+        of_pairs = ranks(in_groups, 2, in_group)
     for rank, (told, calls) in enumerate(answers):
         first = told["first"]
-        assert calls == 0, f"rank {rank}: {calls} collectives: none is needed"
+        assert calls == 0, f"rank {rank}: {counted(calls, 'collective')}: none is needed"
         for name in ("before", "between", "after"):
             assert alike(first[name], answers[0][0]["first"][name]) == 1, f"ranks 0 and {rank} draw differently {name}"
         for name in INSIDE:
@@ -94,5 +118,12 @@ def check() -> None:
             for other, numbers_before in drawn_so_far[:i]:
                 assert alike(numbers, numbers_before) < 0.01, f"rank {rank} draws the same numbers {other} and {name}"
             assert alike(numbers, told["again"][name]) == 1, f"rank {rank}: from the same seed, other numbers {name}"
+            assert alike(numbers, told["restarted"][name]) == 1, (
+                f"rank {rank}: hash() of bytes is another number after a restart, and so is what is drawn {name}: "
+                "zlib.crc32 is the same one always"
+            )
         assert told["error"], f"rank {rank}: after an error inside, it does not go on as the others do"
+        assert alike(of_pairs[rank], of_pairs[rank % 2]) == 1, (
+            f"rank {rank}: in groups of 2 it is rank {rank % 2} of its group: take group.rank(), not the one among all"
+        )
         assert told["replay"], f"rank {rank}: a checkpoint that runs the region again draws other numbers"

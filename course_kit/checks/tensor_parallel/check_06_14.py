@@ -6,24 +6,34 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
+from course_kit.checks.tensor_parallel.cases import counted
 from course_kit.labs.tensor_parallel.models import TINY, in_groups, relative_error
 from course_kit.labs.tensor_parallel.step import checkpoint_trial
 from course_kit.ranks import shared
 from course_lib.tensor_parallel import partitioned_checkpoints
 
 
-def comes_back(group: dist.ProcessGroup) -> bool | RuntimeError:
-    """Whether 21 numbers in BF16, transposed, are the same once they have been in parts; or the error."""
+def has_graph(kept) -> bool:
+    """Whether a tensor in what is kept belongs to a graph of autograd's."""
+    return any(torch.is_tensor(each) and each.requires_grad for each in tree_leaves(kept))
+
+
+def comes_back(group: dist.ProcessGroup) -> bool | str:
+    """Whether 21 numbers in BF16, transposed, are the same once they have been in parts; or what is wrong."""
     odd = torch.arange(21, dtype=torch.bfloat16).view(7, 3).t().requires_grad_()
     parts = partitioned_checkpoints.PartitionedCheckpoint(None, group)
     try:
-        back = parts.unpack(parts.pack(odd))
+        kept = parts.pack(odd)
+        if has_graph(kept):
+            return "what pack returns belongs to autograd's graph, as the argument does: detach the tensor first"
+        back = parts.unpack(kept)
         return back.dtype == odd.dtype and torch.equal(back, odd)
     except NotImplementedError:
         raise  # the exercise is blank
     except RuntimeError as error:
-        return error
+        return f"sizes need not divide. {error}"
 
 
 def check() -> None:
@@ -42,11 +52,13 @@ def check() -> None:
         saved, possible = full - parts, whole * TINY.layers / 2
         assert abs(saved / possible - 1) < 0.05, (
             f"{where}: {saved:,} bytes less are kept than with whole checkpoints; {possible:,.0f} is what there is"
+            + "; a view keeps the whole alive: clone it" * (abs(saved) < 0.05 * possible)
         )
         counts = Counter(record.collective for record in sent_parts.records if record.bytes)
-        assert counts["all_gather"] == TINY.layers, f"{where}: {counts['all_gather']} all-gathers; one a layer"
+        gathers = counts["all_gather"]
+        assert gathers == TINY.layers, f"{where}: {counted(gathers, 'all-gather')}; one a layer"
         more, enough = sent_parts.bytes - sent.bytes, whole * TINY.layers / 2
         assert abs(more / enough - 1) < 0.05, f"{where}: {more:,} bytes more are sent, {enough:,.0f} are enough"
     for rank, same in enumerate(back):
         what = f"4 ranks, rank {rank}: 21 numbers in BF16, transposed"
-        assert same is True, f"{what}, do not come back: sizes need not divide. {same}"
+        assert same is True, f"{what}, do not come back: {same or 'sizes need not divide, and the dtype stays'}"
