@@ -7,6 +7,7 @@ import itertools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd.gradcheck import GradcheckError
 
 from course_kit.checks.tensor_parallel.cases import counted, in_case
 from course_kit.checks.tensor_parallel.diary import Diary
@@ -65,10 +66,11 @@ def wrong_in_mlp(group: dist.ProcessGroup) -> str | None:
     shapes = (2, 3), (4, 3), (3, 4)
     generator = torch.Generator().manual_seed(2)
     x, a, b = (torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes)
-    try:
-        torch.autograd.gradcheck(lambda *tensors: split_mlp(*tensors, group), (x, a, b))
-    except Exception as error:
-        return f"gradcheck of the pair in an MLP: {str(error).splitlines()[0]}"
+    with in_case("gradcheck of the pair in an MLP"):
+        try:
+            torch.autograd.gradcheck(lambda *tensors: split_mlp(*tensors, group), (x, a, b))
+        except GradcheckError as error:
+            return f"gradcheck of the pair in an MLP: {str(error).splitlines()[0]}"
     return None
 
 
