@@ -5,11 +5,13 @@ import math
 from types import SimpleNamespace
 from unittest import mock
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 
 from course_kit.labs.tensor_parallel import dropout, faults, rivals, step, timeline
 from course_kit.labs.tensor_parallel.models import MHA, TINY, in_groups, on_first, process_trial, relative_error
+from course_kit.pictures.dropout import draw_masks
 from course_lib.recompute.profiling import Span
 
 SMALL = {"batch": 2, "seq": 16, "config": TINY}
@@ -32,6 +34,23 @@ def test_each_fault_leaves_its_own_evidence(ranks, block):
 
 def test_the_runs_that_are_shown_have_each_fault_once():
     assert sorted(faults.RUNS) == sorted(faults.FAULTS)
+
+
+def test_dropout_by_region_keeps_the_same_outside_and_its_own_inside(ranks):
+    for how, alike in {"one seed": (True, True), "own seed": (False, False), "by region": (False, True)}.items():
+        first, *others = ranks(dropout.kept_by_dropout, how)
+        for other in others:
+            assert tuple(torch.equal(*pair) for pair in zip(first, other, strict=True)) == alike
+
+
+def test_the_picture_of_dropout_shows_each_ranks_masks():
+    of_ranks = [(torch.rand(8, 8) > 0.4, torch.rand(8, 12) > 0.4) for _ in range(2)]
+    figure = draw_masks(of_ranks, "by region")
+    assert [ax.get_title() for ax in figure.axes] == ["head 0", "head 1", "output 0", "output 1"]
+    shown = [torch.tensor(ax.images[0].get_array()) for ax in figure.axes]
+    drawn = [masks[kind] for kind in (0, 1) for masks in of_ranks]
+    assert all(torch.equal(*pair) for pair in zip(shown, drawn, strict=True))
+    plt.close(figure)
 
 
 def test_a_seed_per_rank_lets_norms_diverge(ranks):
@@ -88,8 +107,9 @@ def test_steps_of_a_profile_begin_at_zero_the_shortest_first():
     assert [max(span.end_ms for span in each) for each in (short, long)] == [8.0, 16.0]
     assert [span for span in short if span.name == "sum"] == [Span("network", "sum", 2.0, 4.0)]
     assert {span.lane for span in short if span.name != "sum"} == {"compute"}
-    assert [timeline.waiting_share(each, "forward") for each in (short, long)] == [0.5, 0.25]
-    assert timeline.waiting_share(short, "backward") == 0
+    told = [timeline.waiting_ms(each, "forward") for each in (short, long)]
+    assert [waits / whole for waits, whole in told] == [0.5, 0.25]
+    assert timeline.waiting_ms(short, "backward")[0] == 0
 
 
 def test_a_profiled_step_has_the_sums_that_its_kind_sends(ranks):

@@ -16,7 +16,7 @@ from course_kit.labs.tensor_parallel.models import (
     split_model,
 )
 from course_kit.labs.tensor_parallel.step import checkpoint_trial, kept_by_rank, sent_a_step
-from course_kit.labs.tensor_parallel.timeline import forward_times, profiled, steps_of, waiting_share
+from course_kit.labs.tensor_parallel.timeline import forward_times, profiled, steps_of, waiting_ms
 
 __all__ = [
     "MHA",
@@ -37,5 +37,5 @@ __all__ = [
     "sgd",
     "split_model",
     "steps_of",
-    "waiting_share",
+    "waiting_ms",
 ]

@@ -1,6 +1,8 @@
-"""Dropout under tensor parallelism: training with one seed, a seed per rank, or randomness by region."""
+"""Dropout under tensor parallelism: what it keeps, and training, with one seed, a seed per rank, or by region."""
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,17 @@ CONFIG = ModelConfig(2, 48, 4, 4, 100, 97, dropout=0.2)
 def dropout_core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Causal attention with a dropout of 20% on its output, which is one head's."""
     return F.dropout(causal_attention(q, k, v), 0.2)
+
+
+def kept_by_dropout(how: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """On a rank: which of its head's probabilities [8, 8] and of the output [8, 12] a dropout of 40% keeps; how: "one
+    seed", "own seed" or "by region".
+    """
+    group = dist.group.WORLD
+    torch.manual_seed(1 + (group.rank() if how == "own seed" else 0))
+    with regions.own_randomness(group) if how == "by region" else contextlib.nullcontext():
+        of_head = F.dropout(torch.ones(8, 8), 0.4) > 0
+    return of_head, F.dropout(torch.ones(8, 12), 0.4) > 0
 
 
 def trained_with_dropout(how: str, steps: int = 3) -> tuple[list[float], list[str]]:

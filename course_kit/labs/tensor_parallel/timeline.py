@@ -108,11 +108,11 @@ def steps_of(found: list[Span]) -> Iterator[list[Span]]:
         yield step
 
 
-def waiting_share(step: list[Span], phase: str) -> float:
-    """The share of a phase in which the rank waits for an all-reduce."""
+def waiting_ms(step: list[Span], phase: str) -> tuple[float, float]:
+    """Milliseconds of a phase in which the rank waits for an all-reduce, and those of the whole phase."""
     whole = next(span for span in step if span.name == phase)
     waits = [s.end_ms - s.start_ms for s in step if s.name == "wait" and whole.start_ms <= s.start_ms <= whole.end_ms]
-    return sum(waits) / (whole.end_ms - whole.start_ms)
+    return sum(waits), whole.end_ms - whole.start_ms
 
 
 def forward_times(
