@@ -83,6 +83,7 @@ def apply_tensor_parallel(
 ) -> nn.Module:
     """Split the matrices of a `Transformer` over the ranks of `group` (None: all ranks), in place; return the model.
 
+    Every `MLP` in `block.modules()` is split: in notebook 08 `block.mlp` is a mixture that may hold one, or none.
     All ranks give it the same tokens, and come with the same random state where there is dropout. It returns this
     rank's logits [b, s, v/N], for vocab_parallel_cross_entropy, or all of them with gather_logits. chunks: see
     RowParallelLinear. The model may be on the meta device (then `shards.materialize` it). Weights of q, k, v, gate and

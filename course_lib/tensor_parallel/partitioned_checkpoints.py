@@ -32,8 +32,8 @@ class PartitionedCheckpoint(Recomputed):
     def pack(self, tensor: torch.Tensor):
         """Return what is kept of an argument; sends nothing.
 
-        Of a tensor that requires a gradient: a copy of this rank's part of it, laid flat, and what `unpack` needs. Any
-        other tensor is returned as it is.
+        Of a tensor that requires a gradient: a detached copy of this rank's part of it, laid flat, and what `unpack`
+        needs. Any other tensor is returned as it is.
         """
         if not tensor.requires_grad or not tensor.numel():  # PyTorch 2.11 keeps an empty one, too
             return tensor

@@ -64,8 +64,8 @@ def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor,
 class VocabParallelCrossEntropy(OnceDifferentiable):
     """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
 
-    One float32 tensor of the logits' size is kept, and no second one is made. Backward works once: a second one raises
-    an error.
+    No more than one float32 tensor of the logits' size is kept, and no second one is made. If backward changes what it
+    kept, it is kept by `save_for_backward`, so that a second backward raises an error.
     """
 
     @staticmethod

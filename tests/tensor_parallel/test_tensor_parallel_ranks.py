@@ -672,9 +672,7 @@ def test_misuse_that_would_give_plausible_numbers_is_one_line(ranks):
         assert found["gathered copies"].startswith("ValueError: gather_output with replicas")
         assert found["3 copies"] == found["3 copies on rank 1"] == "ValueError: 3 copies do not divide 4 ranks"
         assert found["0 copies"] == "ValueError: 0 copies: it must be 1 or more"
-        assert (
-            found["3 tokens"] == found["a loss of 3 tokens"]
-        )  # unrefused, the other ranks wait for ever
+        assert found["3 tokens"] == found["a loss of 3 tokens"]  # unrefused, the other ranks wait for ever
         assert found["3 tokens"] == "ValueError: a vocabulary of 3 leaves one of 4 ranks without a token"
         assert found["5 tokens"] == "ValueError: a vocabulary of 5 leaves one of 4 ranks without a token"
         assert found["other numbers"].startswith("ValueError: ranks of one group came with different ones, or numbers")
