@@ -47,7 +47,9 @@ def advice(exercise: str, in_library: bool = False) -> Iterator[None]:
         hint = "" if is_report(error) else ". Run the exercise's cell first, and the cells above it"
         raise CheckFailed(f"Exercise {exercise}: {error}{hint}") from None
     except (AssertionError, CellError) as error:
-        told = str(error) or f"an assertion of yours fails{at_line(error)}"
+        told = str(error)
+        if in_library and not told:
+            told = f"an assertion of yours fails{at_line(error)}"
         raise CheckFailed(f"Exercise {exercise}: {told}") from None
     except Exception as error:
         told = str(error) if is_report(error) else f"{type(error).__name__}: {error}"

@@ -35,7 +35,10 @@ class Answers:
         Raises ExportError for an answer that cannot be exported and is to be taken unchecked.
         """
         found = exercise_cells(notebook, path.parent)
-        found = {name: cells for name, cells in found.items() if any(is_exported(cell["source"]) for cell in cells)}
+        undirected = [name for name, cells in found.items() if not any(is_exported(cell["source"]) for cell in cells)]
+        for name in {*undirected} & exported_exercises(path):
+            self.refused[name] = "its cell has lost the line '#| export ...' that it begins with"
+        found = {name: cells for name, cells in found.items() if name not in undirected}
         blank = [name for name, cells in found.items() if any(BLANK.search(cell["source"]) for cell in cells)]
         if launched or len(blank) < len(found):  # nobody asks for what they have not begun
             self.blank += [f"all of {chapter(path)}"] if len(blank) == len(found) > 1 else blank

@@ -232,6 +232,7 @@ def test_a_job_goes_on_after_a_rank_is_killed(ranks, folder):
     program = "--layout dp2,tp2,zero1 --steps 80 --drop-tokens 0.1 --warmup 6 --start-batch 2 --ramp 18".split()
     launch = Launch(folder, ["--nproc-per-node", "4", "--max-restarts", "1"], [*program, "--save-every", str(every)])
     launch.after_step(7)
+    wait_for(lambda: complete(folder / "checkpoints"), "no checkpoint")  # the first save may still be under way
     launch.ranks()[1].send_signal(signal.SIGKILL)
     status, text = launch.end()
     assert status == 0, text

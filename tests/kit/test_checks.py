@@ -177,8 +177,6 @@ def test_jupyter_shows_the_advice_and_the_line_where_the_learners_code_raised():
         1 / 0
     assert raised.value._render_traceback_() == [f"CheckFailed: {raised.value}"]
     assert str(raised.value).endswith(": 1 / 0") and isinstance(raised.value.__cause__, ZeroDivisionError)
-    with pytest.raises(CheckFailed, match="01.1: an assertion of yours fails\n.*: raise AssertionError"), check("01.1"):
-        raise AssertionError
 
 
 def late_transfers() -> list:
