@@ -51,29 +51,9 @@ def peak_mib(run) -> float:
         before = torch.cuda.memory_allocated()
         run()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
-        run()
-    # blocks: size by address. Other threads (gloo's) free blocks unseen; they are gone when one is handed out again.
-    blocks, level, top = {}, 0, 0
-    for _, address, size in sorted(memory_events(log.profiler.kineto_results.experimental_event_tree())):
-        if size < 0:
-            level -= blocks.pop(address, -size)
-            continue
-        for other in [a for a, s in blocks.items() if a < address + size and address < a + s]:
-            level -= blocks.pop(other)
-        blocks[address], level = size, level + size
-        top = max(top, level)
-    return top / 2**20
+    from course_kit.labs.peak import peak_of
 
-
-def memory_events(nodes) -> list[tuple[int, int, int]]:
-    """(time, address, bytes) of what was allocated (bytes > 0) and freed (bytes < 0)."""
-    found = []
-    for node in nodes:
-        if node.typed[0].name == "Allocation":
-            found.append((node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size))
-        found += memory_events(node.children)
-    return found
+    return peak_of(run)
 
 
 def processor() -> str:

@@ -19,17 +19,12 @@ import measure
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
     loss_parallel,
-    parallelize_module,
 )
 
+from course_kit.labs.tensor_parallel.rivals import split_by_dtensor
 from course_kit.ranks import Ranks
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.tensor_parallel.model import apply_tensor_parallel
@@ -56,25 +51,8 @@ def ours(model: Transformer, kind: str) -> Transformer:
 
 
 def dtensor(model: Transformer) -> Transformer:
-    config, whole = model.config, Replicate()
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=whole),
-        "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
-    }
-    for number in range(config.layers):
-        block = f"blocks.{number}"
-        for part, inputs in (("attention", (whole, None, None)), ("mlp", (whole,))):
-            plan[f"{block}.{part}"] = PrepareModuleInput(input_layouts=inputs, desired_input_layouts=inputs)
-        for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-            plan[f"{block}.{name}"] = ColwiseParallel()
-        for name in ("attention.o_proj", "mlp.down_proj"):
-            plan[f"{block}.{name}"] = RowwiseParallel()
-    if config.tied:  # split one by one, tied again afterwards
-        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    parallelize_module(model, init_device_mesh(model.norm.weight.device.type, (dist.get_world_size(),)), plan)
-    if config.tied:
-        model.head.weight = model.embedding.weight
-    return model
+    mesh = init_device_mesh(model.norm.weight.device.type, (dist.get_world_size(),))
+    return split_by_dtensor(model, mesh)
 
 
 def peak(step) -> float:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
 
@@ -14,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_kit.labs.peak import peak_of
 from course_kit.ranks import Ranks
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel import naive, replicas
@@ -220,15 +219,6 @@ def drift_runs(ranks: Ranks) -> dict[tuple[int, int], list[dict[str, list[float]
     The runs are the same every time, so they are made once.
     """
     return {fault[:2]: ranks(drifting, *fault) for fault in FAULTS}
-
-
-def peak_of(step: Callable[[], object]) -> float:
-    """Return the MiB at the peak of a step above what was there before, by the profiler's memory events."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes no log lines between our outputs
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
-        step()
-    events = sorted((e.start_ns(), e.nbytes()) for e in log.profiler.kineto_results.events() if e.name() == "[memory]")
-    return max(np.cumsum([nbytes for _, nbytes in events])) / MiB
 
 
 def against_ddp(preset: str = "small", rounds: int = 3) -> tuple[dict[str, np.ndarray], dict[str, float], float]:

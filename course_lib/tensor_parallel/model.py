@@ -6,8 +6,8 @@
     norm      f  head (columns: own tokens of the vocabulary)   loss from three numbers a token
 
 A rank keeps 1/N of the weights, gradients, optimizer states, and of the activations between f and f*; norms and what
-lies between the layers it keeps whole: s b h (10 + 24/N) bytes a layer of a GPT, without scores of attention
-(Korthikanti et al. 2022, §4.2). It sends 2 all-reduces of [b, s, h] a layer in forward, which nothing hides, and 2 in
+lies between the layers it keeps whole: s b h (10 + 24/N) bytes per GPT layer, without scores of attention
+(Korthikanti et al. 2022, §4.2). It sends 2 all-reduces of [b, s, h] per layer in forward, which nothing hides, and 2 in
 backward. (Shoeybi et al. 2019.)
 """
 

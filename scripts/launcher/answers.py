@@ -40,7 +40,7 @@ class Answers:
             self.refused[name] = "its cell has lost the line '#| export ...' that it begins with"
         found = {name: cells for name, cells in found.items() if name not in undirected}
         blank = [name for name, cells in found.items() if any(BLANK.search(cell["source"]) for cell in cells)]
-        if launched or len(blank) < len(found):  # nobody asks for what they have not begun
+        if launched or len(blank) < len(found):  # do not list a notebook that is not begun
             self.blank += [f"all of {chapter(path)}"] if len(blank) == len(found) > 1 else blank
         for name in [name for name in found if name not in blank]:
             if reason := None if self.unchecked else self.reason(name, found[name], path):

@@ -67,7 +67,7 @@ def test_a_relative_error_is_infinite_for_what_cannot_be_compared():
 
 
 def test_the_link_takes_one_message_at_a_time(monkeypatch):
-    """4 kB take 4 ms each: the second waits for the first, the third for nobody; whoever waits sleeps for the rest."""
+    """4 kB take 4 ms each: the second waits for the first, the third waits for none; a wait sleeps for the rest."""
     clock, marks = SimpleNamespace(now=10.0), []
 
     def sleep(seconds):
@@ -113,7 +113,7 @@ def test_steps_of_a_profile_begin_at_zero_the_shortest_first():
 
 
 def test_a_profiled_step_has_the_sums_that_its_kind_sends(ranks):
-    """Two layers: 2 a layer in forward and 2 in backward, one at each end of the model, 2 in the loss."""
+    """Two layers: 2 per layer in forward and 2 in backward, one at each end of the model, 2 in the loss."""
     kinds = "apart", "together", 2
     counts = {kind: ranks(on_first, 2, timeline.profiled, kind, *SMALL.values()) for kind in kinds}
     assert all(others == [None] * 3 for _, *others in counts.values())

@@ -40,7 +40,7 @@ from written_answers import AnswerError, expanded, read_answers, solution
 NEW_SHAPE = [path for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if program_of(read_notebook(path))]
 WRONG, RIGHT = (ROOT / "tests" / kind for kind in ("wrong_answers", "right_answers"))
 CHECK_LIMIT_S = 100  # against a hang: none takes a tenth of it
-HANGS_S = 1.5  # the deadline of an answer that is said to hang: a learner's is longer, and nobody learns from this one
+HANGS_S = 1.5  # the deadline of an answer that is known to hang; a learner's is longer
 FLAGS = __future__.annotations.compiler_flag
 
 

@@ -134,7 +134,7 @@ def test_unchecked_takes_all_that_is_not_blank(launch, course):
     assert " --unchecked\n" in (course / "runs" / "slurm" / f"{NEW}.sbatch").read_text()
     write(course, {})
     assert "launch: still blank, taken from the reference: all of 02\n" in launch(WORKBOOK, export=True)[2]
-    assert "02" not in launch(LEARNERS, export=True)[2], "of a notebook before it, which nobody has begun"
+    assert "02" not in launch(LEARNERS, export=True)[2], "an earlier notebook that is not begun is not listed"
 
 
 def test_an_answer_without_its_directive_is_not_dropped_in_silence(launch, course):

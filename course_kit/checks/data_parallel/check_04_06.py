@@ -20,8 +20,8 @@ def bucket_trial(
 ) -> tuple[list[torch.Tensor | None], Traffic, torch.dtype, list[bool]]:
     """Return the gradients of a bucket of four parameters, the traffic, the dtype sent, and which are views of it.
 
-    Rank r lacks a gradient of parameter r, and nobody has one of the last. The gradient of parameter 2 is of an earlier
-    micro-batch.
+    Rank r has no gradient for parameter r, and no rank has one for the last. The gradient of parameter 2 was computed
+    by an earlier micro-batch.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((3, 5), (7,), (2, 2), (4,))]

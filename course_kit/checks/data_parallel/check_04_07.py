@@ -25,7 +25,7 @@ class Four:
 
 
 class Launched:
-    """The work of an all-reduce that nobody may wait for."""
+    """The work of an all-reduce; waiting for it is an error."""
 
     def wait(self) -> None:
         """Complain."""

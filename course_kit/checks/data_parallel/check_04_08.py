@@ -108,7 +108,7 @@ def check_rank(
             assert zero, f"{where}: no rank has a target: a loss and gradients of 0, not of 0 / 0: clamp"
         else:
             name, error = farthest(got, expected)
-            near = 1e-4 if dtype == torch.float32 else 1e-2  # whoever scales later rounds otherwise
+            near = 1e-4 if dtype == torch.float32 else 1e-2  # scaling later rounds differently
             assert error < near, f"{where}: {name}'s gradient is {error:.1%} off: weigh by all ranks' tokens"
         assert mean_loss.dtype == torch.float32, f"{where}: you return a loss in {mean_loss.dtype}"
         assert abs(mean_loss - mean) < 1e-4, (

@@ -33,7 +33,7 @@ def assert_far_rows(far: tuple[str, ...], run: Callable[..., dict[str, torch.Ten
     """Assert that run(gradient, q, k, v) finds its rows where those of the tensors named in `far` are far apart.
 
     run: returns what it computes by name (out, dq, dk, dv), causal, with a scale of 0.25. Only in the interpreter: a
-    GPU has no memory that nobody takes.
+    GPU cannot map memory without allocating it.
     """
     if not triton.knobs.runtime.interpret:
         return

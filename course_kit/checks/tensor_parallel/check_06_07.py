@@ -67,7 +67,7 @@ def judge(n: int, rank: int, vocab: int, dtype: torch.dtype, told: Told) -> None
     """Judge one table on one rank."""
     where = f"{vocab} tokens, {n} ranks, rank {rank}, {dtype}"
     assert told.error < CLOSE[dtype], (
-        f"{where}: not the whole embedding's output; tokens of other ranks, and of nobody, give zeros"
+        f"{where}: not the whole embedding's output; tokens of other ranks, and those of no rank, give zeros"
     )
     assert told.grad_error < CLOSE[dtype], f"{where}: the gradient of the own rows is not one process's"
     assert told.dtype == dtype, f"{where}: the output is {told.dtype}: keep the dtype of the rows"

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from course_kit.labs.peak import peak_of
 from course_kit.labs.tensor_parallel.models import batch_of, relative_error, split_model
 from course_kit.labs.tensor_parallel.timeline import SHORT
 from course_lib import tensor_parallel
 from course_lib.collectives.traffic import count_traffic
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
-MiB = 2**20
 
-
-def dtensor_model(config: ModelConfig, group: dist.ProcessGroup) -> nn.Module:
-    """A model split by PyTorch's DTensor."""
-    from torch.distributed.device_mesh import DeviceMesh
+def split_by_dtensor(model: Transformer, mesh: DeviceMesh) -> Transformer:
+    """Split a model over a mesh of one dimension with PyTorch's DTensor, in place; return it."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -31,7 +28,7 @@ def dtensor_model(config: ModelConfig, group: dist.ProcessGroup) -> nn.Module:
         parallelize_module,
     )
 
-    model, whole = Transformer(config), Replicate()
+    config, whole = model.config, Replicate()
     plan = {
         "embedding": RowwiseParallel(input_layouts=whole),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
@@ -46,39 +43,10 @@ def dtensor_model(config: ModelConfig, group: dist.ProcessGroup) -> nn.Module:
             plan[f"{block}.{name}"] = RowwiseParallel()
     if config.tied:  # split one by one, tied again afterwards
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
+    parallelize_module(model, mesh, plan)
     if config.tied:
         model.head.weight = model.embedding.weight
     return model
-
-
-def allocations_of(nodes: Iterable) -> list[tuple[int, int, int]]:
-    """(time, address, bytes) of what a profile has seen allocated (bytes > 0) and freed (bytes < 0)."""
-    found = []
-    for node in nodes:
-        if node.typed[0].name == "Allocation":
-            found.append((node.start_time_ns, node.typed[1].ptr, node.typed[1].alloc_size))
-        found += allocations_of(node.children)
-    return found
-
-
-def peak_of(step: Callable[[], object]) -> float:
-    """MiB at the peak of a step above what was there before, by the profiler's memory events.
-
-    gloo's threads free memory unseen: a block is gone at the latest when its address is handed out again.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
-        step()
-    blocks, level, top = {}, 0, 0  # blocks: size by address
-    for _, address, size in sorted(allocations_of(log.profiler.kineto_results.experimental_event_tree())):
-        if size < 0:
-            level -= blocks.pop(address, -size)
-            continue
-        for other in [a for a, s in blocks.items() if a < address + size and address < a + s]:
-            level -= blocks.pop(other)
-        blocks[address], level = size, level + size
-        top = max(top, level)
-    return top / MiB
 
 
 class Comparison(NamedTuple):
@@ -99,7 +67,8 @@ def compare(
 
     inputs, targets = batch_of(config, batch, seq)
     models = {"ours": split_model(config, group)}
-    models |= {name: dtensor_model(config, group) for name in ("DTensor", "DTensor again")}
+    mesh = DeviceMesh.from_group(group, "cpu")
+    models |= {name: split_by_dtensor(Transformer(config), mesh) for name in ("DTensor", "DTensor again")}
 
     def step(name):
         model = models[name]
