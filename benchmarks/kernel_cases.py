@@ -22,9 +22,9 @@ from course_lib.kernels.fused_adamw import adamw_step
 from course_lib.kernels.fused_loss import linear_cross_entropy
 from course_lib.kernels.fused_norm import rms_norm
 from course_lib.kernels.fused_rope import rope
+from course_lib.kernels.fused_softmax import softmax
 from course_lib.kernels.fused_swiglu import swiglu as fused_swiglu
 from course_lib.kernels.matmul import matmul
-from course_lib.kernels.program import softmax
 from course_lib.single_gpu.model import PRESETS, Transformer, apply_rope, loss, swiglu
 
 liger = torch.cuda.is_available() and importlib.util.find_spec("liger_kernel")  # it can't be interpreted

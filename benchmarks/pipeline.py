@@ -39,17 +39,10 @@ from torch.distributed.pipelining.schedules import _ComputationType
 
 from course_kit.ranks import Ranks
 from course_lib.collectives.traffic import count_traffic
+from course_lib.pipeline.actions import validate
 from course_lib.pipeline.runner import PipelineRunner
-from course_lib.pipeline.schedules import (
-    Action,
-    Schedule,
-    afab,
-    interleaved,
-    one_f_one_b,
-    simulate,
-    validate,
-    zero_bubble_v,
-)
+from course_lib.pipeline.schedules import Action, Schedule, afab, interleaved, one_f_one_b, zero_bubble_v
+from course_lib.pipeline.simulation import simulate
 from course_lib.pipeline.split_backward import SplitPass
 from course_lib.pipeline.stages import StagePass, split_stages
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss

@@ -293,7 +293,7 @@ def library_texts(notebooks: Path = NOTEBOOKS) -> dict[str, str]:
     new = [path for path in paths if program_of(read_notebook(path))]
     texts = spliced_texts(new, notebooks.parent / LIBRARY.name)
     owner = dict.fromkeys(texts, "the library's authors")
-    for path in [path for path in paths if path not in new]:
+    for path in []:  # the old shape: no longer exported
         for name, text in module_texts(read_notebook(path), path).items():
             if name in texts:
                 raise ExportError(f"{path} exports to '{name}', a module of {owner[name]}: a new idea is a new module")

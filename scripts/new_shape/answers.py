@@ -36,7 +36,7 @@ from course_kit.exercises.saved import exercise_cells  # noqa: E402
 from export import LIBRARY, NOTEBOOKS, ROOT, program_of, read_notebook  # noqa: E402
 from written_answers import ARROW, HEADING, RULE, AnswerError, directive, expanded, solution  # noqa: E402
 
-BEFORE = "0b5e68c"  # the commit whose notebooks and answers are the old ones
+BEFORE = "4081eda"  # the commit whose notebooks and answers are the old ones
 MOST = 0.6
 WIDTH = 120  # of a line in a file of answers
 SHORT = 40  # characters of a line that is changed as a whole

@@ -9,7 +9,9 @@ from course_lib.best_config.stage_loads import bubble_share, fills_stages, in_fl
 from course_lib.best_config.step_memory import head_in_layers
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout
-from course_lib.pipeline.schedules import schedule_by_name, simulate, validate
+from course_lib.pipeline.actions import validate
+from course_lib.pipeline.schedules import schedule_by_name
+from course_lib.pipeline.simulation import simulate
 from course_lib.pipeline.stages import split_layers
 from course_lib.single_gpu.model import PRESETS, ModelConfig
 

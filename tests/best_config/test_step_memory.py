@@ -7,7 +7,8 @@ import pytest
 from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.step_memory import head_in_layers, stage_parameters, step_memory
 from course_lib.five_d.layouts import Layout
-from course_lib.pipeline.schedules import schedule_by_name, validate
+from course_lib.pipeline.actions import validate
+from course_lib.pipeline.schedules import schedule_by_name
 from course_lib.pipeline.stages import split_layers
 from course_lib.single_gpu.memory import POLICIES, activation_bytes, layer_activations, param_count, training_bytes
 from course_lib.single_gpu.model import PRESETS, ModelConfig

@@ -21,7 +21,6 @@ from course_lib.expert_parallel import model as expert_model
 from course_lib.expert_parallel.model import (
     ExpertGroups,
     MoE,
-    Router,
     apply_expert_parallel,
     apply_moe,
     dispatch_ratio,
@@ -29,7 +28,7 @@ from course_lib.expert_parallel.model import (
     options,
 )
 from course_lib.expert_parallel.nested_shards import NestedShard, shard_nested
-from course_lib.expert_parallel.router import routers_of, take_counts
+from course_lib.expert_parallel.router import Router, routers_of, take_counts
 from course_lib.recompute.modes import IGNORED
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.sequence_parallel.shards import shard_sequence

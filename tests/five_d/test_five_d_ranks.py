@@ -19,13 +19,14 @@ from course_kit.ranks import Ranks
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.planner import estimate
 from course_lib.checkpoint import program as five_d
-from course_lib.checkpoint.program import main, options, parallelize, whole_weights
+from course_lib.checkpoint.program import main, options, parallelize
 from course_lib.collectives.traffic import count_traffic
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.router import routers_of
 from course_lib.five_d.kept_gathers import KeptGathers
 from course_lib.five_d.layouts import Layout, coordinates, groups_along
 from course_lib.five_d.meshes import build_mesh
+from course_lib.five_d.model import whole_weights
 from course_lib.pipeline.norm import gradients_of
 from course_lib.recompute.modes import IGNORED, summed_loss
 from course_lib.single_gpu.data import TokenBatches

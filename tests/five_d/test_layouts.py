@@ -22,7 +22,8 @@ from course_lib.five_d.layouts import (
     micro_batches,
     schedule_of,
 )
-from course_lib.pipeline.schedules import stages_of, validate
+from course_lib.pipeline.actions import validate
+from course_lib.pipeline.schedules import stages_of
 from course_lib.pipeline.stages import split_layers
 from course_lib.single_gpu.model import ModelConfig
 

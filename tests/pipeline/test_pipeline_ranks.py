@@ -19,6 +19,7 @@ from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.model import apply_expert_parallel
 from course_lib.expert_parallel.router import routers_of
 from course_lib.pipeline import copies as pipeline_copies
+from course_lib.pipeline.actions import validate
 from course_lib.pipeline.copies import final_backwards, holders
 from course_lib.pipeline.norm import clip_grad_norm_, gradients_of
 from course_lib.pipeline.program import main, options
@@ -30,7 +31,6 @@ from course_lib.pipeline.schedules import (
     one_f_one_b,
     schedule_by_name,
     stages_of,
-    validate,
     zero_bubble_h1,
     zero_bubble_v,
 )

@@ -6,8 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from course_lib.pipeline.schedules import Action, one_f_one_b, simulate, validate, zero_bubble_h1, zero_bubble_h2
+from course_lib.pipeline.actions import validate
+from course_lib.pipeline.schedules import Action, one_f_one_b, zero_bubble_h1, zero_bubble_h2
 from course_lib.pipeline.search import SMALL, exact, search
+from course_lib.pipeline.simulation import simulate
 
 
 def unequal(draw: random.Random, p: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.pipeline.actions import play
+from course_lib.pipeline.actions import play, validate
 from course_lib.pipeline.schedules import (
     Action,
     Overlapped,
@@ -20,12 +20,11 @@ from course_lib.pipeline.schedules import (
     interleaved,
     naive,
     one_f_one_b,
-    simulate,
-    validate,
     zero_bubble_h1,
     zero_bubble_h2,
     zero_bubble_v,
 )
+from course_lib.pipeline.simulation import simulate
 
 TIMES = [(Fraction(3), Fraction(4), Fraction(2)), (Fraction(7, 3), Fraction(5, 2), Fraction(2)), (1, 1, 1), (5, 6, 0)]
 SIZES = [(p, m) for p in range(1, 8) for m in (1, 2, 3, 4, 5, 7, 8, 12, 13, 14, 16)]

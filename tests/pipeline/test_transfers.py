@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from course_lib.pipeline.actions import validate
 from course_lib.pipeline.schedules import (
     Action,
     afab,
@@ -17,7 +18,6 @@ from course_lib.pipeline.schedules import (
     interleaved,
     naive,
     one_f_one_b,
-    validate,
     zero_bubble_h1,
     zero_bubble_h2,
     zero_bubble_v,

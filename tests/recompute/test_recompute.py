@@ -31,8 +31,9 @@ from course_lib.recompute.modes import (
 from course_lib.recompute.profiling import step_flops
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
-from course_lib.single_gpu.memory import MemoryProfile, activation_bytes, gpt_activation_bytes, param_count
+from course_lib.single_gpu.memory import activation_bytes, gpt_activation_bytes, param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, causal_attention, loss
+from course_lib.single_gpu.profile import MemoryProfile
 
 torch.set_num_threads(1)
 CONFIG = ModelConfig(3, 64, 4, 2, 96, 256)

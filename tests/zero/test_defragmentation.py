@@ -9,9 +9,8 @@ import torch
 
 from course_lib.data_parallel.buckets import Bucket
 from course_lib.recompute.modes import apply_recompute, kept_bytes
-from course_lib.single_gpu.memory import MemoryProfile
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.single_gpu.profile import Allocation
+from course_lib.single_gpu.profile import Allocation, MemoryProfile
 from course_lib.zero.defragmentation import ALIGNMENT, Arena, ContiguousCheckpoints, fits, replay, smallest_arena
 
 torch.set_num_threads(1)
