@@ -4,8 +4,8 @@ from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.hugging_face import from_hf, to_hf
 from course_lib.single_gpu.memory import activation_bytes, gpt_param_count, param_count, state_bytes, training_bytes
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
-from course_lib.single_gpu.profile import MemoryProfile
-from course_lib.single_gpu.training import mfu, peak_flops, train, train_step
+from course_lib.single_gpu.profile import MemoryProfile, saved_bytes
+from course_lib.single_gpu.training import evaluate, mfu, peak_flops, train, train_step
 
 __all__ = [
     "TokenBatches",
@@ -21,8 +21,10 @@ __all__ = [
     "from_hf",
     "to_hf",
     "MemoryProfile",
+    "saved_bytes",
     "train_step",
     "train",
+    "evaluate",
     "mfu",
     "peak_flops",
 ]

@@ -159,9 +159,12 @@ def mapped_once(file: Path, make: Callable[[], torch.Tensor]) -> torch.Tensor:
     return torch.from_file(str(file), shared=False, size=file.stat().st_size // 4, dtype=torch.int32)
 
 
-class ShuffledWindows:
-    """Windows of `tokens` ([n]), shuffled anew in each epoch, and how many of them all ranks have consumed. The last
-    (n - 1) % seq tokens fill no window and are never drawn.
+class TokenBatches:
+    """Endless batches of `tokens` ([n]) for one rank: pairs of inputs and targets, each [batch, seq], int64.
+
+    The tokens are cut into windows, which are shuffled anew in each epoch. The last (n - 1) % seq tokens fill no window
+    and are never drawn. Raises ValueError if the text is shorter than one window, or the rank is not one of
+    `world_size`.
     """
 
     def __init__(self, tokens: torch.Tensor, batch: int, seq: int, rank: int = 0, world_size: int = 1, seed: int = 0):
@@ -192,19 +195,14 @@ class ShuffledWindows:
         """Go on where `state` was taken."""
         self.position, self.seed, self.shuffled = state["position"], state["seed"], (None, None)
 
-
-class TokenBatches(ShuffledWindows):
-    """Endless batches of `tokens` ([n]) for one rank: pairs of inputs and targets, each [batch, seq], int64.
-
-    Raises ValueError where the text is shorter than one window, or the rank is not one of `world_size`.
-    """
-
     def __iter__(self):
         return self
 
+    # exercise 01.1
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """This rank's next inputs and targets, each [batch, seq], int64, which later calls leave as they are; moves
-        `position` on by the samples of all ranks.
+        """Return this rank's next inputs and targets, each [batch, seq], int64, and move `position` on.
+
+        `position` grows by the samples of all ranks. Later calls leave the returned tensors as they are.
         """
         first = self.position + self.rank * self.batch
         self.position += self.batch * self.world_size

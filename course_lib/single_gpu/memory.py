@@ -13,9 +13,12 @@ from __future__ import annotations
 from course_lib.single_gpu.model import ModelConfig
 
 
+# exercise 01.4
 def parameter_parts(config: ModelConfig) -> dict[str, int]:
-    """Parameters of each part. Of one layer: q_o, kv, mlp, norms (both); of the whole model: embedding, head (0 where
-    tied), final_norm. Biases, and norms of q and k, are not counted.
+    """Return the number of parameters of each part of a `Transformer`.
+
+    Of one layer: q_o (both projections), kv (both), mlp, norms (both); of the model: embedding, head (0 if tied),
+    final_norm. Biases, and norms of q and k, are not counted.
     """
     h = config.hidden
     return {
@@ -61,11 +64,13 @@ POLICIES = {
 }
 
 
+# exercise 01.5
 def state_bytes(params: int, policy: str = "bf16", zero_stage: int = 0, dp: int = 1) -> dict[str, float]:
-    """Bytes of parameters, gradients and optimizer states on one GPU that holds `params` parameters (Rajbhandari et al.
-    2020, §3.1 and §5).
+    """Return the bytes of parameters, gradients and optimizer states on one GPU, by these names and in this order.
 
-    Raises KeyError for a policy that is not in POLICIES.
+    params: the parameters that the GPU holds without ZeRO. ZeRO splits over `dp` GPUs: from stage 1 on the optimizer
+    states, from 2 on the gradients too, from 3 on the parameters too. Raises KeyError for a policy that is not in
+    POLICIES. Rajbhandari et al. 2020, §3.1 and §5.
     """
     weights, gradients, optimizer = POLICIES[policy]
     return {
@@ -75,9 +80,11 @@ def state_bytes(params: int, policy: str = "bf16", zero_stage: int = 0, dp: int 
     }
 
 
+# exercise 01.7
 def gpt_layer_bytes(hidden: int, heads: int, seq: int, recompute: str = "none") -> int:
-    """Bytes a token that one GPT layer keeps in 16-bit precision: 34h + 5as; selective 34h, full 2h (Korthikanti et al.
-    2022, §4 and table 2). seq: tokens that a token can see.
+    """Return the bytes per token that one GPT layer keeps in 16-bit precision; seq: tokens that a token can see.
+
+    "none": 34h + 5as; "selective": 34h; "full": 2h. Korthikanti et al. 2022, §4 and table 2.
     """
     if recompute not in ("none", "selective", "full"):
         raise ValueError(f"recompute={recompute!r}: it is none, selective or full")
@@ -109,11 +116,14 @@ def gpt_activation_bytes(
     return layers * batch * seq / cp * (whole / (tp if sp else 1) + (kept - whole) / tp)
 
 
+# exercise 01.8
 def layer_activations(
     config: ModelConfig, seq: int, e: int = 2, flash: bool = True, fused_norm: bool = True
 ) -> dict[str, int]:
-    """Bytes a token that one layer of `Transformer` keeps for backward; e: bytes of an element; seq: tokens that a
-    token can see. Without norms of q and k, which activation_bytes adds.
+    """Return the bytes per token that one layer of `Transformer` keeps for backward: "norms", "norm outputs",
+    "attention" and "mlp".
+
+    e: bytes of an element; seq: tokens that a token can see. Without the norms of q and k, which activation_bytes adds.
     """
     h, width, kv = config.hidden, config.attention_width, config.kv_heads * config.head_dim
     if flash:

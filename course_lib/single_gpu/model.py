@@ -88,9 +88,11 @@ def rope_angles(positions: torch.Tensor, config: ModelConfig) -> tuple[torch.Ten
     return angles.cos(), angles.sin()
 
 
+# exercise 01.2
 def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + d/2) of x: [b, s, a, d] by its angle; cos, sin: [s, d/2] or [b, s, d/2], in x's dtype. Su
-    et al. 2021, §3.4.
+    """Turn each pair (i, i + d/2) of x: [b, s, a, d] by its angle; returns a new tensor of x's shape and dtype.
+
+    cos, sin: [s, d/2] or [b, s, d/2], in x's dtype. Su et al. 2021, §3.4.
     """
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)

@@ -1,8 +1,9 @@
 """Which bytes are alive when, and what for: the memory of training steps over time, on CPU and CUDA.
 
-A dispatch mode sees the outputs of every operation, a weak reference to each storage tells when it goes, and hooks tell
-whose it is. Sizes are those that were requested. What an operation uses inside itself does not pass the dispatcher and
-is not seen; on CUDA the allocator's own lines show it.
+`saved_bytes` counts what a forward keeps for backward, `MemoryProfile` watches whole steps: a dispatch mode sees the
+outputs of every operation, a weak reference to each storage tells when it goes, and hooks tell whose it is. Sizes are
+those that were requested. What an operation uses inside itself does not pass the dispatcher and is not seen; on CUDA
+the allocator's own lines show it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,26 @@ from torch.utils._pytree import tree_leaves
 CATEGORIES = ("parameters", "optimizer states", "activations", "gradients", "temporary")
 
 
+# exercise 01.6
+def saved_bytes(module: nn.Module, forward: Callable[[], object]) -> int:
+    """Return the bytes of the storages that autograd keeps for backward after `forward()`, each storage counted once.
+
+    What lies in a parameter of `module`, frozen ones too, does not count. Nothing of it stays alive after the call.
+    """
+    resident = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    sizes = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(sizes.values())
+
+
 @dataclass
 class Allocation:
     """One storage: its size, its life in seconds since the profile began, and what is known of it."""
@@ -38,8 +59,13 @@ class Allocation:
     backwards: int = 0  # how many backwards had begun at its birth
 
 
+# exercise 01.9
 def category(allocation: Allocation) -> str:
-    """One of CATEGORIES."""
+    """Return what an allocation was for, now that its life is known: one of CATEGORIES.
+
+    Its owner, if it has one. "activations": saved for backward, or alive when the next backward began, and not made by
+    a backward. Else "temporary".
+    """
     if allocation.owner:
         return allocation.owner
     if not allocation.in_backward and (allocation.saved or allocation.outlived_forward):

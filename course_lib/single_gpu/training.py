@@ -24,14 +24,20 @@ from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 
 
+# exercise 01.12
 def flops_per_token(config: ModelConfig, seq: int) -> float:
-    """Floating-point operations of forward and backward for one token: 6N + 12·L·a·d·s (PaLM, appendix B)."""
+    """Return the floating-point operations of forward and backward for one token: 6N + 12·L·a·d·s (PaLM, appendix B).
+
+    N is all parameters, a tied embedding once.
+    """
     return 6 * param_count(config) + 12 * config.layers * config.attention_width * seq
 
 
+# exercise 01.12
 def mfu(config: ModelConfig, seq: int, tokens_per_s: float, peak: float) -> float:
-    """Model FLOPs utilisation of one device, 0 to 1; tokens_per_s: of that device; peak: its floating-point operations
-    per second.
+    """Return the model FLOPs utilization of one device, 0 to 1.
+
+    tokens_per_s: of that device; peak: its floating-point operations per second.
     """
     return tokens_per_s * flops_per_token(config, seq) / peak
 
@@ -131,6 +137,21 @@ def train(
         )
         on_step(records[-1])
     return records
+
+
+# exercise 01.11
+def evaluate(model: nn.Module, batches: Iterator, count: int) -> torch.Tensor:
+    """Return the mean loss over `count` batches, a scalar tensor without a graph, on the model's device.
+
+    Memory does not grow with `count`, no value is read on the host, and the model stays as it is.
+    """
+    device = next(model.parameters()).device
+    total = 0.0
+    with torch.no_grad():
+        for _ in range(count):
+            inputs, targets = (part.to(device) for part in next(batches))
+            total = total + loss(model(inputs), targets)
+    return total / count
 
 
 def out_file(path: str) -> Path:

@@ -18,6 +18,7 @@ from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.single_gpu.training import (
     PEAK_TFLOPS,
+    evaluate,
     flops_per_token,
     main,
     mfu,
@@ -59,6 +60,17 @@ def test_the_same_seed_gives_the_same_losses(tokens):
     runs = [train(*fresh(), TokenBatches(tokens, 2, 32), steps=3) for _ in range(2)]
     first, second = ([record["loss"] for record in records] for records in runs)
     assert first == second
+
+
+def test_an_evaluation_is_the_mean_and_changes_nothing(tokens):
+    model, _ = fresh()
+    model.blocks[0].eval()
+    modes = [module.training for module in model.modules()]
+    found = evaluate(model, TokenBatches(tokens, 2, 32), 3)
+    with torch.no_grad():
+        losses = [loss(model(inputs), targets) for _, (inputs, targets) in zip(range(3), TokenBatches(tokens, 2, 32))]
+    assert found.item() == pytest.approx(sum(losses).item() / 3) and not found.requires_grad
+    assert modes == [module.training for module in model.modules()]
 
 
 @pytest.mark.parametrize("max_norm", [1.0, 0.1, 1e9])
