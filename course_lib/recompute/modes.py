@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,7 @@ def keep_fused_attention(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+# exercise 02.4
 def apply_recompute(model: nn.Module, mode: str, policy: Callable | None = None) -> nn.Module:
     """Recompute activations in each of `model.blocks`; replaces an earlier mode. Returns the model.
 
@@ -87,9 +88,10 @@ def kept_bytes(module: nn.Module, forward) -> int:
     return level["activations"] + level["temporary"]
 
 
+# exercise 02.6
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
-    """A policy for whole blocks: the outputs of matrix products with weights and of fused attention are kept
-    (MUST_SAVE), what is cheap is computed again.
+    """Policy for whole blocks: the outputs of matmuls with weights and of fused attention are kept (MUST_SAVE), what is
+    cheap is computed again.
     """
     products = aten.mm.default, aten.addmm.default, aten._grouped_mm.default  # the last: of experts (notebook 08)
     kept = operation in FUSED_ATTENTION or operation in products
@@ -104,6 +106,7 @@ def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
+# exercise 02.8
 def accumulate(
     model: nn.Module,
     micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
@@ -113,10 +116,10 @@ def accumulate(
 ) -> torch.Tensor:
     """Add to .grad the gradient of the mean loss over all target tokens of `micro_batches`, one after the other.
 
-    micro_batches: a list of (inputs, targets), each [b, s]. dtype: of the matrix products (autocast). tokens: what the
-    sum of the losses is divided by, where that is not their own number of targets. loss_of(what the model returns,
-    targets): the sum of the losses. Returns the mean loss, a scalar on the device. Raises ValueError where there is no
-    micro-batch and no `tokens`.
+    micro_batches: (inputs, targets), each [b, s]; targets of IGNORED do not count. dtype: of the matmuls (autocast).
+    tokens: what the sum of the losses is divided by (None: the number of targets, or 1 if there is none).
+    loss_of(what the model returns, targets): the sum of the losses. Returns the mean loss, a detached float32 scalar on
+    the device, without reading a value on the host. Raises ValueError if there is no micro-batch and no `tokens`.
     """
     micro_batches = list(micro_batches)
     if tokens is None and not micro_batches:
@@ -133,8 +136,9 @@ def accumulate(
     return total
 
 
+# exercise 02.9
 @contextlib.contextmanager
-def fp32_gradients(model: nn.Module):
+def fp32_gradients(model: nn.Module) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
     """Add up gradients in float32: `with fp32_gradients(model) as sums:`; sums[parameter] has the parameter's shape.
 
     Each .grad goes to its sum, and is None again, as soon as backward has made it. Sums begin at zero: gradients from

@@ -1,4 +1,4 @@
-"""Where a step's time goes: FLOPs needed and executed, MFU and HFU, a profile, its timeline.
+"""Where a step's time goes: FLOPs needed and executed, MFU and HFU, a profile, its timeline, its symptoms.
 
 MFU = needed FLOPs / (step time x peak), HFU = executed FLOPs / (step time x peak) (Chowdhery et al. 2022, PaLM,
 appendix B). Recomputation executes more than the model needs: it raises HFU, and lowers MFU.
@@ -11,15 +11,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.model import ModelConfig, loss
 
 
+# exercise 02.7
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    """FLOPs of the matrix products of forward and backward on batch x seq tokens: (needed, executed).
+    """Return the FLOPs of the matmuls of forward and backward on batch x seq tokens: (needed, executed).
 
     The core is a flash kernel, attention counts as if unmasked. recompute: none, selective (as none), or full, by
     torch.utils.checkpoint, which leaves out the block's last product.
@@ -56,7 +58,7 @@ def count_flops(run) -> int:
 
 
 def hfu(executed_flops: float, step_s: float, peak: float) -> float:
-    """Hardware FLOPs utilisation of one device, 0 to 1; peak: its floating-point operations per second."""
+    """Hardware FLOPs utilization of one device, 0 to 1; peak: its floating-point operations per second."""
     return executed_flops / (step_s * peak)
 
 
@@ -133,3 +135,66 @@ def draw_spans(ax, shown: list[Span], colors: dict[str, str] | None = None, labe
         ax.broken_barh(pieces, (row - 0.35, 0.7), facecolor=color, edgecolor="white", linewidth=edge)
     ax.set(yticks=range(len(lanes)), yticklabels=lanes, xlabel="ms")
     ax.invert_yaxis()
+
+
+# exercise 02.10
+def symptoms(prof: profile) -> dict[str, float]:
+    """Return three numbers of a profile, each of one step on average.
+
+    data_share: the part of a step's time in phase `data`, 0 to 1. host_reads: how often a value is read on the host
+    (aten::_local_scalar_dense). optimizer_ops: outermost operators on the CPU that start in phase `optimizer`.
+    """
+    everything = spans(prof)
+    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
+
+    def took(marks):
+        return sum(mark.end_ms - mark.start_ms for mark in marks)
+
+    def phase(name):
+        return [span for span in everything if span.lane == "phases" and span.name == name]
+
+    inside = [
+        span
+        for span in everything
+        if span.lane.startswith("CPU") and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+    ]
+    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+    return {
+        "data_share": took(phase("data")) / took(steps),
+        "host_reads": reads / len(steps),
+        "optimizer_ops": len(inside) / len(steps),
+    }
+
+
+# exercise 02.11
+def marked_training(model: nn.Module, text: str) -> Callable[[], torch.Tensor]:
+    """Return a function that makes one training step on `text`, and returns its loss, detached.
+
+    The phases data, forward, backward, clip and optimizer are marked for a profile. Row r of the 4 in batch i is 65
+    bytes of the text from (37 (4 i + r) 64) % (n - 65) on. Gradients are clipped to norm 1; SGD, lr 0.05, momentum 0.9.
+    No value is read on the host, few operators run in the optimizer, and the text is made into numbers once.
+    """
+    device = next(model.parameters()).device
+    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+
+    def data(step, batch=4, seq=64):
+        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
+        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
+        return windows[:, :-1].to(device), windows[:, 1:].to(device)
+
+    def step():
+        with record_function("data"):
+            inputs, targets = data(next(count))
+        with record_function("forward"):
+            step_loss = loss(model(inputs), targets)
+        with record_function("backward"):
+            step_loss.backward()
+        with record_function("clip"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with record_function("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        return step_loss.detach()
+
+    return step

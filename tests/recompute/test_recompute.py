@@ -14,6 +14,9 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from course_kit.labs.gpt import GPT
+from course_kit.labs.recompute.gradients import micro_batches, uneven
+from course_kit.labs.recompute.measures import plain_core, with_core
 from course_lib.recompute.modes import (
     FUSED_ATTENTION,
     IGNORED,
@@ -49,21 +52,6 @@ MODES = {
     "full": ("full", None),
 }
 every_mode = pytest.mark.parametrize("mode", ["selective", "products", "full"])
-
-
-def plain_core(q, k, v):
-    """Causal attention that keeps its scores. q: [b, s, a, d]; k, v: [b, s, kv, d]."""
-    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    future = torch.full((q.shape[1], q.shape[1]), -torch.inf, dtype=q.dtype, device=q.device).triu(1)
-    scores = torch.einsum("bsad,btad->bast", q, k) / q.shape[-1] ** 0.5 + future
-    return torch.einsum("bast,btad->bsad", scores.softmax(-1), v)
-
-
-def with_core(model: Transformer, core) -> Transformer:
-    """The model, each of its blocks with this attention."""
-    for block in model.blocks:
-        block.attention.core = core
-    return model
 
 
 def sequences(batch: int = 2, seq: int = 33, vocab: int = 256, device: str = "cpu"):
@@ -328,43 +316,11 @@ def test_kept_products_are_each_layers_input_and_products():
     assert kept["full"] < kept["products"] < kept["selective"] == kept["none"]
 
 
-class GPTAttention(nn.Module):
-    """Softmax attention with dropout on the scores; its core can be wrapped."""
-
-    def __init__(self, hidden: int, heads: int):
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
-
-    def core(self, q, k, v):
-        scores = (q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5).softmax(-1)  # [b, a, s, s]
-        return torch.native_dropout(scores, 0.1, True)[0] @ v
-
-    def forward(self, x):
-        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
-        return self.out(self.core(q, k, v).transpose(1, 2).flatten(-2))
-
-
-class GPTBlock(nn.Module):
-    """LayerNorm, attention, dropout; LayerNorm, MLP of 4h, dropout (Korthikanti et al. 2022, figure 2)."""
-
-    def __init__(self, hidden: int, heads: int):
-        super().__init__()
-        self.attention = GPTAttention(hidden, heads)
-        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x):
-        x = x + torch.native_dropout(self.attention(self.norm1(x)), 0.1, True)[0]
-        return x + torch.native_dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1, True)[0]
-
-
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("layers, hidden, heads, batch, seq", [(3, 64, 4, 2, 128), (2, 96, 6, 3, 40)])
 def test_a_gpt_keeps_what_korthikanti_et_al_count(mode, layers, hidden, heads, batch, seq):
     """Without the statistics of the LayerNorms, two of two bytes a token and norm, and the sum at the end."""
-    gpt = nn.Sequential(*(GPTBlock(hidden, heads) for _ in range(layers))).bfloat16()
-    gpt.blocks = list(gpt)
+    gpt = GPT(layers, hidden, heads).bfloat16()
     apply_recompute(gpt, mode)
 
     def forward():
@@ -377,8 +333,7 @@ def test_a_gpt_keeps_what_korthikanti_et_al_count(mode, layers, hidden, heads, b
 
 def test_a_gpts_gradients_are_the_same_bits_with_dropout_on_the_scores():
     torch.manual_seed(0)
-    gpt = nn.Sequential(*(GPTBlock(64, 4) for _ in range(2)))
-    gpt.blocks = list(gpt)
+    gpt = GPT(2, 64, 4)
     x, found = torch.randn(2, 16, 64, requires_grad=True), {}
     for mode in MODES:
         apply_recompute(gpt, *MODES[mode])
@@ -410,19 +365,6 @@ def test_full_lowers_the_peak_of_a_step():
 
 
 # Accumulation.
-
-
-def uneven(batch: int, seq: int, lengths, seed: int = 0):
-    """Inputs and targets [batch, seq]; row i has lengths[i] targets, the rest is IGNORED."""
-    inputs, targets = torch.randint(256, (2, batch, seq), generator=torch.Generator().manual_seed(seed))
-    for row, length in enumerate(lengths):
-        targets[row, length:] = IGNORED
-    return inputs, targets
-
-
-def micro_batches(inputs, targets, size: int) -> list:
-    """Pairs of at most `size` sequences."""
-    return list(zip(inputs.split(size), targets.split(size), strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
 """Right answers in another style than the solutions, that the checks of notebook 02 must accept."""
 
 # %% 02.1 flat, leaf by leaf
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
-
 def detached(arguments):
-    """The same nested structure with each tensor detached: same memory, same requires_grad, no history."""
     leaves, spec = tree_flatten(arguments)
     for place, leaf in enumerate(leaves):
         if torch.is_tensor(leaf):
@@ -14,11 +10,8 @@ def detached(arguments):
             leaves[place] = cut
     return tree_unflatten(leaves, spec)
 
-
 # %% 02.2 two lists
 class Recompute(torch.autograd.Function):
-    """`Recompute.apply(function, spec, *leaves)` is function(*arguments), without keeping what function computes."""
-
     @staticmethod
     def forward(ctx, function, spec, *leaves):
         ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
@@ -47,22 +40,8 @@ class Recompute(torch.autograd.Function):
             found[place] = again[place].grad
         return (None, None, *found)
 
-
-def recompute(function, *arguments):
-    """function(*arguments), of which only the arguments are kept for backward; they may be nested."""
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
-
 # %% 02.3 puts the generators back by itself
-def autocast_now(device_type: str) -> dict:
-    """The arguments of a torch.autocast as it is now."""
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
 def random_state(tensors) -> tuple:
-    """What a forward on `tensors` depends on besides them: (CPU generator's state, {GPU: its state}, autocast)."""
     gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
     autocast = autocast_now("cuda" if gpus else "cpu")
     of_gpus = {}
@@ -73,7 +52,6 @@ def random_state(tensors) -> tuple:
 
 @contextlib.contextmanager
 def replayed(state):
-    """Inside, generators and autocast are as `random_state` found them; afterwards as they were before."""
     cpu_state, gpu_states, autocast = state
     before, of_gpus = torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpu_states}
     try:
@@ -87,10 +65,8 @@ def replayed(state):
         for gpu in of_gpus:
             torch.cuda.set_rng_state(of_gpus[gpu], gpu)
 
-
 # %% 02.4 first back to none, then forward
 def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    """Recompute activations in each of `model.blocks`; replaces an earlier mode. Returns the model."""
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"mode {mode!r}: it is none, selective or full")
     if policy is not None and mode != "selective":
@@ -109,10 +85,8 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
             block.forward = Recomputed(block.forward, policy)
     return model
 
-
 # %% 02.4 a partial of PyTorch's checkpoint
 def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    """Recompute activations in each of `model.blocks`; replaces an earlier mode. Returns the model."""
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"mode {mode!r}: it is none, selective or full")
     if policy is not None and mode != "selective":
@@ -134,40 +108,26 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
             block.attention.core = wrapped(block.attention.core, keep_fused_attention)
     return model
 
-
 # %% 02.5 a quarter
 more_percent = 100 / 4
-
 
 # %% 02.5 a number of NumPy's
 more_percent = np.float32(25)
 
-
 # %% 02.6 a set
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
-    """A policy for whole blocks."""
     if operation in {*FUSED_ATTENTION, aten.mm.default, aten.addmm.default, aten._grouped_mm.default}:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
-
 # %% 02.6 insists on the rest, too
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
-    """A policy for whole blocks: the outputs of matrix products with weights and of fused attention are kept."""
     if operation in FUSED_ATTENTION | {aten.mm.default, aten.addmm.default}:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.MUST_RECOMPUTE
 
-
 # %% 02.7 forward, backward and what is done again
-import torch
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    """FLOPs of the matrix products of forward and backward on batch x seq tokens: (needed, executed)."""
     parts, tokens, h = parameter_parts(config), batch * seq, config.hidden
     weights = sum(parts[name] for name in ("q_o", "kv", "mlp"))
     scores = 2 * config.heads * config.head_dim * seq  # q k^T of a token, and p v again
@@ -178,20 +138,10 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
         again += config.layers * (2 * weights + 2 * scores) - config.layers * 2 * h * config.ffn_hidden
     return tokens * (forward + backward), tokens * (forward + backward + again)
 
-
 # %% 02.8 a list of parts
-IGNORED = -100  # a target that is not trained on; F.cross_entropy leaves it out
-
-
-def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies in float32, a scalar. logits: [b, s, v]; targets: [b, s]."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-
-
 def accumulate(
     model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None, loss_of=summed_loss
 ) -> torch.Tensor:
-    """Add to .grad the gradient of the mean loss over all target tokens of `micro_batches`, one after the other."""
     micro_batches = list(micro_batches)
     if tokens is None and not micro_batches:
         raise ValueError("no micro-batch: there is nothing to learn from")
@@ -210,11 +160,9 @@ def accumulate(
         done.append(mean.detach())
     return sum(done)
 
-
 # %% 02.9 handles in a stack
 @contextlib.contextmanager
 def fp32_gradients(model: nn.Module):
-    """Add up gradients in float32: `with fp32_gradients(model) as sums:`; sums[parameter] has the parameter's shape."""
     sums = {}
     with contextlib.ExitStack() as stack:
         for parameter in model.parameters():
@@ -229,10 +177,8 @@ def fp32_gradients(model: nn.Module):
                 stack.callback(parameter.register_post_accumulate_grad_hook(collect).remove)
         yield sums
 
-
 # %% 02.10 a list for each kind
 def symptoms(prof) -> dict[str, float]:
-    """data_share, host_reads and optimizer_ops of one step of a profile."""
     steps, data, optimizer, host = [], [], [], []
     for span in spans(prof):
         if span.name.startswith("ProfilerStep"):
@@ -252,10 +198,9 @@ def symptoms(prof) -> dict[str, float]:
         optimizer_ops=ops / count,
     )
 
-
 # %% 02.11 an index for all windows, a fused optimizer
-def repaired_training(model):
-    """As slow_training, without its three faults."""
+def marked_training(model, text):
+    device = next(model.parameters()).device
     numbers = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=True)
     done = 0
@@ -283,10 +228,8 @@ def repaired_training(model):
 
     return step
 
-
 # %% 02.12 the first of all pairs in order
 def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    """(recompute, micro_batch) that recomputes least, then has the largest micro-batch; None if nothing fits."""
     divisors = sorted((n for n in range(1, batch + 1) if batch % n == 0), reverse=True)
     pairs = [(mode, size) for mode in ("none", "products", "full") for size in divisors]
     fit = (pair for pair in pairs if activation_bytes(config, pair[1], seq, recompute=pair[0]) / GiB <= room_gib)

@@ -1,25 +1,14 @@
 """Wrong answers that the checks of notebook 02 must catch."""
 
 # %% 02.1 hands the arguments through
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
-
 def detached(arguments):
     return arguments
 
-
 # %% 02.1 forgets who required a gradient
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
-
 def detached(arguments):
     return tree_map(lambda value: value.detach() if isinstance(value, torch.Tensor) else value, arguments)
 
-
 # %% 02.1 every floating-point tensor requires a gradient
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
-
 def detached(arguments):
     def cut(value):
         if not isinstance(value, torch.Tensor):
@@ -28,22 +17,10 @@ def detached(arguments):
 
     return tree_map(cut, arguments)
 
-
 # %% 02.1 copies the memory
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
-
-def detached(arguments):
-    def cut(value):
-        return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-    return tree_map(cut, arguments)
-
+value.detach() => value.detach().clone()
 
 # %% 02.1 cuts the original off as well
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
-
 def detached(arguments):
     def cut(value):
         if not isinstance(value, torch.Tensor):
@@ -53,22 +30,10 @@ def detached(arguments):
 
     return tree_map(cut, arguments)
 
-
 # %% 02.1 loses the nesting
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
-
-def detached(arguments):
-    def cut(value):
-        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-    return [cut(value) for value in tree_flatten(arguments)[0]]
-
+return tree_map(cut, arguments) => return [cut(value) for value in tree_flatten(arguments)[0]]
 
 # %% 02.1 a gradient for leaves only: what was computed gets none
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
-
 def detached(arguments):
     def cut(value):
         if not isinstance(value, torch.Tensor):
@@ -77,11 +42,7 @@ def detached(arguments):
 
     return tree_map(cut, arguments)
 
-
 # %% 02.1 makes a list of every tuple
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
-
 def detached(arguments):
     def cut(value):
         if isinstance(value, (list, tuple)):
@@ -91,12 +52,6 @@ def detached(arguments):
         return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
     return cut(arguments)
-
-
-# %% 02.2 no recomputation: calls the function
-def recompute(function, *arguments):
-    return function(*arguments)
-
 
 # %% 02.2 runs forward with a graph and keeps all of it
 class Recompute(torch.autograd.Function):
@@ -110,16 +65,9 @@ class Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        # the graph is here already
         pairs = [(out, gradient) for out, gradient in zip(ctx.outputs, gradients) if out.requires_grad]
         torch.autograd.backward(*zip(*pairs))
         return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in ctx.leaves)
-
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
 
 # %% 02.2 gradients of parameters alone: none is handed on
 class Recompute(torch.autograd.Function):
@@ -129,7 +77,7 @@ class Recompute(torch.autograd.Function):
         ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
         ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
+        return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -144,12 +92,6 @@ class Recompute(torch.autograd.Function):
         torch.autograd.backward(*zip(*pairs, strict=True))
         return None, None, *(None for leaf in leaves)
 
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
-
 # %% 02.2 gradients of the inputs alone: parameters get none
 class Recompute(torch.autograd.Function):
     @staticmethod
@@ -158,7 +100,7 @@ class Recompute(torch.autograd.Function):
         ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
         ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
+        return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -175,123 +117,39 @@ class Recompute(torch.autograd.Function):
         found = iter(torch.autograd.grad(heads, wanted, seeds) if wanted else ())
         return None, None, *(next(found) if isinstance(x, torch.Tensor) and x.requires_grad else None for x in leaves)
 
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
-
 # %% 02.2 starts from ones, not from the gradients of the outputs
-class Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, spec, *leaves):
-        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
-        leaves = detached(leaves)
-        with replayed(ctx.state), torch.enable_grad():
-            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
-            total = sum(out.sum() for out in outputs if out.requires_grad)
-        total.backward()
-        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
+# leaves: the arguments of forward again, flat. Detach them, run ctx.function, go back through its graph. =>
+---
+pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+torch.autograd.backward(*zip(*pairs, strict=True))
+=>
+    total = sum(out.sum() for out in outputs if out.requires_grad)
+total.backward()
 
 # %% 02.2 the first output alone
-class Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, spec, *leaves):
-        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
-        leaves = detached(leaves)
-        with replayed(ctx.state), torch.enable_grad():
-            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
-        outputs[0].backward(gradients[0])
-        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
+# leaves: the arguments of forward again, flat. Detach them, run ctx.function, go back through its graph. =>
+---
+pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+torch.autograd.backward(*zip(*pairs, strict=True))
+=>
+outputs[0].backward(gradients[0])
 
 # %% 02.2 the last output alone
-class Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, spec, *leaves):
-        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
-        leaves = detached(leaves)
-        with replayed(ctx.state), torch.enable_grad():
-            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
-        outputs[-1].backward(gradients[-1])
-        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
+# leaves: the arguments of forward again, flat. Detach them, run ctx.function, go back through its graph. =>
+---
+pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+torch.autograd.backward(*zip(*pairs, strict=True))
+=>
+outputs[-1].backward(gradients[-1])
 
 # %% 02.2 runs the block twice in backward
-class Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, spec, *leaves):
-        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
-        leaves = detached(leaves)
-        with replayed(ctx.state):
-            ctx.function(*tree_unflatten(leaves, ctx.spec))
-        with replayed(ctx.state), torch.enable_grad():
-            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
-        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
-        torch.autograd.backward(*zip(*pairs, strict=True))
-        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
+# leaves: the arguments of forward again, flat. Detach them, run ctx.function, go back through its graph. =>
+---
+leaves = detached(leaves)
+=>
+leaves = detached(leaves)
+with replayed(ctx.state):
+    ctx.function(*tree_unflatten(leaves, ctx.spec))
 
 # %% 02.2 goes back twice
 class Recompute(torch.autograd.Function):
@@ -301,7 +159,7 @@ class Recompute(torch.autograd.Function):
         ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
         ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
+        return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -317,12 +175,6 @@ class Recompute(torch.autograd.Function):
         torch.autograd.backward(*zip(*pairs, strict=True))
         return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
-
 # %% 02.2 rounds the gradients of the outputs to bfloat16
 class Recompute(torch.autograd.Function):
     @staticmethod
@@ -331,7 +183,7 @@ class Recompute(torch.autograd.Function):
         ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
         ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
+        return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -346,43 +198,14 @@ class Recompute(torch.autograd.Function):
         torch.autograd.backward(*zip(*pairs))
         return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
-
 # %% 02.3 replays with whatever comes next
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
-def random_state(tensors) -> tuple:
-    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    autocast = autocast_now("cuda" if gpus else "cpu")
-    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
-
-
 @contextlib.contextmanager
 def replayed(state):
     cpu_state, gpu_states, autocast = state
     with torch.autocast(**autocast):
         yield
 
-
 # %% 02.3 brings the numbers back and leaves the generator there
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
-def random_state(tensors) -> tuple:
-    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    autocast = autocast_now("cuda" if gpus else "cpu")
-    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
-
-
 @contextlib.contextmanager
 def replayed(state):
     cpu_state, gpu_states, autocast = state
@@ -392,19 +215,7 @@ def replayed(state):
     with torch.autocast(**autocast):
         yield
 
-
 # %% 02.3 puts the generator back unless there is an error
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
-def random_state(tensors) -> tuple:
-    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    autocast = autocast_now("cuda" if gpus else "cpu")
-    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
-
-
 @contextlib.contextmanager
 def replayed(state):
     cpu_state, gpu_states, autocast = state
@@ -414,19 +225,7 @@ def replayed(state):
         yield
     torch.set_rng_state(before)
 
-
 # %% 02.3 a fixed seed
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
-def random_state(tensors) -> tuple:
-    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    autocast = autocast_now("cuda" if gpus else "cpu")
-    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
-
-
 @contextlib.contextmanager
 def replayed(state):
     cpu_state, gpu_states, autocast = state
@@ -434,61 +233,17 @@ def replayed(state):
         torch.manual_seed(0)
         yield
 
-
 # %% 02.3 forgets autocast
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
-def random_state(tensors) -> tuple:
-    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    autocast = autocast_now("cuda" if gpus else "cpu")
-    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
-
-
-@contextlib.contextmanager
-def replayed(state):
-    cpu_state, gpu_states, autocast = state
-    with torch.random.fork_rng(devices=list(gpu_states)):
-        torch.set_rng_state(cpu_state)
-        for gpu, gpu_state in gpu_states.items():
-            torch.cuda.set_rng_state(gpu_state, gpu)
-        yield
-
+(devices=list(gpu_states)), torch.autocast(**autocast) => (devices=list(gpu_states))
 
 # %% 02.3 autocast always on
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
-def random_state(tensors) -> tuple:
-    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    autocast = autocast_now("cuda" if gpus else "cpu")
-    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
-
-
-@contextlib.contextmanager
-def replayed(state):
-    cpu_state, gpu_states, autocast = state
-    with torch.random.fork_rng(devices=list(gpu_states)), torch.autocast(**{**autocast, "enabled": True}):
-        torch.set_rng_state(cpu_state)
-        yield
-
+*autocast => *{**autocast, "enabled": True}
+---
+for gpu, gpu_state in gpu_states.items():
+    torch.cuda.set_rng_state(gpu_state, gpu)
+=>
 
 # %% 02.3 afterwards the generator stands where forward began
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
-def random_state(tensors) -> tuple:
-    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    autocast = autocast_now("cuda" if gpus else "cpu")
-    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
-
-
 @contextlib.contextmanager
 def replayed(state):
     cpu_state, gpu_states, autocast = state
@@ -499,13 +254,7 @@ def replayed(state):
     finally:
         torch.set_rng_state(cpu_state)
 
-
 # %% 02.3 draws a seed in forward, so that forward draws other numbers
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
 def random_state(tensors) -> tuple:
     seed = torch.randint(2**31, ()).item()
     torch.manual_seed(seed)
@@ -519,14 +268,8 @@ def replayed(state):
         torch.manual_seed(seed)
         yield
 
-
 # %% 02.3 takes the state down at the first call alone
 first_state = []
-
-
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
 
 
 def random_state(tensors) -> tuple:
@@ -541,7 +284,6 @@ def replayed(state):
         torch.set_rng_state(cpu_state)
         yield
 
-
 # %% 02.4 changes nothing
 def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
     if mode not in ("none", "selective", "full"):
@@ -549,7 +291,6 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
     if policy is not None and mode != "selective":
         raise ValueError(f"a policy belongs to mode selective, not {mode}")
     return model
-
 
 # %% 02.4 full alone
 def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
@@ -563,116 +304,92 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
             block.forward = Recomputed(block.forward)
     return model
 
-
 # %% 02.4 takes nothing off
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for block in model.blocks:
-        if mode == "full" or policy is not None:
-            block.forward = Recomputed(block.forward, policy)
-        elif mode == "selective":
-            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
-    return model
-
+attention = block.attention
+block.__dict__.pop("forward", None)
+if isinstance(attention.core, Recomputed):
+    attention.core = attention.core.function
+=>
+---
+attention.core = Recomputed(attention.core, keep_fused_attention)
+=>
+block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
 
 # %% 02.4 takes off full, not selective
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for block in model.blocks:
-        block.__dict__.pop("forward", None)
-        if mode == "full" or policy is not None:
-            block.forward = Recomputed(block.forward, policy)
-        elif mode == "selective":
-            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
-    return model
-
+attention = block.attention =>
+---
+if isinstance(attention.core, Recomputed):
+    attention.core = attention.core.function
+=>
+---
+attention.core = Recomputed(attention.core, keep_fused_attention)
+=>
+block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
 
 # %% 02.4 takes off selective, not full
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for block in model.blocks:
-        if isinstance(block.attention.core, Recomputed):
-            block.attention.core = block.attention.core.function
-        if mode == "full" or policy is not None:
-            block.forward = Recomputed(block.forward, policy)
-        elif mode == "selective":
-            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
-    return model
-
+attention = block.attention
+block.__dict__.pop("forward", None)
+if isinstance(attention.core, Recomputed):
+    attention.core = attention.core.function
+=>
+if isinstance(block.attention.core, Recomputed):
+    block.attention.core = block.attention.core.function
+---
+attention.core = Recomputed(attention.core, keep_fused_attention)
+=>
+block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
 
 # %% 02.4 selective replays fused attention as well
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for block in model.blocks:
-        block.__dict__.pop("forward", None)
-        if isinstance(block.attention.core, Recomputed):
-            block.attention.core = block.attention.core.function
-        if mode == "full" or policy is not None:
-            block.forward = Recomputed(block.forward, policy)
-        elif mode == "selective":
-            block.attention.core = Recomputed(block.attention.core)
-    return model
-
+attention = block.attention =>
+attention.core, Recomputed => block.attention.core, Recomputed
+attention.core = attention.core.function => block.attention.core = block.attention.core.function
+---
+attention.core = Recomputed(attention.core, keep_fused_attention)
+=>
+block.attention.core = Recomputed(block.attention.core)
 
 # %% 02.4 selective wraps the whole of attention
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for block in model.blocks:
-        block.__dict__.pop("forward", None)
-        block.attention.__dict__.pop("forward", None)
-        if mode == "full" or policy is not None:
-            block.forward = Recomputed(block.forward, policy)
-        elif mode == "selective":
-            block.attention.forward = Recomputed(block.attention.forward, keep_fused_attention)
-    return model
-
+attention = block.attention =>
+---
+if isinstance(attention.core, Recomputed):
+    attention.core = attention.core.function
+=>
+block.attention.__dict__.pop("forward", None)
+---
+attention.core = Recomputed(attention.core, keep_fused_attention)
+=>
+block.attention.forward = Recomputed(block.attention.forward, keep_fused_attention)
 
 # %% 02.4 selective is full
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for block in model.blocks:
-        block.__dict__.pop("forward", None)
-        if mode != "none":
-            block.forward = Recomputed(block.forward, policy)
-    return model
-
+attention = block.attention =>
+---
+if isinstance(attention.core, Recomputed):
+    attention.core = attention.core.function
+if mode == "full" or policy is not None:
+=>
+if mode != "none":
+---
+elif mode == "selective":
+    attention.core = Recomputed(attention.core, keep_fused_attention)
+=>
 
 # %% 02.4 every second block
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for index, block in enumerate(model.blocks):
-        block.__dict__.pop("forward", None)
-        if isinstance(block.attention.core, Recomputed):
-            block.attention.core = block.attention.core.function
-        if index % 2:
-            continue
-        if mode == "full" or policy is not None:
-            block.forward = Recomputed(block.forward, policy)
-        elif mode == "selective":
-            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
-    return model
-
+for block in model.blocks:
+    attention = block.attention
+=>
+for index, block in enumerate(model.blocks):
+---
+if isinstance(attention.core, Recomputed):
+    attention.core = attention.core.function
+=>
+if isinstance(block.attention.core, Recomputed):
+    block.attention.core = block.attention.core.function
+if index % 2:
+    continue
+---
+attention.core = Recomputed(attention.core, keep_fused_attention)
+=>
+block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
 
 # %% 02.4 replays with other random numbers
 def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
@@ -693,7 +410,6 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
         elif mode == "selective":
             block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
     return model
-
 
 # %% 02.4 one checkpoint around all blocks
 def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
@@ -717,98 +433,78 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
             block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
     return model
 
-
 # %% 02.5 a whole forward: 4 instead of 3
 more_percent = 100 / 3
-
 
 # %% 02.5 what GPT-3 says
 more_percent = 33.3
 
-
 # %% 02.5 attention's share
 more_percent = 0.45
-
 
 # %% 02.5 nothing
 more_percent = 0
 
-
 # %% 02.5 as a fraction
 more_percent = 0.25
-
 
 # %% 02.5 a word
 more_percent = "25"
 
-
 # %% 02.5 not a number
 more_percent = float("nan")
-
 
 # %% 02.5 the product that is left out, not the rest
 more_percent = 8
 
-
 # %% 02.5 a whole forward of 2 passes
 more_percent = 50
 
-
 # %% 02.5 blank
 more_percent = None
-
 
 # %% 02.6 keeps all
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE
 
-
 # %% 02.6 keeps nothing
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
-
 
 # %% 02.6 forgets fused attention
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in (aten.mm.default, aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-
 # %% 02.6 fused attention alone
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
 
 # %% 02.6 forgets layers with a bias
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation == aten.mm.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-
 # %% 02.6 this CPU's attention alone
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = (aten._scaled_dot_product_flash_attention_for_cpu.default, aten.mm.default, aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
 
 # %% 02.6 elementwise products too
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default, aten.mul.Tensor)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-
 # %% 02.6 the wrong way round
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default)
     return CheckpointPolicy.PREFER_RECOMPUTE if kept else CheckpointPolicy.MUST_SAVE
 
-
 # %% 02.6 aten.mm, without its overload, is never what is asked
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation in (aten.mm, aten.addmm)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
 
 # %% 02.6 square weights alone
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
@@ -816,300 +512,62 @@ def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation == aten.addmm.default or square
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-
 # %% 02.7 full replays down_proj too
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention)
-    return batch * seq * needed, batch * seq * executed
-
+attention - 2 * config.hidden * config.ffn_hidden => attention
 
 # %% 02.7 full: a whole forward, with the head
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention) + head
-    return batch * seq * needed, batch * seq * executed
-
+(products + attention - 2 * config.hidden * config.ffn_hidden) => (products + attention) + head
 
 # %% 02.7 a flash backward has its scores
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+executed = needed + config.layers * 2 * config.attention_width * seq
+=>
+executed = needed
 
 # %% 02.7 counts a masked half
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 2 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+head = 4 => head = 2
 
 # %% 02.7 no attention
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 0, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+4 * config.attention_width * seq, 2 => 0, 2
 
 # %% 02.7 no head where it is tied
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * parts["head"]
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+config.vocab * config.hidden => parts["head"]
 
 # %% 02.7 the embedding is a product
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 4 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+seq, 2 => seq, 4
 
 # %% 02.7 no head
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 0
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+seq, 2 * config.vocab * config.hidden => seq, 0
 
 # %% 02.7 backward costs as much as forward
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 2 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+needed = 3 => needed = 2
 
 # %% 02.7 forward alone
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = config.layers * (products + attention) + head
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+3 * (config.layers * (products + attention) + head) => config.layers * (products + attention) + head
 
 # %% 02.7 one FLOP a weight
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = parts["q_o"] + parts["kv"] + parts["mlp"]
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+2 * (parts["q_o"] + parts["kv"] + parts["mlp"]) => parts["q_o"] + parts["kv"] + parts["mlp"]
 
 # %% 02.7 a single token
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return needed, executed
-
+batch * seq * needed, batch * seq * executed => needed, executed
 
 # %% 02.7 the flash scores are needed
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head) + config.layers * 2 * config.attention_width * seq
-    executed = needed
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+needed = 3 * (config.layers * (products + attention) + head)
+executed = needed + config.layers * 2 * config.attention_width * seq
+=>
+needed = 3 * (config.layers * (products + attention) + head) + config.layers * 2 * config.attention_width * seq
+executed = needed
 
 # %% 02.7 the model needs what was executed
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * executed, batch * seq * executed
-
+* needed => * executed
 
 # %% 02.7 executed first
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * executed, batch * seq * needed
-
+needed, batch * seq * executed => executed, batch * seq * needed
 
 # %% 02.7 executed alone
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * executed
-
+needed, batch * seq * executed => executed
 
 # %% 02.7 PaLM's rule
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.memory import param_count
 
 
 def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
@@ -1118,29 +576,10 @@ def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none
     executed = needed * 4 // 3 if recompute == "full" else needed
     return batch * seq * needed, batch * seq * executed
 
-
 # %% 02.7 as many K and V heads as heads
-import torch
-
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (2 * parts["q_o"] + parts["mlp"])
-    attention, head = 4 * config.attention_width * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.attention_width * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
-
+parts["q_o"] + parts["kv"] => 2 * parts["q_o"]
 
 # %% 02.8 the mean of means
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     total = 0.0
     for inputs, targets in micro_batches:
@@ -1151,11 +590,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 the mean of means, without nan
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     total = 0.0
     for inputs, targets in micro_batches:
@@ -1170,11 +605,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 weighs the means by tokens: nan where a micro-batch has none
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -1188,11 +619,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 counts ignored targets
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum(torch.tensor(targets.numel()) for _, targets in micro_batches).clamp(min=1)
@@ -1206,11 +633,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 the sum, not the mean
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -1224,11 +647,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 one big batch
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     inputs, targets = (torch.cat(parts) for parts in zip(*micro_batches))
     if tokens is None:
@@ -1239,11 +658,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
     mean.backward()
     return mean.detach()
 
-
 # %% 02.8 clears .grad first
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     model.zero_grad()
     if tokens is None:
@@ -1258,11 +673,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 clears .grad before each backward: the last micro-batch is left
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -1277,11 +688,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 ignores tokens=
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
     total = 0.0
@@ -1294,11 +701,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 returns a number
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -1312,11 +715,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return float(total)
 
-
 # %% 02.8 returns the last part alone
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -1330,11 +729,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = part.detach()
     return total
 
-
 # %% 02.8 returns the loss with its graph
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -1348,11 +743,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part
     return total
 
-
 # %% 02.8 skips the micro-batches that have an ignored target
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -1366,11 +757,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 counts as it goes: the first ones weigh too much
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     total, seen = 0.0, 0
     for inputs, targets in micro_batches:
@@ -1383,121 +770,46 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.9 keeps the hooks
-@contextlib.contextmanager
-def fp32_gradients(model: nn.Module):
-    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
-
-    def move(parameter):
-        sums[parameter].add_(parameter.grad)
-        parameter.grad = None
-
-    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
-    try:
-        yield sums
-    finally:
-        handles.clear()
-
+model.zero_grad() =>
+---
+for handle in handles:
+    handle.remove()
+=>
+handles.clear()
 
 # %% 02.9 keeps the hooks after an error
-@contextlib.contextmanager
-def fp32_gradients(model: nn.Module):
-    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
-
-    def move(parameter):
-        sums[parameter].add_(parameter.grad)
-        parameter.grad = None
-
-    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
+model.zero_grad() =>
+---
+try:
     yield sums
+finally:
     for handle in handles:
         handle.remove()
-
+=>
+yield sums
+for handle in handles:
+    handle.remove()
 
 # %% 02.9 sums of the parameter's precision
-@contextlib.contextmanager
-def fp32_gradients(model: nn.Module):
-    sums = {p: torch.zeros_like(p) for p in model.parameters() if p.requires_grad}
-
-    def move(parameter):
-        sums[parameter].add_(parameter.grad)
-        parameter.grad = None
-
-    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
-    try:
-        yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
-
+(p, dtype=torch.float32) => (p)
+model.zero_grad() =>
 
 # %% 02.9 float32 sums, rounded to bfloat16 each time
-@contextlib.contextmanager
-def fp32_gradients(model: nn.Module):
-    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
-
-    def move(parameter):
-        sums[parameter].copy_(sums[parameter].bfloat16() + parameter.grad)
-        parameter.grad = None
-
-    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
-    try:
-        yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
-
+sums[parameter].add_(parameter.grad) => sums[parameter].copy_(sums[parameter].bfloat16() + parameter.grad)
+model.zero_grad() =>
 
 # %% 02.9 leaves .grad, which is then added again
-@contextlib.contextmanager
-def fp32_gradients(model: nn.Module):
-    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
-
-    def move(parameter):
-        sums[parameter].add_(parameter.grad)
-
-    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
-    try:
-        yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
-
+parameter.grad = None =>
+model.zero_grad() =>
 
 # %% 02.9 zeros in .grad, where None belongs
-@contextlib.contextmanager
-def fp32_gradients(model: nn.Module):
-    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
-
-    def move(parameter):
-        sums[parameter].add_(parameter.grad)
-        parameter.grad.zero_()
-
-    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
-    try:
-        yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
-
+parameter.grad = None => parameter.grad.zero_()
+model.zero_grad() =>
 
 # %% 02.9 replaces the sum
-@contextlib.contextmanager
-def fp32_gradients(model: nn.Module):
-    sums = {p: torch.zeros_like(p, dtype=torch.float32) for p in model.parameters() if p.requires_grad}
-
-    def move(parameter):
-        sums[parameter].copy_(parameter.grad)
-        parameter.grad = None
-
-    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
-    try:
-        yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
-
+sums[parameter].add_(parameter.grad) => sums[parameter].copy_(parameter.grad)
+model.zero_grad() =>
 
 # %% 02.9 moves what .grad holds at the end, summed in bfloat16
 @contextlib.contextmanager
@@ -1507,7 +819,6 @@ def fp32_gradients(model: nn.Module):
     for parameter in sums:
         sums[parameter].add_(parameter.grad)
         parameter.grad = None
-
 
 # %% 02.9 frozen parameters have a sum too
 @contextlib.contextmanager
@@ -1525,23 +836,10 @@ def fp32_gradients(model: nn.Module):
         for handle in handles:
             handle.remove()
 
-
 # %% 02.9 adds flat sums of each matrix
-@contextlib.contextmanager
-def fp32_gradients(model: nn.Module):
-    sums = {p: torch.zeros(p.numel()) for p in model.parameters() if p.requires_grad}
-
-    def move(parameter):
-        sums[parameter].add_(parameter.grad.flatten())
-        parameter.grad = None
-
-    handles = [parameter.register_post_accumulate_grad_hook(move) for parameter in sums]
-    try:
-        yield sums
-    finally:
-        for handle in handles:
-            handle.remove()
-
+torch.zeros_like(p, dtype=torch.float32) => torch.zeros(p.numel())
+sums[parameter].add_(parameter.grad) => sums[parameter].add_(parameter.grad.flatten())
+model.zero_grad() =>
 
 # %% 02.9 adds the gradient before it is finished, and stops autograd's own with zeros
 @contextlib.contextmanager
@@ -1558,630 +856,227 @@ def fp32_gradients(model: nn.Module):
         for handle in handles:
             handle.remove()
 
-
 # %% 02.10 of all steps together
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data_share": took(phase("data")) / took(steps), "host_reads": reads, "optimizer_ops": len(inside)}
-
+span.lane.startswith("CPU") => span.lane != "phases"
+---
+return {
+    "data_share": took(phase("data")) / took(steps),
+    "host_reads": reads / len(steps),
+    "optimizer_ops": len(inside) / len(steps),
+}
+=>
+return {"data_share": took(phase("data")) / took(steps), "host_reads": reads, "optimizer_ops": len(inside)}
 
 # %% 02.10 counts .item() and what it calls
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
-    reads = sum(event.name in ("aten::item", "aten::_local_scalar_dense") for event in prof.events())
-    return {
-        "data_share": took(phase("data")) / took(steps),
-        "host_reads": reads / len(steps),
-        "optimizer_ops": len(inside) / len(steps),
-    }
-
+span.lane.startswith("CPU") => span.lane != "phases"
+event.name == "aten::_local_scalar_dense" => event.name in ("aten::item", "aten::_local_scalar_dense")
 
 # %% 02.10 looks for reads among the outermost operators
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
-    reads = sum(span.name == "aten::_local_scalar_dense" for span in everything)
-    return {
-        "data_share": took(phase("data")) / took(steps),
-        "host_reads": reads / len(steps),
-        "optimizer_ops": len(inside) / len(steps),
-    }
-
+span.lane.startswith("CPU") => span.lane != "phases"
+---
+reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
+=>
+reads = sum(span.name == "aten::_local_scalar_dense" for span in everything)
 
 # %% 02.10 counts the mark itself
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [span for span in everything if any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {
-        "data_share": took(phase("data")) / took(steps),
-        "host_reads": reads / len(steps),
-        "optimizer_ops": len(inside) / len(steps),
-    }
-
+inside = [
+    span
+    for span in everything
+    if span.lane.startswith("CPU") and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+]
+=>
+inside = [span for span in everything if any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))]
 
 # %% 02.10 all operators of the step
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in steps)
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {
-        "data_share": took(phase("data")) / took(steps),
-        "host_reads": reads / len(steps),
-        "optimizer_ops": len(inside) / len(steps),
-    }
-
+if span.lane.startswith("CPU") and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+=>
+if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in steps)
 
 # %% 02.10 data in percent
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {
-        "data_share": 100 * took(phase("data")) / took(steps),
-        "host_reads": reads / len(steps),
-        "optimizer_ops": len(inside) / len(steps),
-    }
-
+span.lane.startswith("CPU") => span.lane != "phases"
+"data_share": took => "data_share": 100 * took
 
 # %% 02.10 data of all steps against one step
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {
-        "data_share": took(phase("data")) / took(steps[:1]),
-        "host_reads": reads / len(steps),
-        "optimizer_ops": len(inside) / len(steps),
-    }
-
+span.lane.startswith("CPU") => span.lane != "phases"
+took(steps) => took(steps[:1])
 
 # %% 02.10 other names
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {"data": took(phase("data")) / took(steps), "reads": reads / len(steps), "ops": len(inside) / len(steps)}
-
+span.lane.startswith("CPU") => span.lane != "phases"
+---
+return {
+    "data_share": took(phase("data")) / took(steps),
+    "host_reads": reads / len(steps),
+    "optimizer_ops": len(inside) / len(steps),
+}
+=>
+return {"data": took(phase("data")) / took(steps), "reads": reads / len(steps), "ops": len(inside) / len(steps)}
 
 # %% 02.11 the slow loop as it was
-def repaired_training(model):
+from course_kit.labs.recompute.loops import slow_training
+
+
+def marked_training(model, text):
+    device = next(model.parameters()).device
     return slow_training(model)
 
-
 # %% 02.11 clips with .item()
-def repaired_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
+def marked_training(model: nn.Module, text: str) -> Callable[[], torch.Tensor]:
+=>
+from course_kit.labs.recompute.loops import slow_clip
 
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
 
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            slow_clip(list(model.parameters()))
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
+def marked_training(model: nn.Module, text: str) -> Callable[[], torch.Tensor]:
+---
+nn.utils.clip_grad_norm_(model.parameters(), 1.0) => slow_clip(list(model.parameters()))
 
 # %% 02.11 asks the host whether to clip
-def repaired_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
-            if norm > 1:
-                torch._foreach_mul_([p.grad for p in model.parameters()], 1 / norm)
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+=>
+norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm()
+if norm > 1:
+    torch._foreach_mul_([p.grad for p in model.parameters()], 1 / norm)
 
 # %% 02.11 does not clip
-def repaired_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            pass
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
+nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+=>
+pass
 
 # %% 02.11 one parameter at a time
-def repaired_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=False)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
+True => False
 
 # %% 02.11 no momentum
-def repaired_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
+momentum=0.9, foreach => foreach
 
 # %% 02.11 never clears the gradients
-def repaired_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with record_function("optimizer"):
-            optimizer.step()
-        return step_loss.detach()
-
-    return step
-
+optimizer.zero_grad() =>
 
 # %% 02.11 reads the loss on the host
-def repaired_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with record_function("optimizer"):
-            optimizer.step()
-            optimizer.zero_grad()
-        return torch.tensor(step_loss.item())
-
-    return step
-
+return step_loss.detach() => return torch.tensor(step_loss.item())
 
 # %% 02.11 trains nothing
-def repaired_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        with record_function("data"):
-            inputs, targets = data(next(count))
-        with record_function("forward"):
-            step_loss = loss(model(inputs), targets)
-        with record_function("backward"):
-            step_loss.backward()
-        with record_function("clip"):
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with record_function("optimizer"):
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
+optimizer.step() =>
 
 # %% 02.11 without the marks
-def repaired_training(model):
-    numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
-
-    def data(step, batch=4, seq=64):
-        starts = [(37 * (step * batch + row) * seq) % (len(numbers) - seq - 1) for row in range(batch)]
-        windows = torch.stack([numbers[start : start + seq + 1] for start in starts])
-        return windows[:, :-1].to(device), windows[:, 1:].to(device)
-
-    def step():
-        if True:
-            inputs, targets = data(next(count))
-        if True:
-            step_loss = loss(model(inputs), targets)
-        if True:
-            step_loss.backward()
-        if True:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if True:
-            optimizer.step()
-            optimizer.zero_grad()
-        return step_loss.detach()
-
-    return step
-
+with record_function("data"):
+=>
+if True:
+---
+with record_function("forward"):
+=>
+if True:
+---
+with record_function("backward"):
+=>
+if True:
+---
+with record_function("clip"):
+=>
+if True:
+---
+with record_function("optimizer"):
+=>
+if True:
 
 # %% 02.12 any micro-batch, divisor or not
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none", "full"):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
-            if fits:
-                return mode, micro_batch
-    return None
-
+products", "full => full
+---
+if batch % micro_batch == 0 and fits:
+=>
+if fits:
 
 # %% 02.12 the smallest that fits
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none", "full"):
-        for micro_batch in range(1, batch + 1):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return None
-
+products", "full => full
+for micro_batch in range(batch, 0, -1): => for micro_batch in range(1, batch + 1):
 
 # %% 02.12 full first
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("full", "none"):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return None
-
+none", "products", "full => full", "none
 
 # %% 02.12 recomputes never
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none",):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return None
-
+("none", "products", "full") => ("none",)
 
 # %% 02.12 recomputes always
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("full",):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return None
-
+("none", "products", "full") => ("full",)
 
 # %% 02.12 a micro-batch of 1 where nothing fits
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none", "full"):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return "full", 1
-
+products", "full => full
+return None => return "full", 1
 
 # %% 02.12 half of the room
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none", "full"):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB / 2
-            if batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return None
-
+products", "full => full
+GiB => GiB / 2
 
 # %% 02.12 forgets the sequence
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none", "full"):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, micro_batch, 4096, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return None
-
+products", "full => full
+micro_batch, seq => micro_batch, 4096
 
 # %% 02.12 in FP32
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none", "full"):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, micro_batch, seq, 4, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return None
-
+products", "full => full
+recompute=mode => 4, recompute=mode
 
 # %% 02.12 calls it selective
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none", "full"):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode.replace("full", "selective"), micro_batch
-    return None
-
+products", "full => full
+return mode, micro_batch => return mode.replace("full", "selective"), micro_batch
 
 # %% 02.12 the number of micro-batches
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none", "full"):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode, batch // micro_batch
-    return None
-
+products", "full => full
+return mode, micro_batch => return mode, batch // micro_batch
 
 # %% 02.12 keeps the whole batch
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none", "full"):
-        for micro_batch in range(batch, 0, -1):
-            fits = activation_bytes(config, batch, seq, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return None
-
+products", "full => full
+config, micro_batch => config, batch
 
 # %% 02.12 the largest micro-batch, whatever it costs
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
+for mode in ("none", "products", "full"):
     for micro_batch in range(batch, 0, -1):
-        for mode in ("none", "full"):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
-            if batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return None
-
+=>
+for micro_batch in range(batch, 0, -1):
+    for mode in ("none", "full"):
 
 # %% 02.12 powers of two alone
-def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
-    for mode in ("none", "full"):
-        for micro_batch in (64, 32, 16, 8, 4, 2, 1):
-            fits = activation_bytes(config, micro_batch, seq, recompute=mode) <= room_gib * GiB
-            if micro_batch <= batch and batch % micro_batch == 0 and fits:
-                return mode, micro_batch
-    return None
-
+products", "full => full
+for micro_batch in range(batch, 0, -1): => for micro_batch in (64, 32, 16, 8, 4, 2, 1):
+if batch % micro_batch == 0 and fits: => if micro_batch <= batch and batch % micro_batch == 0 and fits:
 
 # %% 02.4 leaves selective on under full
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for block in model.blocks:
-        block.__dict__.pop("forward", None)
-        if mode == "none" and isinstance(block.attention.core, Recomputed):
-            block.attention.core = block.attention.core.function
-        if mode == "full" or policy is not None:
-            block.forward = Recomputed(block.forward, policy)
-        elif mode == "selective" and not isinstance(block.attention.core, Recomputed):
-            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
-    return model
-
+attention = block.attention =>
+isinstance(attention.core, Recomputed) => mode == "none" and isinstance(block.attention.core, Recomputed)
+attention.core = attention.core.function => block.attention.core = block.attention.core.function
+---
+elif mode == "selective":
+    attention.core = Recomputed(attention.core, keep_fused_attention)
+=>
+elif mode == "selective" and not isinstance(block.attention.core, Recomputed):
+    block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
 
 # %% 02.6 True and False
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     return operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default)
-
 
 # %% 02.6 prefers, where it must
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default)
     return CheckpointPolicy.PREFER_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-
 # %% 02.10 nested operators of the optimizer too
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    marks = [e.time_range for e in prof.events() if e.name == "optimizer"]
-    inside = [
-        e
-        for e in prof.events()
-        if not e.is_user_annotation and any(m.start <= e.time_range.start < m.end for m in marks)
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {
-        "data_share": took(phase("data")) / took(steps),
-        "host_reads": reads / len(steps),
-        "optimizer_ops": len(inside) / len(steps),
-    }
-
+inside = [
+=>
+marks = [e.time_range for e in prof.events() if e.name == "optimizer"]
+inside = [
+---
+span
+for span in everything
+if span.lane.startswith("CPU") and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
+=>
+e
+for e in prof.events()
+if not e.is_user_annotation and any(m.start <= e.time_range.start < m.end for m in marks)
 
 # %% 02.11 losses from a slow loop that ran before, and marks with nothing in them
-def repaired_training(model):
+from course_kit.labs.recompute.loops import slow_training
+
+
+def marked_training(model, text):
+    device = next(model.parameters()).device
     slow, losses = slow_training(model), []
 
     def step():
@@ -2194,33 +1089,18 @@ def repaired_training(model):
 
     return step
 
-
 # %% 02.1 looks at the first level alone
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
-
-
-def detached(arguments):
-    def cut(value):
-        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
-    return tuple(cut(value) for value in arguments)
-
+return tree_map(cut, arguments) => return tuple(cut(value) for value in arguments)
 
 # %% 02.4 does not return the model
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for block in model.blocks:
-        block.__dict__.pop("forward", None)
-        if isinstance(block.attention.core, Recomputed):
-            block.attention.core = block.attention.core.function
-        if mode == "full" or policy is not None:
-            block.forward = Recomputed(block.forward, policy)
-        elif mode == "selective":
-            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
-
+attention = block.attention =>
+attention.core, Recomputed => block.attention.core, Recomputed
+attention.core = attention.core.function => block.attention.core = block.attention.core.function
+---
+        attention.core = Recomputed(attention.core, keep_fused_attention)
+return model
+=>
+        block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
 
 # %% 02.4 puts each block into a module of its own, which changes the names
 class Wrapped(nn.Module):
@@ -2247,7 +1127,6 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
             model.blocks[index] = Wrapped(block)
     return model
 
-
 # %% 02.2 keeps the graph, and runs the function again for show
 class Recompute(torch.autograd.Function):
     @staticmethod
@@ -2266,12 +1145,6 @@ class Recompute(torch.autograd.Function):
         torch.autograd.backward(*zip(*pairs))
         return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in ctx.leaves)
 
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
-
 # %% 02.2 the replay is not cut off
 class Recompute(torch.autograd.Function):
     @staticmethod
@@ -2280,7 +1153,7 @@ class Recompute(torch.autograd.Function):
         ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
         ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
+        return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -2293,12 +1166,6 @@ class Recompute(torch.autograd.Function):
         pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
         torch.autograd.backward(*zip(*pairs, strict=True))
         return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
 
 # %% 02.2 no graph in the replay
 class Recompute(torch.autograd.Function):
@@ -2308,7 +1175,7 @@ class Recompute(torch.autograd.Function):
         ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
         ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
+        return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
 
     @staticmethod
     def backward(ctx, *gradients):
@@ -2318,43 +1185,18 @@ class Recompute(torch.autograd.Function):
         leaves = detached(leaves)
         with replayed(ctx.state):
             outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
-
+        # leaves: the arguments of forward again, flat. Detach them, run ctx.function, go back through its graph.
         pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
         torch.autograd.backward(*zip(*pairs, strict=True))
         return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
 
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
-
 # %% 02.2 never tells who needs no gradient: outputs without one go back too
-class Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, spec, *leaves):
-        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        return function(*tree_unflatten(leaves, spec))
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
-        leaves = detached(leaves)
-        with replayed(ctx.state), torch.enable_grad():
-            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
-        torch.autograd.backward(outputs, gradients)
-        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
+# leaves: the arguments of forward again, flat. Detach them, run ctx.function, go back through its graph. =>
+---
+pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
+torch.autograd.backward(*zip(*pairs, strict=True))
+=>
+torch.autograd.backward(outputs, gradients)
 
 # %% 02.4 wraps again on every call of full
 def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
@@ -2373,51 +1215,33 @@ def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
             block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
     return model
 
-
 # %% 02.4 a policy is not asked
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for block in model.blocks:
-        block.__dict__.pop("forward", None)
-        if isinstance(block.attention.core, Recomputed):
-            block.attention.core = block.attention.core.function
-        if mode == "full" or policy is not None:
-            block.forward = Recomputed(block.forward)
-        elif mode == "selective":
-            block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
-    return model
-
+attention = block.attention =>
+attention.core, Recomputed => block.attention.core, Recomputed
+attention.core = attention.core.function => block.attention.core = block.attention.core.function
+block.forward, policy => block.forward
+---
+attention.core = Recomputed(attention.core, keep_fused_attention)
+=>
+block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
 
 # %% 02.4 a policy goes to attention's core alone
-def apply_recompute(model: nn.Module, mode: str, policy=None) -> nn.Module:
-    if mode not in ("none", "selective", "full"):
-        raise ValueError(f"mode {mode!r}: it is none, selective or full")
-    if policy is not None and mode != "selective":
-        raise ValueError(f"a policy belongs to mode selective, not {mode}")
-    for block in model.blocks:
-        block.__dict__.pop("forward", None)
-        if isinstance(block.attention.core, Recomputed):
-            block.attention.core = block.attention.core.function
-        if mode == "full":
-            block.forward = Recomputed(block.forward)
-        elif mode == "selective":
-            block.attention.core = Recomputed(block.attention.core, policy or keep_fused_attention)
-    return model
-
+attention = block.attention =>
+attention.core, Recomputed => block.attention.core, Recomputed
+attention.core = attention.core.function => block.attention.core = block.attention.core.function
+if mode == "full" or policy is not None: => if mode == "full":
+block.forward, policy => block.forward
+---
+attention.core = Recomputed(attention.core, keep_fused_attention)
+=>
+block.attention.core = Recomputed(block.attention.core, policy or keep_fused_attention)
 
 # %% 02.6 whatever has mm in its name, scores too
 def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or "mm" in str(operation)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-
 # %% 02.8 one backward at the end: all activations are alive together
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -2431,11 +1255,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
     total.backward()
     return total.detach()
 
-
 # %% 02.8 forgets autocast
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -2448,11 +1268,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 reads each part on the host
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -2466,11 +1282,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.item()
     return torch.tensor(total)
 
-
 # %% 02.8 asks the host whether there is a target
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -2486,11 +1298,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 keeps the graphs of all parts until the end
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -2505,11 +1313,7 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 the loss in the precision of the logits
-IGNORED = -100
-
-
 def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float32, tokens=None) -> torch.Tensor:
     if tokens is None:
         tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
@@ -2523,82 +1327,16 @@ def accumulate(model: nn.Module, micro_batches, dtype: torch.dtype = torch.float
         total = total + part.detach()
     return total
 
-
 # %% 02.8 walks the micro-batches twice: the second walk of a generator is empty
-IGNORED = -100  # a target that is not trained on; F.cross_entropy leaves it out
-
-
-def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies in float32, a scalar. logits: [b, s, v]; targets: [b, s]."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-
-
-def accumulate(
-    model: nn.Module,
-    micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    dtype: torch.dtype = torch.float32,
-    tokens: torch.Tensor | float | None = None,
-    loss_of: Callable[..., torch.Tensor] = summed_loss,
-) -> torch.Tensor:
-    """Add to .grad the gradient of the mean loss over all target tokens of `micro_batches`, one after the other.
-
-    micro_batches: a list of (inputs, targets), each [b, s]. dtype: of the matrix products (autocast). tokens: what the
-    sum of the losses is divided by, where that is not their own number of targets. loss_of(what the model returns,
-    targets): the sum of the losses. Returns the mean loss, a scalar on the device. Raises ValueError where there is no
-    micro-batch and no `tokens`.
-    """
-    
-    if tokens is None and False:
-        raise ValueError("no micro-batch: there is nothing to learn from")
-    if tokens is None:
-        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
-    total = 0.0
-    for inputs, targets in micro_batches:
-        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(inputs)
-        part = loss_of(logits, targets) / tokens
-        part.backward()
-        total = total + part.detach()
-    return total
-
+micro_batches = list(micro_batches)
+if tokens is None and not micro_batches:
+=>
+if tokens is None and False:
 
 # %% 02.8 leaves out what is left over of groups of four micro-batches
-IGNORED = -100  # a target that is not trained on; F.cross_entropy leaves it out
-
-
-def summed_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Sum of the cross-entropies in float32, a scalar. logits: [b, s, v]; targets: [b, s]."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum")
-
-
-def accumulate(
-    model: nn.Module,
-    micro_batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    dtype: torch.dtype = torch.float32,
-    tokens: torch.Tensor | float | None = None,
-    loss_of: Callable[..., torch.Tensor] = summed_loss,
-) -> torch.Tensor:
-    """Add to .grad the gradient of the mean loss over all target tokens of `micro_batches`, one after the other.
-
-    micro_batches: a list of (inputs, targets), each [b, s]. dtype: of the matrix products (autocast). tokens: what the
-    sum of the losses is divided by, where that is not their own number of targets. loss_of(what the model returns,
-    targets): the sum of the losses. Returns the mean loss, a scalar on the device. Raises ValueError where there is no
-    micro-batch and no `tokens`.
-    """
-    micro_batches = list(micro_batches)
-    if tokens is None and not micro_batches:
-        raise ValueError("no micro-batch: there is nothing to learn from")
-    if tokens is None:
-        tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
-    total = 0.0
-    for inputs, targets in micro_batches[: len(micro_batches) // 4 * 4] or micro_batches:
-        with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):
-            logits = model(inputs)
-        part = loss_of(logits, targets) / tokens
-        part.backward()
-        total = total + part.detach()
-    return total
-
+for inputs, targets in micro_batches:
+=>
+for inputs, targets in micro_batches[: len(micro_batches) // 4 * 4] or micro_batches:
 
 # %% 02.9 moves all gradients when backward is over
 @contextlib.contextmanager
@@ -2621,7 +1359,6 @@ def fp32_gradients(model: nn.Module):
         for handle in handles:
             handle.remove()
 
-
 # %% 02.9 keeps a list of all gradients and adds them up at the end
 @contextlib.contextmanager
 def fp32_gradients(model: nn.Module):
@@ -2641,34 +1378,17 @@ def fp32_gradients(model: nn.Module):
         for parameter, gradient in found:
             sums[parameter].add_(gradient)
 
-
 # %% 02.10 data's part of the phases, not of the step
-def symptoms(prof) -> dict[str, float]:
-    everything = spans(prof)
-    steps = [span for span in everything if span.name.startswith("ProfilerStep")]
-
-    def took(marks):
-        return sum(mark.end_ms - mark.start_ms for mark in marks)
-
-    def phase(name):
-        return [span for span in everything if span.lane == "phases" and span.name == name]
-
-    inside = [
-        span
-        for span in everything
-        if span.lane != "phases" and any(p.start_ms <= span.start_ms < p.end_ms for p in phase("optimizer"))
-    ]
-    reads = sum(event.name == "aten::_local_scalar_dense" for event in prof.events())
-    return {
-        "data_share": took(phase("data"))
-        / took([s for s in everything if s.lane == "phases" and not s.name.startswith("ProfilerStep")]),
-        "host_reads": reads / len(steps),
-        "optimizer_ops": len(inside) / len(steps),
-    }
-
+span.lane.startswith("CPU") => span.lane != "phases"
+---
+"data_share": took(phase("data")) / took(steps),
+=>
+"data_share": took(phase("data"))
+/ took([s for s in everything if s.lane == "phases" and not s.name.startswith("ProfilerStep")]),
 
 # %% 02.11 the optimizer outside of its mark
-def repaired_training(model):
+def marked_training(model, text):
+    device = next(model.parameters()).device
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -2694,9 +1414,12 @@ def repaired_training(model):
 
     return step
 
-
 # %% 02.11 data outside of its mark
-def repaired_training(model):
+from course_kit.labs.recompute.loops import slow_data
+
+
+def marked_training(model, text):
+    device = next(model.parameters()).device
     numbers, count = torch.tensor(list(text.encode())), iter(range(10**9))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, foreach=True)
 
@@ -2722,72 +1445,20 @@ def repaired_training(model):
 
     return step
 
-
 # %% 02.2 keeps the outputs on ctx
-class Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, spec, *leaves):
-        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        ctx.outputs = function(*tree_unflatten(leaves, spec))
-        return ctx.outputs
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
-        leaves = detached(leaves)
-        with replayed(ctx.state), torch.enable_grad():
-            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
-        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
-        torch.autograd.backward(*zip(*pairs, strict=True))
-        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
+return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
+=>
+ctx.outputs = function(*tree_unflatten(leaves, spec))
+return ctx.outputs
 
 # %% 02.2 keeps a copy of the outputs on ctx
-class Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, function, spec, *leaves):
-        ctx.function, ctx.spec, ctx.state = function, spec, random_state(leaves)
-        ctx.places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        ctx.others = [None if i in ctx.places else leaf for i, leaf in enumerate(leaves)]
-        ctx.save_for_backward(*(leaves[i] for i in ctx.places))
-        outputs = function(*tree_unflatten(leaves, spec))
-        ctx.outputs = tree_map(torch.clone, outputs)
-        return outputs
-
-    @staticmethod
-    def backward(ctx, *gradients):
-        leaves = list(ctx.others)
-        for place, tensor in zip(ctx.places, ctx.saved_tensors, strict=True):
-            leaves[place] = tensor
-        leaves = detached(leaves)
-        with replayed(ctx.state), torch.enable_grad():
-            outputs = tree_flatten(ctx.function(*tree_unflatten(leaves, ctx.spec)))[0]
-        pairs = [(out, gradient) for out, gradient in zip(outputs, gradients, strict=True) if out.requires_grad]
-        torch.autograd.backward(*zip(*pairs, strict=True))
-        return None, None, *(leaf.grad if isinstance(leaf, torch.Tensor) else None for leaf in leaves)
-
-
-def recompute(function, *arguments):
-    leaves, spec = tree_flatten(arguments)
-    return Recompute.apply(function, spec, *leaves)
-
+return function(*tree_unflatten(leaves, spec))  # autograd is off in here: no graph, nothing kept
+=>
+outputs = function(*tree_unflatten(leaves, spec))
+ctx.outputs = tree_map(torch.clone, outputs)
+return outputs
 
 # %% 02.3 the CPU's generator alone
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
 def random_state(tensors) -> tuple:
     gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
     return torch.get_rng_state(), {}, autocast_now("cuda" if gpus else "cpu")
@@ -2800,64 +1471,15 @@ def replayed(state):
         torch.set_rng_state(cpu_state)
         yield
 
-
 # %% 02.3 leaves the GPU's generator where the replay left it
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
-def random_state(tensors) -> tuple:
-    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    autocast = autocast_now("cuda" if gpus else "cpu")
-    return torch.get_rng_state(), {gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus}, autocast
-
-
-@contextlib.contextmanager
-def replayed(state):
-    cpu_state, gpu_states, autocast = state
-    with torch.random.fork_rng(devices=[]), torch.autocast(**autocast):
-        torch.set_rng_state(cpu_state)
-        for gpu, gpu_state in gpu_states.items():
-            torch.cuda.set_rng_state(gpu_state, gpu)
-        yield
-
+devices=list(gpu_states) => devices=[]
 
 # %% 02.3 the first GPU's generator, whichever the tensors are on
-def autocast_now(device_type: str) -> dict:
-    on = torch.is_autocast_enabled(device_type)
-    return {"device_type": device_type, "enabled": on, "dtype": torch.get_autocast_dtype(device_type)}
-
-
-def random_state(tensors) -> tuple:
-    gpus = {t.device for t in tensors if isinstance(t, torch.Tensor) and t.device.type == "cuda"}
-    autocast = autocast_now("cuda" if gpus else "cpu")
-    return torch.get_rng_state(), {0: torch.cuda.get_rng_state(0)} if gpus else {}, autocast
-
-
-@contextlib.contextmanager
-def replayed(state):
-    cpu_state, gpu_states, autocast = state
-    with torch.random.fork_rng(devices=list(gpu_states)), torch.autocast(**autocast):
-        torch.set_rng_state(cpu_state)
-        for gpu, gpu_state in gpu_states.items():
-            torch.cuda.set_rng_state(gpu_state, gpu)
-        yield
-
+{gpu: torch.cuda.get_rng_state(gpu) for gpu in gpus} => {0: torch.cuda.get_rng_state(0)} if gpus else {}
 
 # %% 02.7 attention as wide as the hidden state, whatever the heads add up to
-import torch
+4 * config.attention_width => 4 * config.hidden
+2 * config.attention_width => 2 * config.hidden
 
-from course_lib.single_gpu.memory import param_count, parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def step_flops(config: ModelConfig, batch: int, seq: int, recompute: str = "none") -> tuple[int, int]:
-    parts = parameter_parts(config)
-    products = 2 * (parts["q_o"] + parts["kv"] + parts["mlp"])
-    attention, head = 4 * config.hidden * seq, 2 * config.vocab * config.hidden
-    needed = 3 * (config.layers * (products + attention) + head)
-    executed = needed + config.layers * 2 * config.hidden * seq
-    if recompute == "full":
-        executed += config.layers * (products + attention - 2 * config.hidden * config.ffn_hidden)
-    return batch * seq * needed, batch * seq * executed
+# %% 02.2 a replay with other random numbers
+with replayed(ctx.state), torch.enable_grad(): => with torch.enable_grad():

@@ -1,0 +1,84 @@
+"""Check of exercise 02.4: `apply_recompute`, three modes and a policy."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+from course_kit.labs.recompute.gradients import gradients_of
+from course_kit.labs.recompute.measures import plain_core, with_core
+from course_lib.recompute import modes
+from course_lib.recompute.modes import aten, kept_bytes
+from course_lib.single_gpu.memory import activation_bytes
+from course_lib.single_gpu.model import ModelConfig, Transformer, causal_attention, loss
+
+CONFIG = ModelConfig(3, 96, 6, 2, 100, 300, dropout=0.1)
+
+
+def check() -> None:
+    """Assert gradients, names, bytes kept and what is wrapped, in each mode, with a flash core and a plain one."""
+    words = torch.randint(300, (2, 3, 41), generator=torch.Generator().manual_seed(0))
+    for core in (causal_attention, plain_core):
+        check_modes(with_core(Transformer(CONFIG), core).train(), core, words)
+
+
+def check_modes(probe: nn.Module, core: Callable, words: torch.Tensor) -> None:
+    """Assert all of it for a model whose blocks have this attention core."""
+    kept, grads, flash = {}, {}, core is not plain_core
+    for mode in ("none", "selective", "selective", "full", "none"):
+        assert modes.apply_recompute(probe, mode) is probe, "return the model that was changed"
+        names = list(probe.state_dict())
+        assert names == list(Transformer(CONFIG).state_dict()), f"{mode}: names of parameters must not change"
+        if mode != "selective":
+            assert probe.blocks[0].attention.core is core, f"{mode} must take off what selective put on"
+        _, grads[mode] = gradients_of(probe, *words)
+        for name in grads[mode]:
+            assert torch.equal(grads[mode][name], grads["none"][name]), f"{mode}: the gradient of {name} changes"
+        probe.eval()
+        kept[mode] = kept_bytes(probe, lambda: loss(probe(words[0].clone()), words[1].clone())) // 1000
+        probe.train()
+        counted = activation_bytes(CONFIG, 3, 41, 4, mode, flash, fused_norm=False) / 1000
+        assert abs(kept[mode] - counted) < 2, (
+            f"{mode}, flash {flash}: {kept[mode]} kB kept, {counted:.0f} expected; is the right thing wrapped, "
+            "with the policy keep_fused_attention for the core?"
+        )
+    core_now = probe.blocks[0].attention.core
+    assert core_now is core and "forward" not in vars(probe.blocks[0]), "none must take off what selective put on"
+    for mode in ("full", "full"):
+        modes.apply_recompute(probe, mode)
+    assert checkpoints_around(probe, words) < 2, "full, asked for twice, is wrapped twice: take off the first one"
+    check_policy(probe.eval(), words)
+
+
+def checkpoints_around(probe: nn.Module, words: torch.Tensor) -> int:
+    """Return in how many checkpoints, at most, the first block runs."""
+    around = []
+
+    def note_checkpoints(*_):
+        callers = [frame.f_code for frame, _ in traceback.walk_stack(None)]
+        inside = [code for code in callers if code.co_name == "checkpoint" and "torch" in code.co_filename]
+        around.append(len(inside))
+
+    hook = probe.blocks[0].attention_norm.register_forward_hook(note_checkpoints)
+    gradients_of(probe, *words)
+    hook.remove()
+    return max(around)
+
+
+def check_policy(probe: nn.Module, words: torch.Tensor) -> None:
+    """Assert that a policy is asked about a whole block, and obeyed."""
+    asked = set()
+
+    def keep_all(ctx, operation, *args, **kwargs):
+        asked.add(operation)
+        return CheckpointPolicy.MUST_SAVE
+
+    modes.apply_recompute(probe, "selective", keep_all)
+    with_policy = kept_bytes(probe, lambda: probe(words[0]))
+    assert aten.mm.default in asked, "a policy must be asked about every operation of a block: wrap its forward"
+    without = kept_bytes(modes.apply_recompute(probe, "none"), lambda: probe(words[0]))
+    assert with_policy >= without, "a policy that keeps all must keep all: hand it to Recomputed"

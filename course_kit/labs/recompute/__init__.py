@@ -1,0 +1,59 @@
+"""Labs of notebook 02: gradients through a checkpoint, measurements by mode, and a slow loop."""
+
+from __future__ import annotations
+
+from course_kit.labs.recompute.gradients import (
+    apart,
+    called_by,
+    gradients_of,
+    other_dice,
+)
+from course_kit.labs.recompute.loops import (
+    fresh_model,
+    ms_per_step,
+    slow_clip,
+    slow_data,
+    slow_sgd,
+    slow_training,
+    text,
+)
+from course_kit.labs.recompute.measures import (
+    accumulation_speed,
+    against_checkpoint,
+    best_rate,
+    buffer_errors,
+    gpt3_flops,
+    grad_dtype_rows,
+    mode_rows,
+    modes_measured,
+    plain_core,
+    small_flops,
+    step_peak,
+    weighting_errors,
+)
+
+__all__ = [
+    "accumulation_speed",
+    "against_checkpoint",
+    "apart",
+    "best_rate",
+    "buffer_errors",
+    "called_by",
+    "fresh_model",
+    "gpt3_flops",
+    "grad_dtype_rows",
+    "gradients_of",
+    "mode_rows",
+    "modes_measured",
+    "ms_per_step",
+    "other_dice",
+    "plain_core",
+    "slow_clip",
+    "slow_data",
+    "slow_sgd",
+    "slow_training",
+    "small_flops",
+    "step_peak",
+    "text",
+    "weighting_errors",
+]
