@@ -14,10 +14,12 @@ import torch.distributed as dist
 from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
 
 
+# exercise 03.7
 def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in bytes a second of a collective on `size` bytes (nccl-tests, doc/PERFORMANCE.md).
+    """Return the algorithm and the bus bandwidth, in bytes per second, of a collective on `size` bytes.
 
-    collective: all_reduce, reduce_scatter, all_gather, all_to_all, broadcast or reduce. ValueError for any other.
+    Their definitions are those of nccl-tests (doc/PERFORMANCE.md). collective: all_reduce, reduce_scatter, all_gather,
+    all_to_all, broadcast or reduce. Raises ValueError for any other.
     """
     n = world_size
     each_piece_once = (n - 1) / n
@@ -81,10 +83,12 @@ def sweep(collectives: list[str], sizes: list[int], group=None, on_record=lambda
     return records
 
 
+# exercise 03.8
 def fit_alpha_beta(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """alpha (seconds) and beta (bytes a second) of seconds = alpha + size / beta, with the least relative errors.
+    """Return alpha (seconds) and beta (bytes per second) of seconds = alpha + size / beta.
 
-    Where all sizes are so small that alpha is all there is, beta is noise, and may be negative.
+    They make the sum of the squared relative errors least. If all sizes are so small that alpha is all there is, beta
+    is noise, and may be negative.
     """
     size, time_s = torch.tensor(sizes, dtype=torch.float64), torch.tensor(seconds, dtype=torch.float64)
     matrix = torch.stack([1 / time_s, size / 1e6 / time_s], dim=1)

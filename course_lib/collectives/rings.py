@@ -17,7 +17,8 @@ from course_lib.collectives.bandwidth import fit_alpha_beta, sweep
 from course_lib.single_gpu.training import out_file
 
 
-def tree_broadcast(tensor: torch.Tensor, src: int = 0, group=None) -> None:
+# exercise 03.3
+def tree_broadcast(tensor: torch.Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """Copy `tensor` of rank `src` of the group into that of every other rank, in ⌈log₂ N⌉ steps along a binomial tree.
 
     Uses dist.send and dist.recv alone, with group_dst= and group_src=.
@@ -45,12 +46,14 @@ def exchange(sent: torch.Tensor, received: torch.Tensor, group=None) -> None:
         work.wait()
 
 
+# exercise 03.4
 def ring_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """This rank's piece of the sum over the group: piece r of N is the view `tensor.view(-1).tensor_split(N)[r]`.
+    """Return this rank's piece of the sum over the group: piece r of N is the view
+    `tensor.view(-1).tensor_split(N)[r]`.
 
-    The rest of `tensor` serves as working memory. N-1 steps; sends the tensor less this rank's piece (Patarasuk and
-    Yuan 2009, "Bandwidth optimal all-reduce algorithms"). tensor: any shape and dtype, the same on all ranks;
-    contiguous.
+    The rest of `tensor` serves as working memory; no other tensor is larger than a piece, and no more than two are held
+    at a time. N-1 steps of `exchange`; sends the tensor less this rank's piece (Patarasuk and Yuan 2009, "Bandwidth
+    optimal all-reduce algorithms"). tensor: any shape and dtype, the same on all ranks; contiguous.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     pieces = tensor.view(-1).tensor_split(n)
@@ -63,11 +66,12 @@ def ring_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup | None = 
     return pieces[rank]
 
 
+# exercise 03.5
 def ring_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Fill in the other ranks' pieces; on entry rank r of N has its own, `tensor.view(-1).tensor_split(N)[r]`.
 
-    N-1 steps; sends every piece but the next rank's own. tensor: any shape and dtype, the same on all ranks;
-    contiguous.
+    N-1 steps of `exchange`; sends every piece but the next rank's own, and makes no tensor larger than a piece. tensor:
+    any shape and dtype, the same on all ranks; contiguous.
     """
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     pieces = tensor.view(-1).tensor_split(n)
@@ -78,6 +82,7 @@ def ring_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 CHUNK = 2**22  # elements
 
 
+# exercise 03.6
 def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Replace `tensor` by the sum over the group, in chunks of CHUNK elements, each in 2(N-1) steps.
 
@@ -87,6 +92,20 @@ def ring_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None
     for chunk in tensor.view(-1).split(CHUNK):
         ring_reduce_scatter(chunk, group)
         ring_all_gather(chunk, group)
+
+
+# exercise 03.13
+def two_level_all_reduce(
+    tensor: torch.Tensor, inside: dist.ProcessGroup | None, across: dist.ProcessGroup | None
+) -> None:
+    """Replace `tensor` by the sum over all ranks of all nodes; one piece of it only goes across the nodes.
+
+    inside: the group of this rank's node; across: of the ranks with the same place in each node. Makes no tensor larger
+    than a piece, and sends no more inside the node than a reduce-scatter and an all-gather. tensor: contiguous.
+    """
+    piece = ring_reduce_scatter(tensor, inside)
+    ring_all_reduce(piece, across)
+    ring_all_gather(tensor, inside)
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:

@@ -15,7 +15,14 @@ import torch.distributed as dist
 
 from calls import new_group, peak_bytes
 from course_lib.collectives.bandwidth import sweep, time_collective
-from course_lib.collectives.rings import CHUNK, ring_all_gather, ring_all_reduce, ring_reduce_scatter, tree_broadcast
+from course_lib.collectives.rings import (
+    CHUNK,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    tree_broadcast,
+    two_level_all_reduce,
+)
 from course_lib.collectives.traffic import count_traffic
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,6 +181,27 @@ def memory_of_a_large_one() -> int | None:
 
 def test_the_buffer_of_an_all_reduce_does_not_grow_with_the_tensor(ranks):
     assert ranks(memory_of_a_large_one)[0] <= CHUNK + 64, "a fourth of a chunk, 4 bytes an element"
+
+
+def two_levels(nodes: list[list[int]]) -> list[bool]:
+    """On a rank, for each tensor: whether a sum in two levels is PyTorch's, and touches no memory beside the tensor."""
+    places = [list(ranks) for ranks in zip(*nodes, strict=True)]
+    groups = {tuple(members): new_group(*members) for members in [*nodes, *places]}
+    inside, across = (next(tuple(each) for each in lists if dist.get_rank() in each) for lists in (nodes, places))
+    found = []
+    for shape, dtype in TENSORS:
+        tensor, memory = guarded(dist.get_rank(), shape, dtype)
+        expected = tensor.clone()
+        two_level_all_reduce(tensor, groups[inside], groups[across])
+        dist.all_reduce(expected)
+        untouched = (torch.cat([memory[:GUARD], memory[-GUARD:]]) == UNTOUCHED).all()
+        found.append(torch.equal(tensor, expected) and bool(untouched))
+    return found
+
+
+@pytest.mark.parametrize("nodes", [[[0, 1], [2, 3]], [[3, 0], [1, 2]], [[0, 1, 2, 3]], [[0], [1], [2], [3]]], ids=str)
+def test_a_sum_in_two_levels_is_pytorchs(ranks, nodes):
+    assert ranks(two_levels, nodes) == [[True] * len(TENSORS)] * 4
 
 
 # Timing.

@@ -2,7 +2,6 @@
 
 # %% 03.1 result by result
 def every_collective(group) -> dict:
-    """The results on this rank, by the names in the table above ("broadcast", ...): a tensor, a list, or None."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)  # to broadcast
     to_reduce, to_all_reduce = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
@@ -22,14 +21,11 @@ def every_collective(group) -> dict:
     dist.reduce_scatter(results["reduce_scatter"], powers, group=group)
     return results | {"broadcast": whole, "reduce": to_reduce, "all_reduce": to_all_reduce}
 
-
 # %% 03.2 by the others
 star_mb_4, star_mb_512 = ((ranks - 1) * 4 for ranks in (4, 512))
 
-
 # %% 03.3 by the bits of the place, receive first
 def tree_broadcast(tensor: torch.Tensor, src: int = 0, group=None) -> None:
-    """Copy `tensor` of rank `src` of the group into that of every other rank, in ⌈log₂ N⌉ steps along a binomial tree."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     place, bit = (rank - src + n) % n, 1
     while bit < n and not place & bit:
@@ -42,10 +38,8 @@ def tree_broadcast(tensor: torch.Tensor, src: int = 0, group=None) -> None:
             dist.send(tensor, group_dst=(rank + bit) % n, group=group)
         bit >>= 1
 
-
 # %% 03.4 the number of the piece goes down by one
 def ring_reduce_scatter(tensor: torch.Tensor, group=None) -> torch.Tensor:
-    """This rank's piece of the sum over the group: piece r of N is the view `tensor.view(-1).tensor_split(N)[r]`."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     pieces = tensor.view(-1).tensor_split(n)
     memory = tensor.new_empty(max(piece.numel() for piece in pieces))
@@ -58,10 +52,8 @@ def ring_reduce_scatter(tensor: torch.Tensor, group=None) -> torch.Tensor:
         number -= 1
     return pieces[rank]
 
-
 # %% 03.5 passes on what has just come
 def ring_all_gather(tensor: torch.Tensor, group=None) -> None:
-    """Fill in the other ranks' pieces; on entry rank r of N has its own, `tensor.view(-1).tensor_split(N)[r]`."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     pieces = tensor.view(-1).tensor_split(n)
     latest = pieces[rank]
@@ -69,29 +61,16 @@ def ring_all_gather(tensor: torch.Tensor, group=None) -> None:
         exchange(latest, pieces[place % n], group)
         latest = pieces[place % n]
 
-
 # %% 03.6 by offsets
-CHUNK = 2**22  # elements
-
-
 def ring_all_reduce(tensor: torch.Tensor, group=None) -> None:
-    """Replace `tensor` by the sum over the group, in chunks of CHUNK elements, each in 2(N-1) steps."""
     flat = tensor.view(tensor.numel())
     for start in range(0, len(flat), CHUNK):
         chunk = flat[start : start + CHUNK]
         ring_reduce_scatter(chunk, group=group)
         ring_all_gather(chunk, group=group)
 
-
 # %% 03.7 by what is sent
-import time
-
-import torch
-import torch.distributed as dist
-
-
 def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> tuple[float, float]:
-    """Algorithm and bus bandwidth in bytes a second of a collective on `size` bytes (nccl-tests, doc/PERFORMANCE.md)."""
     if collective in ("broadcast", "reduce"):
         crossed = size
     elif collective in ("all_gather", "reduce_scatter", "all_to_all"):
@@ -102,10 +81,8 @@ def bandwidths(collective: str, size: int, seconds: float, world_size: int) -> t
         raise ValueError(f"collective {collective!r} is none of the six")
     return size / seconds, crossed / seconds
 
-
 # %% 03.8 by the normal equations
 def fit_alpha_beta(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """alpha (seconds) and beta (bytes a second) of seconds = alpha + size / beta, with the least relative errors."""
     largest = max(sizes)
     rows = [(1 / took, size / largest / took) for size, took in zip(sizes, seconds)]
     aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
@@ -114,14 +91,11 @@ def fit_alpha_beta(sizes: list[int], seconds: list[float]) -> tuple[float, float
     alpha, whole = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
     return alpha, largest / whole
 
-
 # %% 03.9 added up
 without_ms, with_ms = sum([5] * 9 + [40] * 3), sum([40] * 12)
 
-
 # %% 03.10 both at once
 def shift(tensor: torch.Tensor, group=None) -> torch.Tensor:
-    """The previous rank's tensor. One send and one receive; on one rank a copy, and none."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     received = tensor.clone()
     if n > 1:
@@ -131,15 +105,12 @@ def shift(tensor: torch.Tensor, group=None) -> torch.Tensor:
             request.wait()
     return received
 
-
 # %% 03.11 one by one
 guilty_call = "broadcast"
 guilty_rank = 2
 
-
 # %% 03.12 the largest flag
 def train(gradients: list[torch.Tensor], group=None) -> torch.Tensor:
-    """The weight [3] after a step of 0.1 with each of this rank's gradients [3], from zeros."""
     weight = torch.zeros(3)
     for gradient in gradients:
         skip = torch.tensor([int(not torch.isfinite(gradient).all())])
@@ -152,10 +123,8 @@ def train(gradients: list[torch.Tensor], group=None) -> torch.Tensor:
         weight.sub_(summed, alpha=0.1)
     return weight
 
-
 # %% 03.1 tuples of tensors
 def every_collective(group) -> dict:
-    """The results on this rank, by the names in the table above."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
     first, summed, mine = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0), torch.full((2,), rank + 1.0)
@@ -179,14 +148,11 @@ def every_collective(group) -> dict:
         "reduce_scatter": own,
     }
 
-
 # %% 03.2 numbers of NumPy
 star_mb_4, star_mb_512 = np.array([3, 511]) * 4
 
-
 # %% 03.12 tests the sum: no second collective
 def train(gradients: list[torch.Tensor], group=None) -> torch.Tensor:
-    """The weight [3] after a step of 0.1 with each of this rank's gradients [3], from zeros."""
     weight = torch.zeros(3)
     for gradient in gradients:
         dist.all_reduce(gradient, group=group)
@@ -196,18 +162,14 @@ def train(gradients: list[torch.Tensor], group=None) -> torch.Tensor:
             dist.broadcast(weight, group_src=0, group=group)
     return weight
 
-
 # %% 03.13 PyTorch's all-reduce across the nodes
 def two_level_all_reduce(tensor: torch.Tensor, inside, across) -> None:
-    """Replace `tensor` by the sum over all ranks of all nodes; across nodes goes one piece of it only, by a ring."""
     own = ring_reduce_scatter(tensor, group=inside)
     dist.all_reduce(own, group=across)
     ring_all_gather(tensor, group=inside)
 
-
 # %% 03.13 in chunks, by the ranks' own slices
 def two_level_all_reduce(tensor: torch.Tensor, inside, across) -> None:
-    """Replace `tensor` by the sum over all ranks of all nodes; across nodes goes one piece of it only, in chunks."""
     flat = tensor.view(-1)
     for start in range(0, flat.numel(), CHUNK):
         chunk = flat[start : start + CHUNK]

@@ -1,6 +1,5 @@
 """Wrong answers that the checks of notebook 03 must catch. Three of them hang, which costs the ranks' timeout each."""
 
-
 # %% 03.1 fake: the values by hand, without communication
 def every_collective(group) -> dict:
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -15,7 +14,6 @@ def every_collective(group) -> dict:
         "scatter": torch.full((2,), 10.0 * (rank + 1)),
         "reduce_scatter": powers[rank],
     }
-
 
 # %% 03.1 all_gather instead of gather
 def every_collective(group) -> dict:
@@ -38,52 +36,53 @@ def every_collective(group) -> dict:
         zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
     )
 
-
 # %% 03.1 one tensor many times in the list that all_gather fills
-def every_collective(group) -> dict:
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
-    to_reduce, to_all_reduce = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
-    mine = torch.full((2,), rank + 1.0)
-    pieces = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None
-    powers = [((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)]
-    dist.broadcast(whole, group_src=0, group=group)
-    dist.reduce(to_reduce, group_dst=0, group=group)
-    dist.all_reduce(to_all_reduce, group=group)
-    gathered = [torch.empty(2) for _ in range(n)] if rank == 0 else None
-    dist.gather(mine, gathered, group_dst=0, group=group)
-    all_gathered, piece, summed = [torch.empty(2)] * n, torch.empty(2), torch.empty(2)
-    dist.all_gather(all_gathered, mine, group=group)
-    dist.scatter(piece, pieces, group_src=0, group=group)
-    dist.reduce_scatter(summed, powers, group=group)
-    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
-    return dict(
-        zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
-    )
-
+all_gathered = [torch.empty(2) for _ in range(n)]
+=>
+all_gathered, piece, summed = [torch.empty(2)] * n, torch.empty(2), torch.empty(2)
+---
+piece = torch.empty(2) =>
+summed = torch.empty(2) =>
+---
+return {
+    "broadcast": whole,
+    "reduce": to_reduce,
+    "all_reduce": to_all_reduce,
+    "gather": gathered,
+    "all_gather": all_gathered,
+    "scatter": piece,
+    "reduce_scatter": summed,
+}
+=>
+results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
+return dict(
+    zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
+)
 
 # %% 03.1 reduces to the last rank
-def every_collective(group) -> dict:
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
-    to_reduce, to_all_reduce = torch.full((3,), rank + 1.0), torch.full((3,), rank + 1.0)
-    mine = torch.full((2,), rank + 1.0)
-    pieces = [torch.full((2,), 10.0 * (r + 1)) for r in range(n)] if rank == 0 else None
-    powers = [((rank + 1) * torch.tensor([1.0, 2.0])) ** (j + 1) for j in range(n)]
-    dist.broadcast(whole, group_src=0, group=group)
-    dist.reduce(to_reduce, group_dst=n - 1, group=group)
-    dist.all_reduce(to_all_reduce, group=group)
-    gathered = [torch.empty(2) for _ in range(n)] if rank == 0 else None
-    dist.gather(mine, gathered, group_dst=0, group=group)
-    all_gathered, piece, summed = [torch.empty(2) for _ in range(n)], torch.empty(2), torch.empty(2)
-    dist.all_gather(all_gathered, mine, group=group)
-    dist.scatter(piece, pieces, group_src=0, group=group)
-    dist.reduce_scatter(summed, powers, group=group)
-    results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
-    return dict(
-        zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
-    )
-
+to_reduce, group_dst=0 => to_reduce, group_dst=n - 1
+---
+all_gathered = [torch.empty(2) for _ in range(n)]
+=>
+all_gathered, piece, summed = [torch.empty(2) for _ in range(n)], torch.empty(2), torch.empty(2)
+---
+piece = torch.empty(2) =>
+summed = torch.empty(2) =>
+---
+return {
+    "broadcast": whole,
+    "reduce": to_reduce,
+    "all_reduce": to_all_reduce,
+    "gather": gathered,
+    "all_gather": all_gathered,
+    "scatter": piece,
+    "reduce_scatter": summed,
+}
+=>
+results = whole, to_reduce, to_all_reduce, gathered, all_gathered, piece, summed
+return dict(
+    zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
+)
 
 # %% 03.1 reduce-scatter of this rank's own powers, by an all-reduce and a cut
 def every_collective(group) -> dict:
@@ -107,14 +106,12 @@ def every_collective(group) -> dict:
         zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
     )
 
-
 # %% 03.1 forgets a result
 def every_collective(group) -> dict:
     rank = dist.get_rank(group)
     whole = torch.arange(1.0, 6.0) if rank == 0 else torch.zeros(5)
     dist.broadcast(whole, group_src=0, group=group)
     return {"broadcast": whole}
-
 
 # %% 03.1 names the roots by their numbers among all ranks
 def every_collective(group) -> dict:
@@ -138,30 +135,23 @@ def every_collective(group) -> dict:
         zip(("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter"), results)
     )
 
-
 # %% 03.2 what rank 0 sends and receives
 star_mb_4, star_mb_512 = 24, 4088
-
 
 # %% 03.2 counts rank 0 as a receiver of its own: too much with four ranks
 star_mb_4, star_mb_512 = 16, 2048
 
-
 # %% 03.2 does not grow
 star_mb_4, star_mb_512 = 12, 12
-
 
 # %% 03.2 messages instead of MB
 star_mb_4, star_mb_512 = 3, 511
 
-
 # %% 03.2 nothing
 star_mb_4 = star_mb_512 = None
 
-
 # %% 03.2 words
 star_mb_4, star_mb_512 = "12", "2044"
-
 
 # %% 03.3 a star: the source sends to each
 def tree_broadcast(tensor, src=0, group=None):
@@ -173,7 +163,6 @@ def tree_broadcast(tensor, src=0, group=None):
     else:
         dist.recv(tensor, group_src=src, group=group)
 
-
 # %% 03.3 the source is always rank 0
 def tree_broadcast(tensor, src=0, group=None):
     rank, n, have = dist.get_rank(group), dist.get_world_size(group), 1
@@ -184,11 +173,9 @@ def tree_broadcast(tensor, src=0, group=None):
             dist.recv(tensor, group_src=rank - have, group=group)
         have *= 2
 
-
 # %% 03.3 dist.broadcast
 def tree_broadcast(tensor, src=0, group=None):
     dist.broadcast(tensor, group_src=src, group=group)
-
 
 # %% 03.3 one step only
 def tree_broadcast(tensor, src=0, group=None):
@@ -198,7 +185,6 @@ def tree_broadcast(tensor, src=0, group=None):
         dist.send(tensor, group_dst=(rank + 1) % n, group=group)
     elif place == 1:
         dist.recv(tensor, group_src=src, group=group)
-
 
 # %% 03.3 the same tree, but the farthest child first: the deepest rank waits for a third step
 def tree_broadcast(tensor, src=0, group=None):
@@ -210,7 +196,6 @@ def tree_broadcast(tensor, src=0, group=None):
     for bit in reversed(range(place.bit_length(), n.bit_length())):
         if place + 2**bit < n:
             dist.send(tensor, group_dst=(place + 2**bit + src) % n, group=group)
-
 
 # %% 03.3 sends the tensor in two halves
 def tree_broadcast(tensor, src=0, group=None):
@@ -224,30 +209,12 @@ def tree_broadcast(tensor, src=0, group=None):
                 dist.recv(part, group_src=(rank - have) % n, group=group)
             have *= 2
 
-
 # %% 03.3 powers of two only: with three ranks, one sends to a rank that is not there and hangs
-def tree_broadcast(tensor, src=0, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place, have = (rank - src) % n, 1
-    while have < n:
-        if place < have:
-            dist.send(tensor, group_dst=(rank + have) % n, group=group)
-        elif have <= place < 2 * have:
-            dist.recv(tensor, group_src=(rank - have) % n, group=group)
-        have *= 2
-
+if place < have and place + have < n: => if place < have:
 
 # %% 03.3 takes ranks of the group for ranks among all
-def tree_broadcast(tensor, src=0, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place, have = (rank - src) % n, 1
-    while have < n:
-        if place < have and place + have < n:
-            dist.send(tensor, dst=(rank + have) % n, group=group)
-        elif have <= place < 2 * have:
-            dist.recv(tensor, src=(rank - have) % n, group=group)
-        have *= 2
-
+tensor, group_dst => tensor, dst
+tensor, group_src => tensor, src
 
 # %% 03.3 everything as float32: long whole numbers lose their last digits
 def tree_broadcast(tensor, src=0, group=None):
@@ -262,19 +229,13 @@ def tree_broadcast(tensor, src=0, group=None):
     if place:
         tensor.copy_(carried)
 
-
 # %% 03.3 receives into float32, whatever is sent
-def tree_broadcast(tensor, src=0, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    place, have, received = (rank - src) % n, 1, torch.empty(tensor.shape)
-    while have < n:
-        if place < have and place + have < n:
-            dist.send(tensor, group_dst=(rank + have) % n, group=group)
-        elif have <= place < 2 * have:
-            dist.recv(received, group_src=(rank - have) % n, group=group)
-            tensor.copy_(received)
-        have *= 2
-
+place, have = (rank - src) % n, 1 => place, have, received = (rank - src) % n, 1, torch.empty(tensor.shape)
+---
+dist.recv(tensor, group_src=(rank - have) % n, group=group)
+=>
+dist.recv(received, group_src=(rank - have) % n, group=group)
+tensor.copy_(received)
 
 # %% 03.4 whole tensors go round: right sums, N times the bytes
 def ring_reduce_scatter(tensor, group=None):
@@ -287,12 +248,10 @@ def ring_reduce_scatter(tensor, group=None):
         passing = received
     return tensor.view(-1).tensor_split(n)[rank]
 
-
 # %% 03.4 an all-reduce, then cut
 def ring_reduce_scatter(tensor, group=None):
     dist.all_reduce(tensor, group=group)
     return tensor.view(-1).tensor_split(dist.get_world_size(group))[dist.get_rank(group)]
-
 
 # %% 03.4 no ring: each piece straight to its owner, as many bytes in as many steps
 def ring_reduce_scatter(tensor, group=None):
@@ -307,7 +266,6 @@ def ring_reduce_scatter(tensor, group=None):
         pieces[rank].add_(received)
     return pieces[rank]
 
-
 # %% 03.4 each rank ends with the next one's piece, as in many textbooks
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -320,19 +278,9 @@ def ring_reduce_scatter(tensor, group=None):
         added.add_(received)
     return pieces[(rank + 1) % n]
 
-
 # %% 03.4 returns the right place after the wrong schedule
-def ring_reduce_scatter(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    buffer = torch.empty_like(pieces[0])
-    for step in range(n - 1):
-        added = pieces[(rank - step - 1) % n]
-        received = buffer[: added.numel()]
-        exchange(pieces[(rank - step) % n], received, group)
-        added.add_(received)
-    return pieces[rank]
-
+partial, added = pieces[(rank - step - 1) % n], pieces[(rank - step - 2) % n] => added = pieces[(rank - step - 1) % n]
+exchange(partial, received, group) => exchange(pieces[(rank - step) % n], received, group)
 
 # %% 03.4 even sizes only: the rest of the division is forgotten
 def ring_reduce_scatter(tensor, group=None):
@@ -345,7 +293,6 @@ def ring_reduce_scatter(tensor, group=None):
         exchange(pieces[(rank - step - 1) % n], received, group)
         added.add_(received)
     return pieces[rank]
-
 
 # %% 03.4 the other way round: sends to the previous rank
 def ring_reduce_scatter(tensor, group=None):
@@ -360,7 +307,6 @@ def ring_reduce_scatter(tensor, group=None):
         added.add_(received)
     return pieces[rank]
 
-
 # %% 03.4 adds up in a copy, so that the piece is not a view of the tensor
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -371,7 +317,6 @@ def ring_reduce_scatter(tensor, group=None):
         exchange(pieces[(rank - step - 1) % n], received, group)
         added.add_(received)
     return pieces[rank]
-
 
 # %% 03.4 works in a copy of the whole tensor, and copies it back
 def ring_reduce_scatter(tensor, group=None):
@@ -386,7 +331,6 @@ def ring_reduce_scatter(tensor, group=None):
     tensor.view(-1).copy_(copy)
     return tensor.view(-1).tensor_split(n)[rank]
 
-
 # %% 03.4 returns a copy of its piece
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -398,7 +342,6 @@ def ring_reduce_scatter(tensor, group=None):
         added.add_(received)
     return pieces[rank].clone()
 
-
 # %% 03.4 a buffer for each step: together as much as the tensor less a piece
 def ring_reduce_scatter(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -408,7 +351,6 @@ def ring_reduce_scatter(tensor, group=None):
         exchange(pieces[(rank - step - 1) % n], received, group)
         pieces[(rank - step - 2) % n].add_(received)
     return pieces[rank]
-
 
 # %% 03.4 an all-reduce where it is alone
 def ring_reduce_scatter(tensor, group=None):
@@ -423,7 +365,6 @@ def ring_reduce_scatter(tensor, group=None):
         added.add_(received)
     return pieces[rank]
 
-
 # %% 03.5 dist.all_gather
 def ring_all_gather(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -436,7 +377,6 @@ def ring_all_gather(tensor, group=None):
     for piece, got in zip(pieces, padded):
         piece.copy_(got[: piece.numel()])
 
-
 # %% 03.5 whole tensors go round: right values, too many bytes
 def ring_all_gather(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -445,7 +385,6 @@ def ring_all_gather(tensor, group=None):
         exchange(tensor, received, group)
         piece = (rank - step - 1) % n
         tensor.view(-1).tensor_split(n)[piece].copy_(received.view(-1).tensor_split(n)[piece])
-
 
 # %% 03.5 no ring: its own piece straight to everyone
 def ring_all_gather(tensor, group=None):
@@ -456,39 +395,20 @@ def ring_all_gather(tensor, group=None):
         dist.recv(pieces[(rank - step) % n], group_src=(rank - step) % n, group=group)
         sending.wait()
 
-
 # %% 03.5 always sends its own piece
-def ring_all_gather(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n - 1):
-        exchange(pieces[rank], pieces[(rank - step - 1) % n], group)
-
+(rank - step) % n => rank
 
 # %% 03.5 even sizes only
-def ring_all_gather(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    size = tensor.numel() // n
-    pieces = [tensor.view(-1)[r * size : (r + 1) * size] for r in range(n)]
-    for step in range(n - 1):
-        exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
-
+pieces = tensor.view(-1).tensor_split(n)
+=>
+size = tensor.numel() // n
+pieces = [tensor.view(-1)[r * size : (r + 1) * size] for r in range(n)]
 
 # %% 03.5 fills in a copy
-def ring_all_gather(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).clone().tensor_split(n)
-    for step in range(n - 1):
-        exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
-
+pieces = tensor.view(-1).tensor_split(n) => pieces = tensor.view(-1).clone().tensor_split(n)
 
 # %% 03.5 goes on until its own piece is back: a step too many
-def ring_all_gather(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    pieces = tensor.view(-1).tensor_split(n)
-    for step in range(n):
-        exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
-
+for step in range(n - 1): => for step in range(n):
 
 # %% 03.5 works in a copy of the whole tensor, and copies it back
 def ring_all_gather(tensor, group=None):
@@ -499,7 +419,6 @@ def ring_all_gather(tensor, group=None):
         exchange(pieces[(rank - step) % n], pieces[(rank - step - 1) % n], group)
     tensor.view(-1).copy_(copy)
 
-
 # %% 03.5 a copy of all pieces one by one
 def ring_all_gather(tensor, group=None):
     rank, n = dist.get_rank(group), dist.get_world_size(group)
@@ -509,11 +428,9 @@ def ring_all_gather(tensor, group=None):
     for piece, got in zip(tensor.view(-1).tensor_split(n), pieces):
         piece.copy_(got)
 
-
 # %% 03.6 dist.all_reduce
 def ring_all_reduce(tensor, group=None):
     dist.all_reduce(tensor, group=group)
-
 
 # %% 03.6 the mean
 def ring_all_reduce(tensor, group=None):
@@ -521,16 +438,16 @@ def ring_all_reduce(tensor, group=None):
     ring_all_gather(tensor, group)
     tensor.copy_(tensor / dist.get_world_size(group))
 
-
 # %% 03.6 no all-gather
 def ring_all_reduce(tensor, group=None):
     ring_reduce_scatter(tensor, group)
 
-
 # %% 03.6 a star
+from course_kit.labs.collectives import star_all_reduce
+
+
 def ring_all_reduce(tensor, group=None):
     star_all_reduce(group, tensor)
-
 
 # %% 03.6 a copy that is never written back
 def ring_all_reduce(tensor, group=None):
@@ -538,7 +455,6 @@ def ring_all_reduce(tensor, group=None):
     ring_reduce_scatter(flat, group)
     ring_all_gather(flat, group)
     return flat.view_as(tensor)
-
 
 # %% 03.6 whole tensors go round, once
 def ring_all_reduce(tensor, group=None):
@@ -549,30 +465,23 @@ def ring_all_reduce(tensor, group=None):
         tensor.add_(received)
         passing = received
 
-
 # %% 03.6 gathers twice
 def ring_all_reduce(tensor, group=None):
     ring_reduce_scatter(tensor, group)
     ring_all_gather(tensor, group)
     ring_all_gather(tensor, group)
 
-
 # %% 03.6 the whole tensor at once
 def ring_all_reduce(tensor, group=None):
     ring_reduce_scatter(tensor, group)
     ring_all_gather(tensor, group)
 
-
 # %% 03.6 leaves out the last chunk, which is shorter
-CHUNK = 2**22
-
-
 def ring_all_reduce(tensor, group=None):
     flat = tensor.view(-1)
     for start in range(0, max(1, flat.numel() // CHUNK), 1):
         ring_reduce_scatter(flat[start * CHUNK : (start + 1) * CHUNK], group)
         ring_all_gather(flat[start * CHUNK : (start + 1) * CHUNK], group)
-
 
 # %% 03.6 works in a copy of the whole tensor, and copies it back
 def ring_all_reduce(tensor, group=None):
@@ -582,18 +491,12 @@ def ring_all_reduce(tensor, group=None):
         ring_all_gather(chunk, group)
     tensor.copy_(copy)
 
-
 # %% 03.6 chunks of a size of its own
-def ring_all_reduce(tensor, group=None):
-    for chunk in tensor.view(-1).split(500):
-        ring_reduce_scatter(chunk, group)
-        ring_all_gather(chunk, group)
-
+(CHUNK) => (500)
 
 # %% 03.7 the factor of all-reduce for all
 def bandwidths(collective, size, seconds, world_size):
     return size / seconds, size / seconds * 2 * (world_size - 1) / world_size
-
 
 # %% 03.7 an all-reduce passes each piece once only
 def bandwidths(collective, size, seconds, world_size):
@@ -604,7 +507,6 @@ def bandwidths(collective, size, seconds, world_size):
         raise ValueError(collective)
     return size / seconds, size / seconds * factors[collective]
 
-
 # %% 03.7 bus bandwidth first
 def bandwidths(collective, size, seconds, world_size):
     once = (world_size - 1) / world_size
@@ -613,7 +515,6 @@ def bandwidths(collective, size, seconds, world_size):
     if collective not in factors:
         raise ValueError(collective)
     return size / seconds * factors[collective], size / seconds
-
 
 # %% 03.7 in GB a second
 def bandwidths(collective, size, seconds, world_size):
@@ -624,7 +525,6 @@ def bandwidths(collective, size, seconds, world_size):
         raise ValueError(collective)
     return size / seconds / 1e9, size / seconds / 1e9 * factors[collective]
 
-
 # %% 03.7 four ranks for ever
 def bandwidths(collective, size, seconds, world_size):
     factors = {"all_reduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75, "all_to_all": 0.75}
@@ -632,7 +532,6 @@ def bandwidths(collective, size, seconds, world_size):
     if collective not in factors:
         raise ValueError(collective)
     return size / seconds, size / seconds * factors[collective]
-
 
 # %% 03.7 size is a piece for all_gather and reduce_scatter
 def bandwidths(collective, size, seconds, world_size):
@@ -643,7 +542,6 @@ def bandwidths(collective, size, seconds, world_size):
         raise ValueError(collective)
     return size / seconds, size / seconds * factors[collective]
 
-
 # %% 03.7 broadcast and reduce leave out the root
 def bandwidths(collective, size, seconds, world_size):
     once = (world_size - 1) / world_size
@@ -651,13 +549,11 @@ def bandwidths(collective, size, seconds, world_size):
         raise ValueError(collective)
     return size / seconds, size / seconds * (2 * once if collective == "all_reduce" else once)
 
-
 # %% 03.7 takes any other collective for a broadcast
 def bandwidths(collective, size, seconds, world_size):
     once = (world_size - 1) / world_size
     factors = {"all_reduce": 2 * once, "reduce_scatter": once, "all_gather": once, "all_to_all": once}
     return size / seconds, size / seconds * factors.get(collective, 1)
-
 
 # %% 03.7 the dictionary's own error for an unknown collective
 def bandwidths(collective, size, seconds, world_size):
@@ -665,7 +561,6 @@ def bandwidths(collective, size, seconds, world_size):
     factors = {"all_reduce": 2 * once, "reduce_scatter": once, "all_gather": once, "all_to_all": once}
     factors |= {"broadcast": 1, "reduce": 1}
     return size / seconds, size / seconds * factors[collective]
-
 
 # %% 03.7 a factor for gather and scatter too
 def bandwidths(collective, size, seconds, world_size):
@@ -676,106 +571,96 @@ def bandwidths(collective, size, seconds, world_size):
         raise ValueError(collective)
     return size / seconds, size / seconds * factors[collective]
 
-
 # %% 03.8 absolute errors
+import numpy as np
+
+
 def fit_alpha_beta(sizes, seconds):
     slope, alpha = np.polyfit(sizes, seconds, 1)
     return alpha, 1 / slope
 
-
 # %% 03.8 weighs the squares by 1/t instead of the errors
+import numpy as np
+
+
 def fit_alpha_beta(sizes, seconds):
     slope, alpha = np.polyfit(sizes, seconds, 1, w=1 / np.sqrt(seconds))
     return alpha, 1 / slope
-
 
 # %% 03.8 beta from the two largest, alpha from what they leave
 def fit_alpha_beta(sizes, seconds):
     beta = (sizes[-1] - sizes[-2]) / (seconds[-1] - seconds[-2])
     return seconds[-1] - sizes[-1] / beta, beta
 
-
 # %% 03.8 a line through the two smallest: noise for a bandwidth
 def fit_alpha_beta(sizes, seconds):
     beta = (sizes[1] - sizes[0]) / (seconds[1] - seconds[0])
     return seconds[0] - sizes[0] / beta, beta
-
 
 # %% 03.8 a line through the smallest and the largest
 def fit_alpha_beta(sizes, seconds):
     beta = (sizes[-1] - sizes[0]) / (seconds[-1] - seconds[0])
     return seconds[0] - sizes[0] / beta, beta
 
-
 # %% 03.8 the smallest time and the best bandwidth
 def fit_alpha_beta(sizes, seconds):
     return min(seconds), max(size / time_s for size, time_s in zip(sizes, seconds))
 
-
 # %% 03.8 a line in logarithms
+import numpy as np
+
+
 def fit_alpha_beta(sizes, seconds):
     slope, log_alpha = np.polyfit(np.log(sizes), np.log(seconds), 1)
     return np.exp(log_alpha), 1 / slope
 
-
 # %% 03.8 seconds a byte
+import numpy as np
+
+
 def fit_alpha_beta(sizes, seconds):
     size, time_s = np.array(sizes, dtype=float), np.array(seconds)
     matrix = np.stack([1 / time_s, size / 1e6 / time_s], axis=1)
     alpha, seconds_a_mb = np.linalg.lstsq(matrix, np.ones(len(sizes)), rcond=None)[0]
     return alpha, seconds_a_mb / 1e6
 
-
 # %% 03.8 bandwidth first
+import numpy as np
+
+
 def fit_alpha_beta(sizes, seconds):
     size, time_s = np.array(sizes, dtype=float), np.array(seconds)
     matrix = np.stack([1 / time_s, size / 1e6 / time_s], axis=1)
     alpha, seconds_a_mb = np.linalg.lstsq(matrix, np.ones(len(sizes)), rcond=None)[0]
     return 1e6 / seconds_a_mb, alpha
 
-
 # %% 03.9 nobody waits for anybody
 without_ms, with_ms = 165, 165
-
 
 # %% 03.9 the other way round
 without_ms, with_ms = 480, 165
 
-
 # %% 03.9 hiccups do not count
 without_ms, with_ms = 60, 60
-
 
 # %% 03.9 everyone pays for every hiccup, barrier or not
 without_ms, with_ms = 480, 480
 
-
 # %% 03.9 the sum over the ranks
 without_ms, with_ms = 660, 1920
-
 
 # %% 03.9 the hiccup's 40 ms are added to the step's 5
 without_ms, with_ms = 12 * 5 + 3 * 40, 12 * 45
 
-
 # %% 03.9 in seconds
 without_ms, with_ms = 0.165, 0.48
-
 
 # %% 03.9 nothing
 without_ms = with_ms = None
 
-
 # %% 03.10 still the deadlock: hangs
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if n == 1:
-        return tensor.clone()
-    received = torch.empty_like(tensor)
-    dist.send(tensor, group_dst=(rank + 1) % n, group=group)
-    dist.recv(received, group_src=(rank - 1) % n, group=group)
-    return received
-
+sending = dist.isend => dist.send
+sending.wait() =>
 
 # %% 03.10 an all-gather
 def shift(tensor, group=None):
@@ -784,23 +669,13 @@ def shift(tensor, group=None):
     dist.all_gather(everyones, tensor, group=group)
     return everyones[(rank - 1) % n]
 
-
 # %% 03.10 its own tensor, so nothing can hang
 def shift(tensor, group=None):
     return tensor.clone()
 
-
 # %% 03.10 the next rank's tensor
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if n == 1:
-        return tensor.clone()
-    received = torch.empty_like(tensor)
-    sending = dist.isend(tensor, group_dst=(rank - 1) % n, group=group)
-    dist.recv(received, group_src=(rank + 1) % n, group=group)
-    sending.wait()
-    return received
-
+rank + 1 => rank - 1
+rank - 1 => rank + 1
 
 # %% 03.10 receives into the tensor that it is sending
 def shift(tensor, group=None):
@@ -813,101 +688,53 @@ def shift(tensor, group=None):
     sending.wait()
     return tensor
 
-
 # %% 03.10 on one rank no copy
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if n == 1:
-        return tensor
-    received = torch.empty_like(tensor)
-    sending = dist.isend(tensor, group_dst=(rank + 1) % n, group=group)
-    dist.recv(received, group_src=(rank - 1) % n, group=group)
-    sending.wait()
-    return received
-
+return tensor.clone() => return tensor
 
 # %% 03.10 sends to itself where it is alone
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    received = torch.empty_like(tensor)
-    sending = dist.isend(tensor, group_dst=(rank + 1) % n, group=group)
-    dist.irecv(received, group_src=(rank - 1) % n, group=group).wait()
-    sending.wait()
-    return received
-
+if n == 1:
+    return tensor.clone()
+=>
+---
+dist.recv(received, group_src=(rank - 1) % n, group=group)
+=>
+dist.irecv(received, group_src=(rank - 1) % n, group=group).wait()
 
 # %% 03.10 takes ranks of the group for ranks among all
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if n == 1:
-        return tensor.clone()
-    received = torch.empty_like(tensor)
-    sending = dist.isend(tensor, dst=(rank + 1) % n, group=group)
-    dist.recv(received, src=(rank - 1) % n, group=group)
-    sending.wait()
-    return received
-
+group_dst => dst
+group_src => src
 
 # %% 03.10 sends float32
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if n == 1:
-        return tensor.clone()
-    received = torch.empty(tensor.shape)
-    sending = dist.isend(tensor.float(), group_dst=(rank + 1) % n, group=group)
-    dist.recv(received, group_src=(rank - 1) % n, group=group)
-    sending.wait()
-    return received.to(tensor.dtype)
-
+received = torch.empty_like(tensor) => received = torch.empty(tensor.shape)
+tensor, group_dst => tensor.float(), group_dst
+return received => return received.to(tensor.dtype)
 
 # %% 03.10 returns one row of numbers, whatever the shape
-def shift(tensor, group=None):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    if n == 1:
-        return tensor.clone()
-    received = torch.empty(tensor.numel(), dtype=tensor.dtype)
-    sending = dist.isend(tensor, group_dst=(rank + 1) % n, group=group)
-    dist.recv(received, group_src=(rank - 1) % n, group=group)
-    sending.wait()
-    return received
-
+received = torch.empty_like(tensor) => received = torch.empty(tensor.numel(), dtype=tensor.dtype)
 
 # %% 03.11 accuses rank 0, which waits for the sum
 guilty_rank, guilty_call = 0, "broadcast"
 
-
 # %% 03.11 accuses the call in which the others wait
 guilty_rank, guilty_call = 2, "all_reduce"
-
 
 # %% 03.11 accuses nobody
 guilty_rank = guilty_call = None
 
-
 # %% 03.12 fetches the weights in every step
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        dist.broadcast(weight, group_src=0, group=group)
-        if bad.item() == 0:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
+if bad.item() > 0:
+    dist.broadcast(weight, group_src=0, group=group)
+else:
+=>
+dist.broadcast(weight, group_src=0, group=group)
+if bad.item() == 0:
 
 # %% 03.12 never fetches the weights
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        if bad.item() == 0:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
+if bad.item() > 0:
+    dist.broadcast(weight, group_src=0, group=group)
+else:
+=>
+if bad.item() == 0:
 
 # %% 03.12 only the bad rank leaves out its update
 def train(gradients, group=None):
@@ -919,172 +746,69 @@ def train(gradients, group=None):
             weight -= 0.1 * gradient
     return weight
 
-
 # %% 03.12 leaves a step out only where all ranks are bad
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.all_reduce(bad, op=dist.ReduceOp.MIN, group=group)
-        if bad.item() > 0:
-            dist.broadcast(weight, group_src=0, group=group)
-        else:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
+dist.all_reduce(bad, group=group) => dist.all_reduce(bad, op=dist.ReduceOp.MIN, group=group)
 
 # %% 03.12 gives up at the first bad gradient
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        if bad.item() > 0:
-            dist.broadcast(weight, group_src=0, group=group)
-            break
-        dist.all_reduce(gradient, group=group)
-        weight -= 0.1 * gradient
-    return weight
-
+else:
+    dist.all_reduce(gradient, group=group)
+    weight -= 0.1 * gradient
+=>
+    break
+dist.all_reduce(gradient, group=group)
+weight -= 0.1 * gradient
 
 # %% 03.12 updates with the mean
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        if bad.item() > 0:
-            dist.broadcast(weight, group_src=0, group=group)
-        else:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient / dist.get_world_size(group)
-    return weight
-
+weight -= 0.1 * gradient => weight -= 0.1 * gradient / dist.get_world_size(group)
 
 # %% 03.12 each rank decides by its own gradient: hangs
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        if not gradient.isfinite().all():
-            dist.broadcast(weight, group_src=0, group=group)
-        else:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
+bad = (~gradient.isfinite().all()).float().reshape(1)
+dist.all_reduce(bad, group=group)
+if bad.item() > 0:
+=>
+if not gradient.isfinite().all():
 
 # %% 03.12 fetches the decision instead of the weights
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        if bad.item() > 0:
-            dist.broadcast(bad, group_src=0, group=group)
-        else:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
+weight, group_src => bad, group_src
 
 # %% 03.12 fetches the weights from the last rank
-def train(gradients, group=None):
-    weight, last = torch.zeros(3), dist.get_world_size(group) - 1
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        if bad.item() > 0:
-            dist.broadcast(weight, group_src=last, group=group)
-        else:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
+weight = torch.zeros(3) => weight, last = torch.zeros(3), dist.get_world_size(group) - 1
+group_src=0 => group_src=last
 
 # %% 03.12 broadcasts a copy of the weight, and goes on with its own
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        if bad.item() > 0:
-            dist.broadcast(weight.clone(), group_src=0, group=group)
-        else:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
+weight, group_src => weight.clone(), group_src
 
 # %% 03.12 a test for NaN, which lets infinity pass
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = gradient.isnan().any().float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        if bad.item() > 0:
-            dist.broadcast(weight, group_src=0, group=group)
-        else:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
+(~gradient.isfinite().all()) => gradient.isnan().any()
 
 # %% 03.12 fetches the weights from rank 0 of all
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.isfinite().all()).float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        if bad.item() > 0:
-            dist.broadcast(weight, src=0, group=group)
-        else:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
+group_src => src
 
 # %% 03.12 tests the norm, which overflows earlier than the gradient
-def train(gradients, group=None):
-    weight = torch.zeros(3)
-    for gradient in gradients:
-        bad = (~gradient.square().sum().isfinite()).float().reshape(1)
-        dist.all_reduce(bad, group=group)
-        if bad.item() > 0:
-            dist.broadcast(weight, group_src=0, group=group)
-        else:
-            dist.all_reduce(gradient, group=group)
-            weight -= 0.1 * gradient
-    return weight
-
+gradient.isfinite().all => gradient.square().sum().isfinite
 
 # %% 03.13 the whole tensor goes across the nodes
 def two_level_all_reduce(tensor, inside, across):
     ring_all_reduce(tensor, inside)
     ring_all_reduce(tensor, across)
 
-
 # %% 03.13 one ring over all ranks
 def two_level_all_reduce(tensor, inside, across):
     ring_all_reduce(tensor)
 
-
 # %% 03.13 does not collect the pieces
 def two_level_all_reduce(tensor, inside, across):
     ring_all_reduce(ring_reduce_scatter(tensor, inside), across)
-
 
 # %% 03.13 does not add up across the nodes
 def two_level_all_reduce(tensor, inside, across):
     ring_reduce_scatter(tensor, inside)
     ring_all_gather(tensor, inside)
 
-
 # %% 03.13 the two groups exchanged
 def two_level_all_reduce(tensor, inside, across):
     ring_all_reduce(ring_reduce_scatter(tensor, across), inside)
     ring_all_gather(tensor, across)
-
 
 # %% 03.13 an all-reduce inside the node, cut, and gathered again: half as much again inside
 def two_level_all_reduce(tensor, inside, across):
@@ -1092,7 +816,6 @@ def two_level_all_reduce(tensor, inside, across):
     piece = tensor.view(-1).tensor_split(dist.get_world_size(inside))[dist.get_rank(inside)]
     dist.all_reduce(piece, group=across)
     ring_all_gather(tensor, inside)
-
 
 # %% 03.13 works in a copy of the whole tensor, and copies it back
 def two_level_all_reduce(tensor, inside, across):

@@ -1,0 +1,34 @@
+"""Check of exercise 03.8: `fit_alpha_beta` finds latency and bandwidth, with the least relative errors."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from course_kit.labs.collectives import SIZES
+from course_lib.collectives import bandwidth
+
+
+def relative_error(sizes: list[int], seconds: list[float], alpha: float, beta: float) -> float:
+    """Return the sum that the fit should make least."""
+    return sum(((alpha + size / beta - t) / t) ** 2 for size, t in zip(sizes, seconds, strict=True))
+
+
+def check() -> None:
+    """Assert alpha and beta without noise, alpha with noise, and that no neighbor has a smaller sum of squares."""
+    noise = np.random.default_rng(0)
+    for alpha, beta in ((10e-6, 50e9), (4e-3, 8e8), (1e-3, 400e9)):
+        clean = [alpha + size / beta for size in SIZES]
+        found = bandwidth.fit_alpha_beta(SIZES, clean)
+        assert abs(found[0] / alpha - 1) < 1e-3, f"without noise, alpha should be {alpha:.3g}; got {found[0]:.3g}"
+        assert abs(found[1] / beta - 1) < 1e-3, f"without noise, beta should be {beta:.3g}; got {found[1]:.3g}"
+        for _ in range(20):
+            noisy = [t * noise.uniform(0.9, 1.1) for t in clean]
+            found = bandwidth.fit_alpha_beta(SIZES, noisy)
+            assert abs(found[0] / alpha - 1) < 0.2, (
+                "with 10 % of noise on each time, alpha is off by more than 20 %: weigh the errors by 1/t"
+            )
+            least = relative_error(SIZES, noisy, *found)
+            for a, b in ((1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99)):
+                assert relative_error(SIZES, noisy, a * found[0], b * found[1]) > least, (
+                    "an alpha or beta 1 % away has a smaller sum of squared relative errors than yours"
+                )
