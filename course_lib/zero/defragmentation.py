@@ -19,8 +19,8 @@ from torch import nn
 ALIGNMENT = 512  # bytes: the sizes that PyTorch's allocator hands out are multiples of it
 
 
-class FreeList:
-    """What is free of `nbytes` of memory, and what is taken. Arena adds the taking and the giving back."""
+class Arena:
+    """`nbytes` of memory, handed out in blocks. holes: what is free, as (start, end); taken: sizes by address."""
 
     def __init__(self, nbytes: float):
         self.holes: list[tuple[int, float]] = [(0, nbytes)]
@@ -34,12 +34,12 @@ class FreeList:
             f"{max(free, default=0):,.1f}"
         )
 
-
-class Arena(FreeList):
-    """`nbytes` of memory, handed out in blocks. holes: what is free, as (start, end); taken: sizes by address."""
-
+    # exercise 05.12
     def take(self, nbytes: int) -> int:
-        """The address of a new block of at least nbytes: best fit. Raises MemoryError where no hole is large enough."""
+        """Return the address of a new block of at least nbytes, a multiple of ALIGNMENT: best fit, at the hole's start.
+
+        Raises MemoryError if no hole is large enough; nothing has changed then.
+        """
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         fitting = [(start, end) for start, end in self.holes if end - start >= size]
         if not fitting:
@@ -50,8 +50,9 @@ class Arena(FreeList):
         self.taken[start] = size
         return start
 
+    # exercise 05.12
     def give_back(self, address: int) -> None:
-        """Free the block at `address`, one with the holes that it touches. Raises KeyError where there is none."""
+        """Free the block at `address`, one with the holes that it touches. Raises KeyError if no block begins there."""
         start, end = address, address + self.taken.pop(address)
         for hole in [hole for hole in self.holes if hole[1] == start or hole[0] == end]:
             self.holes.remove(hole)

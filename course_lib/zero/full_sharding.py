@@ -172,8 +172,13 @@ class FullyShard(UnitRunner):
     All ranks run the same units in the same order. state_dict() has this rank's pieces; the whole: full_state_dict.
     """
 
+    # exercise 05.11
     def before_backward(self, unit: Unit) -> None:
-        """Have the unit whole; send the gradients of the one before it in backward; have the next one on its way."""
+        """Have the unit whole; send the gradients of the one before it in backward; have the next one on its way.
+
+        Does nothing for a unit in `self.open`; afterwards that is this unit alone. What is sent is freed before the
+        next one is gathered, and nothing is waited for before both have started.
+        """
         if unit in self.open:
             return
         unit.gather()
@@ -185,10 +190,11 @@ class FullyShard(UnitRunner):
         unit.wait()
 
 
+# exercise 05.14
 def gather_ratio(tokens: int, dp: int, bandwidth: float, peak: float, param_bytes: float = 2) -> float:
-    """Time of a unit's all-gather over that of its forward; up to 1 prefetch can hide it.
+    """Return the time of a unit's all-gather over that of its forward; up to 1 prefetch can hide it.
 
-    tokens: of a GPU's micro-batch; bandwidth: bytes a second of a GPU (bus bandwidth); peak: floating-point operations
-    a second. The Ultra-Scale Playbook, appendix A3, with bytes in place of elements.
+    tokens: of a GPU's micro-batch; bandwidth: bytes per second of a GPU (bus bandwidth); peak: floating-point
+    operations per second. The Ultra-Scale Playbook, appendix A3, with bytes in place of elements.
     """
     return param_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth

@@ -13,7 +13,7 @@ rank updates only what it owns. (Rajbhandari et al. 2020, "ZeRO", SC, §5 and §
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
 import torch
@@ -32,7 +32,9 @@ from course_lib.zero.state import check_states, load_state, whole_state
 WHOLE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")  # an element's update depends on its whole matrix, or on all
 
 
-def parameter_groups(module_or_params, param_groups: list[dict] | None) -> list[dict]:
+def parameter_groups(
+    module_or_params: nn.Module | Iterable[nn.Parameter], param_groups: list[dict] | None
+) -> list[dict]:
     """Parameter groups as of torch.optim, with the parameters that are to be trained."""
     if param_groups is None:
         is_module = isinstance(module_or_params, nn.Module)
@@ -61,12 +63,19 @@ def check_choices(module: nn.Module, optimizer_cls: type, stage: int, bucket_mb:
         raise ValueError("parameters are on the meta device: give them values first")
 
 
-class ShardedOptimizer(GradientRounds, torch.optim.Optimizer):
-    """The pieces that this rank updates, with their optimizer, and their state. ZeroOptimizer adds step()."""
+class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
+    """`optimizer_cls` whose gradients, states and master weights are shared out over the ranks of `group`.
+
+    `loss.backward(); zero.clip_grad_norm_(1.0); zero.step(); zero.zero_grad()` steps by the mean gradient. Backward's
+    gradients leave `.grad` at once. stage 1: they stay whole, in buckets; stage 2: two buckets at a time are whole.
+    With a module, all-gathers overlap its next forward; call wait() before you read parameters elsewhere. All ranks
+    run as many backwards, and with several a step (outside of no_sync()) use the same parameters, or call finish()
+    after each. What no rank has used counts as having a gradient of 0.
+    """
 
     def __init__(
         self,
-        module_or_params,
+        module_or_params: nn.Module | Iterable[nn.Parameter],
         optimizer_cls: type[torch.optim.Optimizer],
         group: dist.ProcessGroup | None = None,
         stage: int = 1,
@@ -117,6 +126,33 @@ class ShardedOptimizer(GradientRounds, torch.optim.Optimizer):
             raise RuntimeError("no parameter group can be added: make a new ZeroOptimizer, with param_groups")
         super().add_param_group(param_group)
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update this rank's pieces, by one call for all, and send them, those of the first layers first."""
+        with torch.enable_grad():
+            result = closure() if closure else None
+        self.finish()
+        if any(shard.moved for shard in self.shards):
+            raise RuntimeError("parameters have moved (module.to(), assign=True): make the ZeroOptimizer afterwards")
+        for ours, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):  # a scheduler changes ours
+            inner.update((key, value) for key, value in ours.items() if key != "params")
+        self.update_and_gather()
+        return result
+
+    # exercise 05.8
+    def update_and_gather(self) -> None:
+        """Update this rank's pieces of all buckets by one call, then start the all-gathers, the first layers' first.
+
+        Each bucket's `gradient` is its piece of the mean gradient. Without a module, wait until all values are there.
+        """
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.take(bucket.gradient)
+        self.optimizer.step()
+        for shard in reversed(self.shards):
+            shard.gather()
+        if self.module is None:
+            self.wait()
+
     def wait(self) -> None:
         """Until all parameters have their new values. The module's own forward and state_dict do it by themselves."""
         for shard in self.shards:
@@ -150,36 +186,6 @@ class ShardedOptimizer(GradientRounds, torch.optim.Optimizer):
         """
         check_states(self.param_groups, state_dict)
         load_state(self, state_dict)
-
-
-class ZeroOptimizer(ShardedOptimizer):
-    """`optimizer_cls` whose gradients, states and master weights are shared out over the ranks of `group`.
-
-    `loss.backward(); zero.clip_grad_norm_(1.0); zero.step(); zero.zero_grad()` steps by the mean gradient. Backward's
-    gradients leave `.grad` at once. stage 1: they stay whole, in buckets; stage 2: two buckets at a time are whole.
-    With a module, all-gathers overlap its next forward; call wait() before you read parameters elsewhere. All ranks
-    run as many backwards, and with several a step (outside of no_sync()) use the same parameters, or call finish()
-    after each. What no rank has used counts as having a gradient of 0.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update this rank's pieces, by one call for all, and send them, those of the first layers first."""
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        if any(shard.moved for shard in self.shards):
-            raise RuntimeError("parameters have moved (module.to(), assign=True): make the ZeroOptimizer afterwards")
-        for ours, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):  # a scheduler changes ours
-            inner.update((key, value) for key, value in ours.items() if key != "params")
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-        if self.module is None:
-            self.wait()
-        return result
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:

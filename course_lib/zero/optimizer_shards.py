@@ -26,10 +26,11 @@ class BufferPool:
         self.free = [like.new_empty(numel) for _ in range(count)]
         self.sending = deque()  # buckets whose buffer is being sent, the oldest first
 
+    # exercise 05.7
     def take(self) -> torch.Tensor:
-        """A free buffer; it may be that of the oldest bucket that is being sent, after its collect().
+        """Return a free buffer; it may be that of the oldest bucket that is being sent, after its collect().
 
-        Where none is being sent, because gradients came in an unusual order, one more is made.
+        If none is free and none is being sent, because gradients came in an unusual order, make one more.
         """
         while not self.free and self.sending:
             self.sending.popleft().collect()  # gives its buffer back

@@ -28,8 +28,8 @@ class Encoding(NamedTuple):
     decode: Callable[[torch.Tensor, torch.Tensor], None]
 
 
-class WholeBuffer:
-    """Memory for the whole values of a `shard`, [padded], and the wait for the all-gather that fills it."""
+class GatheredBuffer:
+    """The whole values of a `shard`, [padded], while they are gathered. After free() there is no memory behind them."""
 
     def __init__(self, layout: FlatLayout, shard: torch.Tensor, dtype: torch.dtype, encoding: Encoding | None):
         self.layout, self.shard, self.encoding = layout, shard, encoding
@@ -38,21 +38,12 @@ class WholeBuffer:
         self.gathered = False  # or on its way
         self.work = self.payloads = None
 
-    def wait(self) -> None:
-        """Until the values are there, if they are on their way."""
-        if self.work is not None:
-            self.work.wait()
-            if self.encoding is not None:
-                rows = self.layout.world_size
-                self.encoding.decode(self.payloads.view(rows, -1), self.values.view(rows, -1))
-            self.work = self.payloads = None
-
-
-class GatheredBuffer(WholeBuffer):
-    """The whole values of a `shard`, [padded], while they are gathered. After free() there is no memory behind them."""
-
+    # exercise 05.9
     def gather(self) -> None:
-        """Have the memory, and start the all-gather of all ranks' shards in it; or nothing, where that is done."""
+        """Claim the memory of `values`, and start the all-gather of all ranks' shards; do nothing if it is done.
+
+        The shard travels in the dtype of `values`, or as the encoding's payload. `work` is the all-gather.
+        """
         if not self.gathered:
             self.gathered = True
             self.values.untyped_storage().resize_(self.nbytes)
@@ -65,8 +56,18 @@ class GatheredBuffer(WholeBuffer):
                 self.payloads = payload.new_empty(self.layout.world_size * len(payload))
                 self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
 
+    def wait(self) -> None:
+        """Until the values are there, if they are on their way."""
+        if self.work is not None:
+            self.work.wait()
+            if self.encoding is not None:
+                rows = self.layout.world_size
+                self.encoding.decode(self.payloads.view(rows, -1), self.values.view(rows, -1))
+            self.work = self.payloads = None
+
+    # exercise 05.9
     def free(self) -> None:
-        """Give the memory back, also where there still are views of it."""
+        """Give the memory back, even while there are views of it; wait first for an all-gather that is under way."""
         self.wait()
         self.values.untyped_storage().resize_(0)
         self.gathered = False

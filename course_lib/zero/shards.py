@@ -22,10 +22,12 @@ from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_sc
 ALIGNED = 8  # elements of BF16 that links and kernels move at a time, 16 bytes
 
 
-class FlatTensors:
-    """`tensors` end to end in a flat buffer, of which this rank of `group` owns a piece.
+class FlatLayout:
+    """The layout of `tensors` end to end in a flat buffer, of which this rank of `group` owns a piece.
 
-    `span(i)`, which FlatLayout adds, says what it owns of tensor i. align: a piece is a multiple of so many elements.
+    numel: elements of all tensors; shard_numel: of each rank's piece, a multiple of `align`; padded: of the whole
+    buffer. starts: of each tensor, where it begins in the buffer. strides: a tensor keeps its order of elements in
+    memory, which may not be row by row (channels_last).
     """
 
     def __init__(self, tensors: list[torch.Tensor], group: dist.ProcessGroup, align: int = 1):
@@ -35,6 +37,14 @@ class FlatTensors:
         *self.starts, self.numel = itertools.accumulate((tensor.numel() for tensor in tensors), initial=0)
         self.shard_numel = -(-self.numel // (self.world_size * align)) * align
         self.padded = self.shard_numel * self.world_size
+
+    # exercise 05.2
+    def span(self, i: int) -> tuple[int, int]:
+        """Return the first and the last (exclusive) element of tensor i that this rank owns; the same number twice if
+        it owns none.
+        """
+        first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
+        return min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
 
     def own(self, buffer: torch.Tensor) -> torch.Tensor:
         """This rank's piece [shard_numel] of a whole buffer [padded]."""
@@ -75,24 +85,13 @@ class FlatTensors:
         return self.views(buffer)
 
 
-class FlatLayout(FlatTensors):
-    """Where `tensors` lie in a flat buffer, and which part of it this rank of `group` owns.
-
-    numel: elements of all tensors; shard_numel: of each rank's piece; padded: of the whole buffer. strides: a tensor
-    keeps its order of elements in memory, which may not be row by row (channels_last).
-    """
-
-    def span(self, i: int) -> tuple[int, int]:
-        """First and last (exclusive) element of tensor i that this rank owns; the same twice where it owns none."""
-        first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
-        return min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
-
-
+# exercise 05.4
 def global_norm(gradients: list[tuple[torch.Tensor, dist.ProcessGroup | None]]) -> torch.Tensor:
-    """The norm of one long vector whose parts lie on many ranks: a float32 scalar.
+    """Return the norm of one long vector whose parts are on many ranks, a float32 scalar.
 
     gradients: this rank's parts, each with the group whose ranks' squares are added up (see norm_group); None: this
-    rank has all of it. Two ranks get the same norm if their groups are the same.
+    rank has all of it. Two ranks get the same norm if their groups are the same. Sends one float32 number for each
+    group, in the order of their first parts; reads no value on the host.
     """
     parts, squares = {}, []
     for gradient, group in gradients:
@@ -119,8 +118,9 @@ class GradientBuffer:
         self.views = dict(zip(self.parameters, views, strict=False))
         self.stored: set[nn.Parameter] = set()  # those whose gradient is in the buffer
 
+    # exercise 05.6
     def store(self, parameter: nn.Parameter) -> None:
-        """Move `parameter.grad` to its view, or add it to what is there already; `.grad` is None afterwards."""
+        """Move `parameter.grad` to its view, or add it to what is stored there already; `.grad` is None afterwards."""
         if parameter in self.stored:
             self.views[parameter].add_(parameter.grad)
         else:
@@ -128,10 +128,10 @@ class GradientBuffer:
         self.stored.add(parameter)
         parameter.grad = None
 
+    # exercise 05.6
     def send(self, shard: torch.Tensor) -> dist.Work:
-        """Start the reduce-scatter: the sum over the ranks of this rank's piece goes to `shard` [shard_numel].
-
-        Zeros take the place of gradients that this rank has not, and fill the padding.
+        """Start the reduce-scatter, and return its work: `shard` [shard_numel] gets the sum over the ranks of this
+        rank's piece. Zeros take the place of gradients that are not stored, and fill the padding.
         """
         if len(self.stored) < len(self.parameters):
             for parameter, view in self.views.items():

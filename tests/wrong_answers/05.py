@@ -4,123 +4,95 @@
 gb_of_stage = {0: 112.0, 1: 14.0, 2: 14.0, 3: 14.0}
 best_of_stage_2 = 8
 
-
 # %% 05.1 stage 1 shares out nothing but its 12 bytes, and forgets the other 4
 gb_of_stage = {0: 112.0, 1: 10.5, 2: 26.25, 3: 14.0}
 best_of_stage_2 = 8
-
 
 # %% 05.1 without master weights
 gb_of_stage = {0: 112.0, 1: 35.0, 2: 22.75, 3: 10.5}
 best_of_stage_2 = 8
 
-
 # %% 05.1 stage 2 shares out the gradients alone
 gb_of_stage = {0: 112.0, 1: 38.5, 2: 99.75, 3: 14.0}
 best_of_stage_2 = 8
-
 
 # %% 05.1 in GiB
 gb_of_stage = {0: 112.0, 1: 35.9, 2: 24.4, 3: 13.0}
 best_of_stage_2 = 8
 
-
 # %% 05.1 stages 2 and 3 mixed up
 gb_of_stage = {0: 112.0, 1: 38.5, 2: 14.0, 3: 26.25}
 best_of_stage_2 = 8
-
 
 # %% 05.1 the factor of stage 1
 gb_of_stage = {0: 112.0, 1: 38.5, 2: 26.25, 3: 14.0}
 best_of_stage_2 = 4
 
-
 # %% 05.1 the factor on 8 ranks
 gb_of_stage = {0: 112.0, 1: 38.5, 2: 26.25, 3: 14.0}
 best_of_stage_2 = 4.266666666666667
-
 
 # %% 05.1 no limit to the factor
 gb_of_stage = {0: 112.0, 1: 38.5, 2: 26.25, 3: 14.0}
 best_of_stage_2 = float("inf")
 
-
 # %% 05.1 words
 gb_of_stage = {0: 112.0, 1: "38.5", 2: "26.25", 3: "14"}
 best_of_stage_2 = 8
 
-
 # %% 05.2 counts from the beginning of the buffer
-class FlatLayout(FlatTensors):
-    def span(self, i):
-        begin, end = self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel
-        return max(begin, self.starts[i]), max(min(end, self.starts[i] + self.shapes[i].numel()), self.starts[i])
-
+def span(self: FlatLayout, i):
+    begin, end = self.rank * self.shard_numel, (self.rank + 1) * self.shard_numel
+    return max(begin, self.starts[i]), max(min(end, self.starts[i] + self.shapes[i].numel()), self.starts[i])
 
 # %% 05.2 does not cut off what comes before the tensor
-class FlatLayout(FlatTensors):
-    def span(self, i):
-        first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
-        return min(first, numel), min(first + self.shard_numel, numel)
-
+def span(self: FlatLayout, i):
+    first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
+    return min(first, numel), min(first + self.shard_numel, numel)
 
 # %% 05.2 does not cut off what comes after the tensor
-class FlatLayout(FlatTensors):
-    def span(self, i):
-        first = self.rank * self.shard_numel - self.starts[i]
-        return max(first, 0), max(first + self.shard_numel, 0)
-
+def span(self: FlatLayout, i):
+    first = self.rank * self.shard_numel - self.starts[i]
+    return max(first, 0), max(first + self.shard_numel, 0)
 
 # %% 05.2 the last element is counted in
-class FlatLayout(FlatTensors):
-    def span(self, i):
-        first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
-        return min(max(first, 0), numel), min(max(first + self.shard_numel - 1, 0), numel)
-
+self.shard_numel, 0 => self.shard_numel - 1, 0
 
 # %% 05.2 whole tensors: they belong to the rank where they begin
-class FlatLayout(FlatTensors):
-    def span(self, i):
-        is_mine = self.starts[i] // self.shard_numel == self.rank
-        return 0, self.shapes[i].numel() * is_mine
-
+def span(self: FlatLayout, i):
+    is_mine = self.starts[i] // self.shard_numel == self.rank
+    return 0, self.shapes[i].numel() * is_mine
 
 # %% 05.2 each tensor is cut in equal pieces by itself
-class FlatLayout(FlatTensors):
-    def span(self, i):
-        numel = self.shapes[i].numel()
-        return numel * self.rank // self.world_size, numel * (self.rank + 1) // self.world_size
-
+def span(self: FlatLayout, i):
+    numel = self.shapes[i].numel()
+    return numel * self.rank // self.world_size, numel * (self.rank + 1) // self.world_size
 
 # %% 05.2 a first and a number of elements
-class FlatLayout(FlatTensors):
-    def span(self, i):
-        first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
-        first, last = min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
-        return first, last - first
-
+def span(self: FlatLayout, i):
+    first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
+    first, last = min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
+    return first, last - first
 
 # %% 05.2 rank 0 gets the rest, not the padding
-class FlatLayout(FlatTensors):
-    def span(self, i):
-        size = self.numel // self.world_size
-        first, numel = self.rank * size - self.starts[i], self.shapes[i].numel()
-        return min(max(first, 0), numel), min(max(first + size, 0), numel)
-
+def span(self: FlatLayout, i):
+    size = self.numel // self.world_size
+    first, numel = self.rank * size - self.starts[i], self.shapes[i].numel()
+    return min(max(first, 0), numel), min(max(first + size, 0), numel)
 
 # %% 05.2 None where it owns nothing
-class FlatLayout(FlatTensors):
-    def span(self, i):
-        first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
-        first, last = min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
-        return (first, last) if first < last else None
-
+def span(self: FlatLayout, i):
+    first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
+    first, last = min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
+    return (first, last) if first < last else None
 
 # %% 05.3 fake: plain data parallelism, with all states on each rank
+from course_lib.zero.gradient_rounds import dist
+
+
 def zero_1_step(layout, values, gradient, update):
     dist.all_reduce(gradient, group=layout.group)
     update(values, gradient / layout.world_size)
-
 
 # %% 05.3 fake: all states on each rank, in the traffic of stage 1
 def zero_1_step(layout, values, gradient, update):
@@ -128,7 +100,6 @@ def zero_1_step(layout, values, gradient, update):
     reduce_scatter_tensor(shard, gradient, group=layout.group)
     all_gather_into_tensor(whole, shard / layout.world_size, group=layout.group)
     update(values, whole)
-
 
 # %% 05.3 fake: updates all pieces one after the other
 def zero_1_step(layout, values, gradient, update):
@@ -138,45 +109,37 @@ def zero_1_step(layout, values, gradient, update):
     for piece, mean in zip(values.chunk(layout.world_size), whole.chunk(layout.world_size), strict=True):
         update(piece, mean)
 
-
 # %% 05.3 an all-reduce in place of the reduce-scatter
+from course_lib.zero.gradient_rounds import dist
+
+
 def zero_1_step(layout, values, gradient, update):
     dist.all_reduce(gradient, group=layout.group)
     update(layout.own(values), layout.own(gradient) / layout.world_size)
     all_gather_into_tensor(values, layout.own(values), group=layout.group)
 
-
 # %% 05.3 a sum instead of a mean
-def zero_1_step(layout, values, gradient, update):
-    shard = gradient.new_empty(layout.shard_numel)
-    reduce_scatter_tensor(shard, gradient, group=layout.group)
-    update(layout.own(values), shard)
-    all_gather_into_tensor(values, layout.own(values), group=layout.group)
-
+shard / layout.world_size => shard
 
 # %% 05.3 divides by the world instead of the group
-def zero_1_step(layout, values, gradient, update):
-    shard = gradient.new_empty(layout.shard_numel)
-    reduce_scatter_tensor(shard, gradient, group=layout.group)
-    update(layout.own(values), shard / dist.get_world_size())
-    all_gather_into_tensor(values, layout.own(values), group=layout.group)
+def zero_1_step(
+=>
+from course_lib.zero.gradient_rounds import dist
 
+
+def zero_1_step(
+---
+layout.world_size => dist.get_world_size()
 
 # %% 05.3 its own gradient instead of the mean
-def zero_1_step(layout, values, gradient, update):
-    shard = gradient.new_empty(layout.shard_numel)
-    reduce_scatter_tensor(shard, gradient, group=layout.group)
-    update(layout.own(values), layout.own(gradient) / layout.world_size)
-    all_gather_into_tensor(values, layout.own(values), group=layout.group)
-
+shard / layout.world_size => layout.own(gradient) / layout.world_size
 
 # %% 05.3 updates a copy
-def zero_1_step(layout, values, gradient, update):
-    shard, own = gradient.new_empty(layout.shard_numel), layout.own(values).clone()
-    reduce_scatter_tensor(shard, gradient, group=layout.group)
-    update(own, shard / layout.world_size)
-    all_gather_into_tensor(values, layout.own(values), group=layout.group)
-
+shard = gradient.new_empty(layout.shard_numel)
+=>
+shard, own = gradient.new_empty(layout.shard_numel), layout.own(values).clone()
+---
+layout.own(values), shard => own, shard
 
 # %% 05.3 gathers before it updates
 def zero_1_step(layout, values, gradient, update):
@@ -185,26 +148,19 @@ def zero_1_step(layout, values, gradient, update):
     all_gather_into_tensor(values, layout.own(values), group=layout.group)
     update(layout.own(values), shard / layout.world_size)
 
-
 # %% 05.3 gathers nothing
-def zero_1_step(layout, values, gradient, update):
-    shard = gradient.new_empty(layout.shard_numel)
-    reduce_scatter_tensor(shard, gradient, group=layout.group)
-    update(layout.own(values), shard / layout.world_size)
-
+all_gather_into_tensor(values, layout.own(values), group=layout.group) =>
 
 # %% 05.3 room for the whole buffer where a piece arrives
-def zero_1_step(layout, values, gradient, update):
-    shard = torch.empty_like(gradient)
-    reduce_scatter_tensor(shard, gradient, group=layout.group)
-    update(layout.own(values), layout.own(shard) / layout.world_size)
-    all_gather_into_tensor(values, layout.own(values), group=layout.group)
-
+shard = gradient.new_empty(layout.shard_numel)
+=>
+shard = torch.empty_like(gradient)
+---
+shard / layout.world_size => layout.own(shard) / layout.world_size
 
 # %% 05.4 fake: the norm of its own part
 def global_norm(gradients):
     return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float32) for g, _ in gradients]).norm()
-
 
 # %% 05.4 adds up norms
 def global_norm(gradients):
@@ -217,7 +173,6 @@ def global_norm(gradients):
         if group is not None:
             dist.all_reduce(norm, group=group)
     return sum(norms.values())
-
 
 # %% 05.4 adds up the norms of the ranks, and the squares of the groups
 def global_norm(gradients):
@@ -232,13 +187,11 @@ def global_norm(gradients):
             squares[group] = norm.square()
     return sum(squares.values()).sqrt()
 
-
 # %% 05.4 everything over all ranks: what is whole counts on each
 def global_norm(gradients):
     square = sum(torch.linalg.vector_norm(g, dtype=torch.float32).square() for g, _ in gradients)
     dist.all_reduce(square)
     return square.sqrt()
-
 
 # %% 05.4 all-reduces what is whole as well
 def global_norm(gradients):
@@ -249,7 +202,6 @@ def global_norm(gradients):
         dist.all_reduce(square, group=group)
     return sum(squares.values()).sqrt()
 
-
 # %% 05.4 an all-reduce for each tensor
 def global_norm(gradients):
     squares = []
@@ -259,7 +211,6 @@ def global_norm(gradients):
             dist.all_reduce(square, group=group)
         squares.append(square)
     return torch.stack(squares).sum().sqrt()
-
 
 # %% 05.4 sends a number for each tensor
 def global_norm(gradients):
@@ -275,7 +226,6 @@ def global_norm(gradients):
         total = total + several.sum()
     return total.sqrt()
 
-
 # %% 05.4 squares in the dtype of the gradients
 def global_norm(gradients):
     squares = {}
@@ -285,7 +235,6 @@ def global_norm(gradients):
         if group is not None:
             dist.all_reduce(square, group=group)
     return sum(squares.values()).sqrt()
-
 
 # %% 05.4 a number of Python
 def global_norm(gradients):
@@ -297,7 +246,6 @@ def global_norm(gradients):
             dist.all_reduce(square, group=group)
     return sum(squares.values()).sqrt().item()
 
-
 # %% 05.4 the norm in the dtype of the first gradient
 def global_norm(gradients):
     squares = {}
@@ -307,7 +255,6 @@ def global_norm(gradients):
         if group is not None:
             dist.all_reduce(square, group=group)
     return sum(squares.values()).sqrt().to(gradients[0][0].dtype)
-
 
 # %% 05.4 reads each norm on the host
 def global_norm(gradients):
@@ -321,7 +268,6 @@ def global_norm(gradients):
             squares[group] = square
     return torch.tensor(float(sum(squares.values())) ** 0.5)
 
-
 # %% 05.5 looks at the first step only
 def diagnose(pieces, used):
     pieces, used = np.array(pieces), np.array(used)
@@ -330,7 +276,6 @@ def diagnose(pieces, used):
         if np.allclose(used[:, 0], expected[..., 0], rtol=1e-3, atol=0):
             return word
     return None
-
 
 # %% 05.5 looks at rank 0 only
 def diagnose(pieces, used):
@@ -341,7 +286,6 @@ def diagnose(pieces, used):
             return word
     return None
 
-
 # %% 05.5 one step that fits is enough
 def diagnose(pieces, used):
     pieces, used = np.array(pieces), np.array(used)
@@ -351,14 +295,12 @@ def diagnose(pieces, used):
             return word
     return None
 
-
 # %% 05.5 the nearest explanation, however far
 def diagnose(pieces, used):
     pieces, used = np.array(pieces), np.array(used)
     right, total = np.sqrt((pieces**2).sum(axis=0)), pieces.sum(axis=0)
     explanations = {"right": right, "own part": pieces, "sum of norms": total}
     return min(explanations, key=lambda word: np.abs(used - explanations[word]).max())
-
 
 # %% 05.5 fake: asks only whether the ranks agree
 def diagnose(pieces, used):
@@ -367,7 +309,6 @@ def diagnose(pieces, used):
     if not np.allclose(used, used[0], rtol=1e-3, atol=0):
         return "own part"
     return "right" if np.allclose(used, right, rtol=1e-3, atol=0) else "sum of norms"
-
 
 # %% 05.5 forgets the root
 def diagnose(pieces, used):
@@ -378,7 +319,6 @@ def diagnose(pieces, used):
             return word
     return None
 
-
 # %% 05.5 the right norm is the largest
 def diagnose(pieces, used):
     pieces, used = np.array(pieces), np.array(used)
@@ -387,7 +327,6 @@ def diagnose(pieces, used):
         if np.allclose(used, expected, rtol=1e-3, atol=0):
             return word
     return None
-
 
 # %% 05.5 the words of two explanations mixed up
 def diagnose(pieces, used):
@@ -398,7 +337,6 @@ def diagnose(pieces, used):
             return word
     return None
 
-
 # %% 05.5 equal means equal to the last digit
 def diagnose(pieces, used):
     pieces, used = np.array(pieces), np.array(used)
@@ -407,7 +345,6 @@ def diagnose(pieces, used):
         if (used == expected).all():
             return word
     return None
-
 
 # %% 05.5 a tolerance of 5 percent
 def diagnose(pieces, used):
@@ -418,1187 +355,553 @@ def diagnose(pieces, used):
             return word
     return None
 
-
 # %% 05.6 gradients are not freed
-import course_lib.zero.shards
-
-
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def store(self, parameter):
-        if parameter in self.stored:
-            self.views[parameter].add_(parameter.grad)
-        else:
-            self.views[parameter].copy_(parameter.grad)
-        self.stored.add(parameter)
-
+parameter.grad = None =>
 
 # %% 05.6 the gradient becomes a view of the buffer, and stays
-import course_lib.zero.shards
-
-
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def store(self, parameter):
-        if parameter in self.stored:
-            self.views[parameter].add_(parameter.grad)
-        else:
-            self.views[parameter].copy_(parameter.grad)
-        self.stored.add(parameter)
-        parameter.grad = self.views[parameter]
-
+parameter.grad = None => parameter.grad = self.views[parameter]
 
 # %% 05.6 fake: .grad is None, but somebody still has the gradient
-import course_lib.zero.shards
-
-
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def store(self, parameter):
-        if parameter in self.stored:
-            self.views[parameter].add_(parameter.grad)
-        else:
-            self.views[parameter].copy_(parameter.grad)
-        self.stored.add(parameter)
-        self.kept = [*getattr(self, "kept", []), parameter.grad]
-        parameter.grad = None
-
+self.stored.add(parameter)
+=>
+self.stored.add(parameter)
+self.kept = [*getattr(self, "kept", []), parameter.grad]
 
 # %% 05.6 the second gradient replaces the first
-import course_lib.zero.shards
-
-
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def store(self, parameter):
-        self.views[parameter].copy_(parameter.grad)
-        self.stored.add(parameter)
-        parameter.grad = None
-
+def store(self: GradientBuffer, parameter):
+    self.views[parameter].copy_(parameter.grad)
+    self.stored.add(parameter)
+    parameter.grad = None
 
 # %% 05.6 old numbers in place of missing gradients
-import course_lib.zero.shards
-
-
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def send(self, shard):
-        whole = self.buffer[: self.layout.padded]
-        whole[self.layout.numel :].zero_()
-        return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
-
+def send(self: GradientBuffer, shard):
+    whole = self.buffer[: self.layout.padded]
+    whole[self.layout.numel :].zero_()
+    return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
 
 # %% 05.6 old numbers in the padding
-import course_lib.zero.shards
-
-
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def send(self, shard):
-        for parameter, view in self.views.items():
-            if parameter not in self.stored:
-                view.zero_()
-        whole = self.buffer[: self.layout.padded]
-        return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
-
+def send(self: GradientBuffer, shard):
+    for parameter, view in self.views.items():
+        if parameter not in self.stored:
+            view.zero_()
+    whole = self.buffer[: self.layout.padded]
+    return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
 
 # %% 05.6 sends the whole buffer, which is longer than the layout
-import course_lib.zero.shards
-
-
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def send(self, shard):
-        for parameter, view in self.views.items():
-            if parameter not in self.stored:
-                view.zero_()
-        return reduce_scatter_tensor(shard, self.buffer, group=self.layout.group, async_op=True)
-
+def send(self: GradientBuffer, shard):
+    for parameter, view in self.views.items():
+        if parameter not in self.stored:
+            view.zero_()
+    return reduce_scatter_tensor(shard, self.buffer, group=self.layout.group, async_op=True)
 
 # %% 05.6 zeroes the buffer to its end, beyond its layout
-import course_lib.zero.shards
-
-
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def send(self, shard):
-        for parameter, view in self.views.items():
-            if parameter not in self.stored:
-                view.zero_()
-        whole = self.buffer[: self.layout.padded]
-        self.buffer[self.layout.numel :].zero_()
-        return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
-
+def send(self: GradientBuffer, shard):
+    for parameter, view in self.views.items():
+        if parameter not in self.stored:
+            view.zero_()
+    whole = self.buffer[: self.layout.padded]
+    self.buffer[self.layout.numel :].zero_()
+    return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
 
 # %% 05.6 waits
-import course_lib.zero.shards
-
-
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def send(self, shard):
-        for parameter, view in self.views.items():
-            if parameter not in self.stored:
-                view.zero_()
-        whole = self.buffer[: self.layout.padded]
-        whole[self.layout.numel :].zero_()
-        work = reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
-        work.wait()
-        return work
-
+def send(self: GradientBuffer, shard):
+    for parameter, view in self.views.items():
+        if parameter not in self.stored:
+            view.zero_()
+    whole = self.buffer[: self.layout.padded]
+    whole[self.layout.numel :].zero_()
+    work = reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
+    work.wait()
+    return work
 
 # %% 05.6 fake: an all-reduce in place of the reduce-scatter
-import course_lib.zero.shards
+def send(self: GradientBuffer, shard):
+    for parameter, view in self.views.items():
+        if parameter not in self.stored:
+            view.zero_()
+    whole, layout = self.buffer[: self.layout.padded], self.layout
+    whole[layout.numel :].zero_()
+    work = dist.all_reduce(whole, group=layout.group, async_op=True)
 
+    class Later:
+        def wait(self):
+            work.wait()
+            shard.copy_(layout.own(whole))
 
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def send(self, shard):
-        for parameter, view in self.views.items():
-            if parameter not in self.stored:
-                view.zero_()
-        whole, layout = self.buffer[: self.layout.padded], self.layout
-        whole[layout.numel :].zero_()
-        work = dist.all_reduce(whole, group=layout.group, async_op=True)
-
-        class Later:
-            def wait(self):
-                work.wait()
-                shard.copy_(layout.own(whole))
-
-        return Later()
-
+    return Later()
 
 # %% 05.6 a mean instead of the sum
-import course_lib.zero.shards
-
-
-class GradientBuffer(course_lib.zero.shards.GradientBuffer):
-    def send(self, shard):
-        for parameter, view in self.views.items():
-            if parameter not in self.stored:
-                view.zero_()
-        whole = self.buffer[: self.layout.padded]
-        whole[self.layout.numel :].zero_()
-        whole.div_(self.layout.world_size)
-        return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
-
+def send(self: GradientBuffer, shard):
+    for parameter, view in self.views.items():
+        if parameter not in self.stored:
+            view.zero_()
+    whole = self.buffer[: self.layout.padded]
+    whole[self.layout.numel :].zero_()
+    whole.div_(self.layout.world_size)
+    return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
 
 # %% 05.7 fake: a new buffer each time
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        return self.like.new_empty(self.numel)
-
+def take(self: BufferPool):
+    return self.like.new_empty(self.numel)
 
 # %% 05.7 fake: collects the oldest, and makes a new buffer all the same
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        while not self.free and self.sending:
-            self.sending.popleft().collect()
-        if self.free:
-            self.free.pop()
-        return self.like.new_empty(self.numel)
-
+def take(self: BufferPool):
+    while not self.free and self.sending:
+        self.sending.popleft().collect()
+    if self.free:
+        self.free.pop()
+    return self.like.new_empty(self.numel)
 
 # %% 05.7 a new buffer instead of waiting
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        return self.free.pop() if self.free else self.like.new_empty(self.numel)
-
+def take(self: BufferPool):
+    return self.free.pop() if self.free else self.like.new_empty(self.numel)
 
 # %% 05.7 collects the newest
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        while not self.free and self.sending:
-            self.sending.pop().collect()
-        return self.free.pop() if self.free else self.like.new_empty(self.numel)
-
+self.sending.popleft().collect()  # gives its buffer back => self.sending.pop().collect()
 
 # %% 05.7 what has been collected stays in `sending`
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        while not self.free and self.sending:
-            self.sending[0].collect()
-        return self.free.pop() if self.free else self.like.new_empty(self.numel)
-
+self.sending.popleft().collect()  # gives its buffer back => self.sending[0].collect()
 
 # %% 05.7 if instead of while
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        if not self.free and self.sending:
-            self.sending.popleft().collect()
-        return self.free.pop() if self.free else self.like.new_empty(self.numel)
-
+while not self.free and self.sending: => if not self.free and self.sending:
 
 # %% 05.7 collects one, and takes for granted that its buffer comes back
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        if not self.free and not self.sending:
-            return self.like.new_empty(self.numel)
-        if not self.free:
-            self.sending.popleft().collect()
-        return self.free.pop()
-
+def take(self: BufferPool):
+    if not self.free and not self.sending:
+        return self.like.new_empty(self.numel)
+    if not self.free:
+        self.sending.popleft().collect()
+    return self.free.pop()
 
 # %% 05.7 a free buffer stays free
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        while not self.free and self.sending:
-            self.sending.popleft().collect()
-        return self.free[-1] if self.free else self.like.new_empty(self.numel)
-
+self.free.pop() => self.free[-1]
 
 # %% 05.7 takes for granted that something is being sent
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        while not self.free:
-            self.sending.popleft().collect()
-        return self.free.pop()
-
+def take(self: BufferPool):
+    while not self.free:
+        self.sending.popleft().collect()
+    return self.free.pop()
 
 # %% 05.7 a further buffer of another dtype
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        while not self.free and self.sending:
-            self.sending.popleft().collect()
-        return self.free.pop() if self.free else torch.empty(self.numel)
-
+self.like.new_empty => torch.empty
 
 # %% 05.7 the pool grows by each further buffer
-import torch
-
-import course_lib.zero.optimizer_shards
-
-
-class BufferPool(course_lib.zero.optimizer_shards.BufferPool):
-    def take(self):
-        while not self.free and self.sending:
-            self.sending.popleft().collect()
-        if not self.free:
-            self.count += 1
-            return self.like.new_empty(self.numel)
-        return self.free.pop()
-
+def take(self: BufferPool):
+    while not self.free and self.sending:
+        self.sending.popleft().collect()
+    if not self.free:
+        self.count += 1
+        return self.like.new_empty(self.numel)
+    return self.free.pop()
 
 # %% 05.8 in the order of backward: the last layers first
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in self.shards:
-            shard.gather()
-        if self.module is None:
-            self.wait()
-        return result
-
+reversed(self.shards) => self.shards
 
 # %% 05.8 an update for each bucket
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-            shard.take(bucket.gradient)
-            self.optimizer.step()
-            shard.gather()
-        if self.module is None:
-            self.wait()
-        return result
-
+for bucket, shard in zip(self.gradients, self.shards, strict=True):
+    shard.take(bucket.gradient)
+self.optimizer.step()
+for shard in reversed(self.shards):
+    shard.gather()
+=>
+for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
+    shard.take(bucket.gradient)
+    self.optimizer.step()
+    shard.gather()
 
 # %% 05.8 gathers before it updates
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        for shard in reversed(self.shards):
-            shard.gather()
-        self.optimizer.step()
-        if self.module is None:
-            self.wait()
-        return result
-
+self.optimizer.step()
+for shard in reversed(self.shards):
+    shard.gather()
+=>
+for shard in reversed(self.shards):
+    shard.gather()
+self.optimizer.step()
 
 # %% 05.8 waits for each gather
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-            shard.wait()
-        if self.module is None:
-            self.wait()
-        return result
-
+shard.gather()
+=>
+shard.gather()
+shard.wait()
 
 # %% 05.8 waits at the end, with a module too
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-        self.wait()
-        return result
-
+if self.module is None:
+    self.wait()
+=>
+self.wait()
 
 # %% 05.8 nobody waits where there is no module
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-        return result
-
+if self.module is None:
+    self.wait()
+=>
 
 # %% 05.8 waits for the last bucket only
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-        if self.module is None:
-            shard.wait()
-        return result
-
+self.wait() => shard.wait()
 
 # %% 05.8 without a module it waits for each gather
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-            if self.module is None:
-                shard.wait()
-        return result
-
+    shard.gather()
+if self.module is None:
+    self.wait()
+=>
+    shard.gather()
+    if self.module is None:
+        shard.wait()
 
 # %% 05.8 no gathers
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        if self.module is None:
-            self.wait()
-        return result
-
+for shard in reversed(self.shards):
+    shard.gather()
+=>
 
 # %% 05.8 updates by sums instead of means
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient * self.group.size())
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-        if self.module is None:
-            self.wait()
-        return result
-
+bucket.gradient => bucket.gradient * self.group.size()
 
 # %% 05.8 the last bucket has no gradient
-class ZeroOptimizer(ShardedOptimizer):
-    @torch.no_grad()
-    def step(self, closure=None):
-        with torch.enable_grad():
-            result = closure() if closure else None
-        self.finish()
-        for bucket, shard in zip(self.gradients[:-1], self.shards):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-        if self.module is None:
-            self.wait()
-        return result
-
+zip(self.gradients, self.shards, strict=True) => zip(self.gradients[:-1], self.shards)
 
 # %% 05.8 always SGD, with what it knows of the settings
-class ZeroOptimizer(ShardedOptimizer):
-    def __init__(self, given, optimizer_cls, group=None, stage=1, *, bucket_mb=None, lr, momentum=0.9, **settings):
-        super().__init__(given, torch.optim.SGD, group, stage, bucket_mb=bucket_mb, lr=lr, momentum=momentum)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-        if self.module is None:
-            self.wait()
-
+self.optimizer.step()
+=>
+settings = self.param_groups[0]
+if not hasattr(self, "sgd"):
+    pieces = [shard.shard for shard in self.shards]
+    self.sgd = torch.optim.SGD(pieces, settings["lr"], momentum=settings.get("momentum", 0.9))
+self.sgd.step()
 
 # %% 05.8 always AdamW
-class ZeroOptimizer(ShardedOptimizer):
-    def __init__(self, given, optimizer_cls, group=None, stage=1, *, bucket_mb=None, lr, momentum=0.9, **settings):
-        super().__init__(given, torch.optim.AdamW, group, stage, bucket_mb=bucket_mb, lr=lr, **settings)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-        if self.module is None:
-            self.wait()
-
+self.optimizer.step()
+=>
+if not hasattr(self, "adam"):
+    self.adam = torch.optim.AdamW([shard.shard for shard in self.shards], self.param_groups[0]["lr"])
+self.adam.step()
 
 # %% 05.8 all settings but lr and momentum are dropped
-class ZeroOptimizer(ShardedOptimizer):
-    def __init__(self, given, optimizer_cls, group=None, stage=1, *, bucket_mb=None, lr, momentum=None, **settings):
-        super().__init__(given, optimizer_cls, group, stage, bucket_mb=bucket_mb, lr=lr, **({} if momentum is None else {'momentum': momentum}))
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-        if self.module is None:
-            self.wait()
-
+self.optimizer.step()
+=>
+for group in self.optimizer.param_groups:
+    group.update((key, value) for key, value in (("betas", (0.9, 0.999)), ("eps", 1e-8)) if key in group)
+    group["weight_decay"] = 0.01 if "betas" in group else 0.0
+self.optimizer.step()
 
 # %% 05.8 weight_decay is dropped
-class ZeroOptimizer(ShardedOptimizer):
-    def __init__(self, given, optimizer_cls, group=None, stage=1, *, bucket_mb=None, weight_decay=0.0, **settings):
-        super().__init__(given, optimizer_cls, group, stage, bucket_mb=bucket_mb, weight_decay=0.0, **settings)
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.finish()
-        for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
-        self.optimizer.step()
-        for shard in reversed(self.shards):
-            shard.gather()
-        if self.module is None:
-            self.wait()
-
+self.optimizer.step()
+=>
+for group in self.optimizer.param_groups:
+    group["weight_decay"] = 0.0
+self.optimizer.step()
 
 # %% 05.9 fake: free() resizes nothing
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def free(self):
-        self.wait()
-        self.gathered = False
-
+self.values.untyped_storage().resize_(0) =>
 
 # %% 05.9 fake: free() drops its view, and gather() makes a new buffer
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def gather(self):
-        if not self.gathered:
-            self.gathered = True
-            self.values = torch.empty(self.layout.padded, dtype=self.values.dtype)
-            if self.encoding is None:
-                own = self.layout.own(self.values)
-                own.copy_(self.shard)
-                self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
-            else:
-                payload = self.encoding.encode(self.shard)
-                self.payloads = payload.new_empty(self.layout.world_size * len(payload))
-                self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
-
-    def free(self):
-        self.wait()
-        self.values = self.values.new_empty(0)
-        self.gathered = False
-
+self.values.untyped_storage().resize_(self.nbytes)
+=>
+self.values = torch.empty(self.layout.padded, dtype=self.values.dtype)
+---
+self.values.untyped_storage().resize_(0)
+=>
+self.values = self.values.new_empty(0)
 
 # %% 05.9 fake: keeps a copy of all values
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def gather(self):
-        super().gather()
-        self.whole = torch.empty_like(self.values)
-
+if not self.gathered:
+=>
+self.whole = torch.empty_like(self.values)
+if not self.gathered:
 
 # %% 05.9 free() does not wait, and may crash
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def free(self):
-        self.values.untyped_storage().resize_(0)
-        self.gathered = False
-
+self.wait() =>
 
 # %% 05.9 free() waits when the memory is gone already, and may crash
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def free(self):
-        self.values.untyped_storage().resize_(0)
-        if self.encoding is None:
-            self.wait()
-        self.work = self.payloads = None
-        self.gathered = False
-
+def free(self: GatheredBuffer):
+    self.values.untyped_storage().resize_(0)
+    if self.encoding is None:
+        self.wait()
+    self.work = self.payloads = None
+    self.gathered = False
 
 # %% 05.9 free() forgets the work instead of waiting, and may crash
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def free(self):
-        self.work = self.payloads = None
-        self.values.untyped_storage().resize_(0)
-        self.gathered = False
-
+self.wait()
+=>
+self.work = self.payloads = None
 
 # %% 05.9 free() leaves it gathered
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def free(self):
-        self.wait()
-        self.values.untyped_storage().resize_(0)
-
+self.gathered = False =>
 
 # %% 05.9 gather() waits
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def gather(self):
-        if not self.gathered:
-            self.gathered = True
-            self.values.untyped_storage().resize_(self.nbytes)
-            if self.encoding is None:
-                own = self.layout.own(self.values)
-                own.copy_(self.shard)
-                self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
-            else:
-                payload = self.encoding.encode(self.shard)
-                self.payloads = payload.new_empty(self.layout.world_size * len(payload))
-                self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
-            self.wait()
-
-
-# %% 05.9 gather() gathers each time
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def gather(self):
-        self.wait()  # for one that is under way: else it would write to memory that free() has given back
-        self.gathered = False
-        super().gather()
-
-
-# %% 05.9 the encoding is passed over
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def gather(self):
-        if not self.gathered:
-            self.gathered = True
-            self.values.untyped_storage().resize_(self.nbytes)
+def gather(self: GatheredBuffer):
+    if not self.gathered:
+        self.gathered = True
+        self.values.untyped_storage().resize_(self.nbytes)
+        if self.encoding is None:
             own = self.layout.own(self.values)
             own.copy_(self.shard)
             self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
+        else:
+            payload = self.encoding.encode(self.shard)
+            self.payloads = payload.new_empty(self.layout.world_size * len(payload))
+            self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
+        self.wait()
 
+# %% 05.9 gather() gathers each time
+if not self.gathered:
+    self.gathered = True
+=>
+self.wait()  # for one that is under way: else it would write to memory that free() has given back
+if True:
+    self.gathered = True
+
+# %% 05.9 the encoding is passed over
+def gather(self: GatheredBuffer):
+    if not self.gathered:
+        self.gathered = True
+        self.values.untyped_storage().resize_(self.nbytes)
+        own = self.layout.own(self.values)
+        own.copy_(self.shard)
+        self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
 
 # %% 05.9 a row of the payloads for each rank, which gloo does not take
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def gather(self):
-        if self.gathered or self.encoding is None:
-            return super().gather()
-        self.gathered = True
-        self.values.untyped_storage().resize_(self.nbytes)
-        payload = self.encoding.encode(self.shard)
-        self.payloads = payload.new_empty(self.layout.world_size, payload.numel())
-        self.work = all_gather_into_tensor(self.payloads, payload, group=self.layout.group, async_op=True)
-
+self.layout.world_size * len(payload) => self.layout.world_size, payload.numel()
 
 # %% 05.9 sends the shard in its own dtype
-import course_lib.zero.sharded_parameters
-
-
-class GatheredBuffer(course_lib.zero.sharded_parameters.GatheredBuffer):
-    def gather(self):
-        if self.gathered or self.encoding is not None:
-            return super().gather()
-        self.gathered = True
-        self.values.untyped_storage().resize_(self.nbytes)
-        self.work = all_gather_into_tensor(self.values, self.shard, group=self.layout.group, async_op=True)
-
+own = self.layout.own(self.values)
+own.copy_(self.shard)
+self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
+=>
+self.work = all_gather_into_tensor(self.values, self.shard, group=self.layout.group, async_op=True)
 
 # %% 05.10 the last unit is gathered twice as well
 gathers = 16
 times_data_parallel = 1.5
 
-
 # %% 05.10 forward only
 gathers = 8
 times_data_parallel = 1.5
-
 
 # %% 05.10 blocks only
 gathers = 11
 times_data_parallel = 1.5
 
-
 # %% 05.10 the first and the last are kept
 gathers = 14
 times_data_parallel = 1.5
-
 
 # %% 05.10 as many bytes as data parallelism
 gathers = 15
 times_data_parallel = 1.0
 
-
 # %% 05.10 elements instead of a multiple
 gathers = 15
 times_data_parallel = 3.0
-
 
 # %% 05.10 no gather before backward
 gathers = 15
 times_data_parallel = 0.75
 
-
 # %% 05.10 a word
 gathers = 15
 times_data_parallel = "half as much again"
 
-
 # %% 05.11 no prefetch
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        self.send(self.open)
-        self.open = [unit]
-        unit.wait()
-
+def before_backward(self: FullyShard, unit):
+    if unit in self.open:
+        return
+    unit.gather()
+    self.send(self.open)
+    self.open = [unit]
+    unit.wait()
 
 # %% 05.11 prefetches after it has waited
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        self.send(self.open)
-        self.open = [unit]
-        unit.wait()
-        place = self.ran.index(unit) if unit in self.ran else 0
-        if place > 0:
-            self.ran[place - 1].gather()
-
+self.open = [unit]
+=>
+self.open = [unit]
+unit.wait()
+---
+unit.wait() =>
 
 # %% 05.11 prefetches in the order of forward
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        self.send(self.open)
-        self.open = [unit]
-        place = self.ran.index(unit) if unit in self.ran else 0
-        if place + 1 < len(self.ran):
-            self.ran[place + 1].gather()
-        unit.wait()
-
+if place > 0: => if place + 1 < len(self.ran):
+self.ran[place - 1].gather() => self.ran[place + 1].gather()
 
 # %% 05.11 gathers everything at once
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        self.send(self.open)
-        self.open = [unit]
-        for other in reversed(self.ran):
-            other.gather()
-        unit.wait()
-
+def before_backward(self: FullyShard, unit):
+    if unit in self.open:
+        return
+    unit.gather()
+    self.send(self.open)
+    self.open = [unit]
+    for other in reversed(self.ran):
+        other.gather()
+    unit.wait()
 
 # %% 05.11 the hook works each time it fires
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        unit.gather()
-        self.send(self.open)
-        self.open = [unit]
-        place = self.ran.index(unit) if unit in self.ran else 0
-        if place > 0:
-            self.ran[place - 1].gather()
-        unit.wait()
-
+if unit in self.open:
+    return
+=>
 
 # %% 05.11 never sends before the end
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        self.open.append(unit)
-        place = self.ran.index(unit) if unit in self.ran else 0
-        if place > 0:
-            self.ran[place - 1].gather()
-        unit.wait()
-
+self.send(self.open)
+self.open = [unit]
+=>
+self.open.append(unit)
 
 # %% 05.11 sends the unit whose backward begins
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        self.send([unit])
-        self.open = [unit]
-        place = self.ran.index(unit) if unit in self.ran else 0
-        if place > 0:
-            self.ran[place - 1].gather()
-        unit.wait()
-
+self.send(self.open) => self.send([unit])
 
 # %% 05.11 prefetches before it sends
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        place = self.ran.index(unit) if unit in self.ran else 0
-        if place > 0:
-            self.ran[place - 1].gather()
-        self.send(self.open)
-        self.open = [unit]
-        unit.wait()
-
+def before_backward(self: FullyShard, unit):
+    if unit in self.open:
+        return
+    unit.gather()
+    place = self.ran.index(unit) if unit in self.ran else 0
+    if place > 0:
+        self.ran[place - 1].gather()
+    self.send(self.open)
+    self.open = [unit]
+    unit.wait()
 
 # %% 05.11 before the first unit comes the last
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        self.send(self.open)
-        self.open = [unit]
-        place = self.ran.index(unit) if unit in self.ran else 0
-        self.ran[place - 1].gather()
-        unit.wait()
-
+if place > 0:
+    self.ran[place - 1].gather()
+=>
+self.ran[place - 1].gather()
 
 # %% 05.11 takes for granted that the unit has run
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        self.send(self.open)
-        self.open = [unit]
-        place = self.ran.index(unit)
-        if place > 0:
-            self.ran[place - 1].gather()
-        unit.wait()
-
+(unit) if unit in self.ran else 0 => (unit)
 
 # %% 05.11 finish takes the root's gradients without waiting for them
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        self.send(self.open)
-        self.open = [unit]
-        place = self.ran.index(unit) if unit in self.ran else 0
-        if place > 0:
-            self.ran[place - 1].gather()
-        unit.wait()
+    unit.wait()
+=>
+    unit.wait()
 
-    def finish(self):
-        self.send_all()
-        for part in self.root.parts:
-            for _, _, piece, _ in part.sent:
-                part.add(piece.to(part.shard.dtype).mul_(part.mean))
-            part.sent.clear()
-        super().finish()
 
+def finish(self: FullyShard):
+    self.send_all()
+    for part in self.root.parts:
+        for _, _, piece, _ in part.sent:
+            part.add(piece.to(part.shard.dtype).mul_(part.mean))
+        part.sent.clear()
+    super().finish()
 
 # %% 05.11 forward does not wait for the root's values
-class FullyShard(UnitRunner):
-    def before_backward(self, unit):
-        if unit in self.open:
-            return
-        unit.gather()
-        self.send(self.open)
-        self.open = [unit]
-        place = self.ran.index(unit) if unit in self.ran else 0
-        if place > 0:
-            self.ran[place - 1].gather()
-        unit.wait()
+    unit.wait()
+=>
+    unit.wait()
 
-    def __init__(self, *given):
-        super().__init__(*given)
-        for part in self.root.parts:
-            part.wait = lambda part=part: part.register(part.whole)
 
+def __init__(self: FullyShard, *given):
+    super().__init__(*given)
+    for part in self.root.parts:
+        part.wait = lambda part=part: part.register(part.whole)
 
 # %% 05.12 first fit
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def take(self, nbytes: int) -> int:
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        fitting = [(start, end) for start, end in self.holes if end - start >= size]
-        if not fitting:
-            raise self.no_hole(size)
-        start, end = fitting[0]
-        where = self.holes.index((start, end))
-        self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
-        self.taken[start] = size
-        return start
-
+min(fitting, key=lambda hole: hole[1] - hole[0]) => fitting[0]
 
 # %% 05.12 of equal holes the last
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def take(self, nbytes: int) -> int:
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        fitting = [(start, end) for start, end in self.holes if end - start >= size]
-        if not fitting:
-            raise self.no_hole(size)
-        start, end = min(reversed(fitting), key=lambda hole: hole[1] - hole[0])
-        where = self.holes.index((start, end))
-        self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
-        self.taken[start] = size
-        return start
-
+fitting, key => reversed(fitting), key
 
 # %% 05.12 sizes are rounded down
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def take(self, nbytes: int) -> int:
-        size = max(nbytes // ALIGNMENT, 1) * ALIGNMENT
-        fitting = [(start, end) for start, end in self.holes if end - start >= size]
-        if not fitting:
-            raise self.no_hole(size)
-        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
-        where = self.holes.index((start, end))
-        self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
-        self.taken[start] = size
-        return start
-
+-(-nbytes // ALIGNMENT) => max(nbytes // ALIGNMENT, 1)
 
 # %% 05.12 a hole must be larger than the block
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def take(self, nbytes: int) -> int:
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        fitting = [(start, end) for start, end in self.holes if end - start > size]
-        if not fitting:
-            raise self.no_hole(size)
-        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
-        where = self.holes.index((start, end))
-        self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
-        self.taken[start] = size
-        return start
-
+start >= size => start > size
 
 # %% 05.12 no split: the whole hole is handed out
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def take(self, nbytes: int) -> int:
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        fitting = [(start, end) for start, end in self.holes if end - start >= size]
-        if not fitting:
-            raise self.no_hole(size)
-        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
-        where = self.holes.index((start, end))
-        self.holes[where : where + 1] = []
-        self.taken[start] = end - start
-        return start
-
+[where : where + 1] = [(start + size, end)] if start + size < end else [] => [where : where + 1] = []
+self.taken[start] = size => self.taken[start] = end - start
 
 # %% 05.12 a hole that a block fills stays, with no bytes
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def take(self, nbytes: int) -> int:
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        fitting = [(start, end) for start, end in self.holes if end - start >= size]
-        if not fitting:
-            raise self.no_hole(size)
-        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
-        self.holes[self.holes.index((start, end))] = start + size, end
-        self.taken[start] = size
-        return start
-
+where = self.holes.index((start, end))
+self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
+=>
+self.holes[self.holes.index((start, end))] = start + size, end
 
 # %% 05.12 returns nothing where no hole is large enough
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def take(self, nbytes: int) -> int:
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if any(end - start >= size for start, end in self.holes):
-            return super().take(nbytes)
-
+raise self.no_hole(size) => return None
 
 # %% 05.12 does not ask whether a hole is large enough
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def take(self, nbytes: int) -> int:
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        min(end - start for start, end in self.holes if end - start >= size)
-        return super().take(nbytes)
-
+if not fitting:
+    raise self.no_hole(size)
+=>
 
 # %% 05.12 no coalescing
-import bisect
-
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def give_back(self, address: int) -> None:
-        start, end = address, address + self.taken.pop(address)
-        bisect.insort(self.holes, (start, end))
-
+def give_back(self: Arena, address: int) -> None:
+    start, end = address, address + self.taken.pop(address)
+    bisect.insort(self.holes, (start, end))
 
 # %% 05.12 coalesces with one neighbour, not with both
-import bisect
-
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def give_back(self, address: int) -> None:
-        start, end = address, address + self.taken.pop(address)
-        for hole in self.holes:
-            if hole[1] == start or hole[0] == end:
-                self.holes.remove(hole)
-                start, end = min(start, hole[0]), max(end, hole[1])
-                break
-        bisect.insort(self.holes, (start, end))
-
-
-# %% 05.12 fake: asks only whether enough is free in sum
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def take(self, nbytes: int) -> int:
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        if sum(end - start for start, end in self.holes) < size:
-            raise self.no_hole(size)
-        fitting = [(start, end) for start, end in self.holes if end - start >= size] or self.holes
-        start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
-        where = self.holes.index((start, end))
-        self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
-        self.taken[start] = size
-        return start
-
-
-# %% 05.12 unknown addresses are passed over
-import bisect
-
-import course_lib.zero.defragmentation
-
-
-class Arena(course_lib.zero.defragmentation.Arena):
-    def give_back(self, address: int) -> None:
-        start, end = address, address + self.taken.pop(address, 0)
-        if start == end:
-            return
-        for hole in [hole for hole in self.holes if hole[1] == start or hole[0] == end]:
+def give_back(self: Arena, address: int) -> None:
+    start, end = address, address + self.taken.pop(address)
+    for hole in self.holes:
+        if hole[1] == start or hole[0] == end:
             self.holes.remove(hole)
             start, end = min(start, hole[0]), max(end, hole[1])
-        bisect.insort(self.holes, (start, end))
+            break
+    bisect.insort(self.holes, (start, end))
 
+# %% 05.12 fake: asks only whether enough is free in sum
+def take(self: Arena, nbytes: int) -> int:
+    size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+    if sum(end - start for start, end in self.holes) < size:
+        raise self.no_hole(size)
+    fitting = [(start, end) for start, end in self.holes if end - start >= size] or self.holes
+    start, end = min(fitting, key=lambda hole: hole[1] - hole[0])
+    where = self.holes.index((start, end))
+    self.holes[where : where + 1] = [(start + size, end)] if start + size < end else []
+    self.taken[start] = size
+    return start
+
+# %% 05.12 unknown addresses are passed over
+start, end = address, address + self.taken.pop(address)
+=>
+start, end = address, address + self.taken.pop(address, 0)
+if start == end:
+    return
 
 # %% 05.13 none is lost
 percent_lost = 0
 
-
 # %% 05.13 three percent, as on the 8B
 percent_lost = 3
-
 
 # %% 05.13 a third
 percent_lost = 33
 
-
 # %% 05.13 a factor, not percent
 percent_lost = 1.14
-
 
 # %% 05.13 a fraction
 percent_lost = 0.136
 
-
 # %% 05.13 no number
 percent_lost = "14%"
 
-
 # %% 05.14 elements instead of bytes, as in the playbook
-def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
-    return 1 / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
-
+return param_bytes => return 1
 
 # %% 05.14 all of the bytes, not (N-1)/N
-def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
-    return param_bytes / (2 * tokens) * peak / bandwidth
-
+(dp - 1) / dp * peak => peak
 
 # %% 05.14 once to each of the others
-def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
-    return param_bytes / (2 * tokens) * (dp - 1) * peak / bandwidth
-
+(dp - 1) / dp * peak => (dp - 1) * peak
 
 # %% 05.14 an all-reduce instead of an all-gather
-def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
-    return 2 * param_bytes / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
-
+return param_bytes => return 2 * param_bytes
 
 # %% 05.14 the forward over the gather
 def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
     ratio = param_bytes / (2 * tokens) * max(dp - 1, 1) / dp * peak / bandwidth
     return 1 / ratio
 
-
 # %% 05.14 the operations of backward
-def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
-    return param_bytes / (4 * tokens) * (dp - 1) / dp * peak / bandwidth
-
+2 * tokens => 4 * tokens
 
 # %% 05.14 forgets the tokens
-def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
-    return param_bytes / 2 * (dp - 1) / dp * peak / bandwidth
-
+param_bytes / (2 * tokens) => param_bytes / 2
 
 # %% 05.14 bandwidth over peak
-def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
-    return param_bytes / (2 * tokens) * (dp - 1) / dp * bandwidth / peak
-
+peak / bandwidth => bandwidth / peak
 
 # %% 05.14 two bytes, whatever the dtype
-def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):
-    return 2 / (2 * tokens) * (dp - 1) / dp * peak / bandwidth
-
+return param_bytes => return 2
 
 # %% 05.14 prints the ratio
 def gather_ratio(tokens, dp, bandwidth, peak, param_bytes=2):

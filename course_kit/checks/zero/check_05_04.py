@@ -1,0 +1,59 @@
+"""Check of exercise 05.4: the norm of a gradient whose parts are on many ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from course_lib.collectives.traffic import Traffic, count_traffic
+from course_lib.zero import shards
+
+
+def norm_trial(
+    group: dist.ProcessGroup, half: dist.ProcessGroup, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[int], Traffic, float]:
+    """Return the norm of 4 tensors, two sharded over the group, one over half of it, one whole; which of them have
+    changed; what was sent; and the expected norm.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    whole = [torch.arange(1.0, 13), torch.full((36,), 0.37), torch.tensor([7.0]), torch.arange(6.0)]
+    whole = [tensor.to(dtype) for tensor in whole]
+    parts = [(tensor.tensor_split(world)[rank], group) for tensor in whole[:2]]
+    parts += [(whole[2] if rank in (0, 2) else whole[2][:0], half), (whole[3], None)]
+    before = [part.clone() for part, _ in parts]
+    with count_traffic() as traffic:
+        norm = shards.global_norm(parts)
+    changed = [i for i, (part, _) in enumerate(parts) if not torch.equal(part, before[i])]
+    return norm, changed, traffic, torch.cat(whole).float().norm().item()
+
+
+def norms_on_ranks(*dtypes: torch.dtype) -> list[tuple]:
+    """Return what norm_trial returns on this rank, for each dtype."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    return [norm_trial(dist.group.WORLD, halves[dist.get_rank() // 2], dtype) for dtype in dtypes]
+
+
+def check() -> None:
+    """Assert the norm in float32 and BF16, that nothing changes, what is sent, and that no value is read."""
+    from course_kit.ranks import shared
+
+    ranks, dtypes = shared(4), (torch.float32, torch.bfloat16)
+    with ranks.within(20):
+        outcomes = zip(*ranks(norms_on_ranks, *dtypes), strict=True)
+    for dtype, told in zip(dtypes, outcomes, strict=True):
+        for rank, (norm, changed, traffic, expected) in enumerate(told):
+            where = f"{dtype}, rank {rank}"
+            assert not changed, f"{where}: gradient {changed[0]} has changed"
+            assert torch.is_tensor(norm) and norm.dtype == torch.float32 and norm.dim() == 0, (
+                f"{where}: return a float32 scalar, not {norm!r}"
+            )
+            assert abs(norm.item() / expected - 1) < 1e-5, (
+                f"{where}: the norm is {expected:.4f}, not {norm:.4f}. Squares add up over the ranks of a "
+                "tensor's group, norms do not; what is whole (None) counts once; float32 throughout"
+            )
+            assert traffic.calls == 2, f"{where}: {traffic.calls} collectives; one for each of two groups is enough"
+            assert traffic.bytes <= 10, f"{where}: {traffic.bytes} bytes sent: send one float32 number for each group"
+    try:
+        shards.global_norm([(torch.ones(3, device="meta"), None)])
+    except RuntimeError as error:  # tensors on the meta device have no values to read
+        raise AssertionError(f"it reads a value on the host, for which a GPU would have to wait: {error}") from None

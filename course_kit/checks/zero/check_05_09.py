@@ -1,0 +1,133 @@
+"""Check of exercise 05.9: a unit's values are gathered, freed, and gathered again for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_kit.checks.watchers import SizesFit
+from course_kit.checks.zero.comparing import noted_waits, told_of
+from course_kit.labs.zero import storage_bytes
+from course_lib.collectives.traffic import Traffic, count_traffic
+from course_lib.zero.sharded_parameters import Encoding, GatheredBuffer
+from course_lib.zero.shards import FlatLayout
+
+
+def as_bytes(shard: torch.Tensor) -> torch.Tensor:
+    """Encode a shard as the bytes of its BF16 values, as an FP8 encoding would come."""
+    return shard.bfloat16().view(torch.uint8)
+
+
+def from_bytes(payloads: torch.Tensor, out: torch.Tensor) -> None:
+    """Decode what as_bytes has encoded."""
+    out.copy_(payloads.view(torch.bfloat16))
+
+
+HALF = Encoding(as_bytes, from_bytes)
+CASES = (4, torch.float32, None), (3, torch.bfloat16, None), (4, torch.float32, HALF)  # ranks, dtype, encoding
+
+
+class UnderWay:
+    """A work that notes how many bytes there are to write to when it is waited for."""
+
+    def __init__(self, size: Callable[[], int]):
+        self.size, self.waited = size, []
+
+    def wait(self) -> None:
+        """Note the size."""
+        self.waited.append(self.size())
+
+
+def gather_trial(group: dist.ProcessGroup, dtype: torch.dtype, encoding: Encoding | None) -> tuple[dict, Traffic, int]:
+    """Gather and free a unit as in a step. Return its memory, waits, values and gradients, the traffic, and the
+    elements that other ranks have.
+    """
+    world = dist.get_world_size(group)
+    whole = torch.arange(30.0).view(5, 6) / 8
+    layout = FlatLayout([whole], group)
+    shard = layout.shard_of([whole])
+    buffer = GatheredBuffer(layout, shard, dtype, encoding)
+    weight = nn.Parameter(layout.views(buffer.values.data)[0])
+
+    def size() -> int:
+        return weight.untyped_storage().nbytes()
+
+    def kept() -> int:
+        tensors = [weight, *(t for t in vars(buffer).values() if torch.is_tensor(t)), shard]
+        return storage_bytes(tensors) - shard.nbytes
+
+    buffer.free()
+    told = {"expected": whole.to(dtype), "left": [kept()]}
+    with SizesFit(), count_traffic() as traffic, noted_waits() as waits:
+        buffer.gather()
+        told["waits in gather"], told["size"] = len(waits), size()
+        buffer.gather()
+        told["work"], told["gathered"] = buffer.work is not None, buffer.gathered
+        assert encoding is None or buffer.payloads is not None, "wait() wants to decode self.payloads: gather those"
+        buffer.wait()
+        told["values"] = weight.detach().clone() if size() else torch.empty(0)
+        x = torch.ones(2, 5, dtype=dtype, requires_grad=True)
+        out = (x @ weight).square().sum() if size() else x.sum()
+        buffer.free()
+        told["left"].append(kept())
+        buffer.gather()
+        buffer.wait()
+        told["size again"] = size()
+        if size():
+            out.backward()
+        buffer.free()
+        buffer.gather()
+        buffer.wait()
+        buffer.work = under_way = UnderWay(size)  # as if it were not over yet
+        buffer.payloads = None if encoding is None else encoding.encode(shard).repeat(world)
+        buffer.free()
+        told["waited"], told["unfinished"] = under_way.waited, buffer.work is not None
+    reference = torch.ones(2, 5, dtype=dtype, requires_grad=True)
+    (reference @ told["expected"]).square().sum().backward()
+    told["gradient"], told["reference"] = x.grad if x.grad is not None else torch.empty(0), reference.grad
+    return told, traffic, layout.shard_numel * (world - 1)
+
+
+def check() -> None:
+    """Assert memory, waits, values, gradients and bytes sent, in float32, in BF16 and with an encoding."""
+    from course_kit.ranks import shared
+
+    cases = [(n, gather_trial, *kind) for n, *kind in CASES]
+    with shared(4).within(20):
+        for (n, dtype, encoding), outcome in zip(CASES, told_of(cases[:1], cases[1:]), strict=True):
+            for rank, (told, traffic, others) in enumerate(outcome):
+                where = f"{n} ranks, {dtype}{', with an encoding' * (encoding is not None)}, rank {rank}"
+                left = max(told["left"])
+                assert left == 0, (
+                    f"{where}: after free() there are still {left} bytes, beside the shard: resize the storage"
+                )
+                assert told["size"] > 0, (
+                    f"{where}: gather() has claimed no memory for self.values and what are views of it"
+                )
+                assert told["waits in gather"] == 0, f"{where}: gather() waits: it only starts"
+                assert told["work"], f"{where}: self.work is the all-gather under way: wait() needs it"
+                assert told["gathered"] is True, f"{where}: set self.gathered"
+                assert told["size again"] > 0, (
+                    f"{where}: gathered, freed, gathered again: no memory. free() unsets self.gathered"
+                )
+                assert torch.equal(told["values"], told["expected"]), (
+                    f"{where}: the gathered values are not those of all shards"
+                )
+                assert torch.equal(told["gradient"], told["reference"]), (
+                    f"{where}: backward has not found the right weights"
+                )
+                assert told["waited"] and min(told["waited"]) > 0 and not told["unfinished"], (
+                    f"{where}: free() first waits for an all-gather that is under way: it must not write where no "
+                    "memory is"
+                )
+                sent = [record.collective for record in traffic.records]
+                assert sent == 3 * ["all_gather"], (
+                    f"{where}: three all-gathers; you: {', '.join(sent) or 'none'}. Gathered already means do nothing"
+                )
+                width = 2 if encoding or dtype == torch.bfloat16 else 4
+                assert traffic.bytes == 3 * width * others, (
+                    f"{where}: {traffic.bytes} bytes sent, not {3 * width * others}: {width} an element should travel"
+                )

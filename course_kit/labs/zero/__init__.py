@@ -1,0 +1,63 @@
+"""Labs of notebook 05: what ranks keep and send, clipping by three norms, timelines, rivals, and replayed arenas."""
+
+from __future__ import annotations
+
+from course_kit.labs.data_parallel import batch_of
+from course_kit.labs.zero.arenas import (
+    arena_gib,
+    arena_line,
+    keep_both,
+    keep_checkpoints,
+    keep_gradients,
+    recorded,
+)
+from course_kit.labs.zero.kept import (
+    STATES,
+    gradient_bytes,
+    kept_by_data_parallel,
+    kept_by_stage,
+    memory_table,
+    offloaded,
+)
+from course_kit.labs.zero.models import EIGHT_UNITS, TINY, WIDE, in_group, storage_bytes
+from course_kit.labs.zero.runs import (
+    FAULTS,
+    clipped_runs,
+    farthest,
+    sent_a_step,
+    sent_by_hand,
+    sent_with_replicas,
+    train_on,
+)
+from course_kit.labs.zero.timed import profiled, rivals, step_spans
+
+__all__ = [
+    "EIGHT_UNITS",
+    "FAULTS",
+    "STATES",
+    "TINY",
+    "WIDE",
+    "arena_gib",
+    "arena_line",
+    "batch_of",
+    "clipped_runs",
+    "farthest",
+    "gradient_bytes",
+    "in_group",
+    "keep_both",
+    "keep_checkpoints",
+    "keep_gradients",
+    "kept_by_data_parallel",
+    "kept_by_stage",
+    "memory_table",
+    "offloaded",
+    "profiled",
+    "recorded",
+    "rivals",
+    "sent_a_step",
+    "sent_by_hand",
+    "sent_with_replicas",
+    "step_spans",
+    "storage_bytes",
+    "train_on",
+]

@@ -1,0 +1,34 @@
+"""Small models of notebook 05, bytes of storages, and functions that run in a group of the first ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.single_gpu.model import ModelConfig
+
+TINY = ModelConfig(2, 48, 4, 2, 100, 97, tied=True)  # odd sizes on purpose
+EIGHT_UNITS = ModelConfig(6, 96, 4, 2, 256, 100)  # embedding, six blocks, norm and head
+WIDE = ModelConfig(2, 256, 8, 4, 704, 512, tied=True)  # 1.6 million parameters
+MiB, GiB = 2**20, 2**30
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Return the bytes of the distinct storages of some tensors; a None has none."""
+    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(found.values())
+
+
+def in_group(n: int, function: Callable, *args):
+    """Return function(group, *args) of this rank, in a group of the first n ranks; the others have a group of theirs.
+
+    An answer that takes the default group by mistake gets wrong numbers, and no deadlock.
+    """
+    world = list(range(dist.get_world_size()))
+    groups = [dist.new_group(members) for members in (world[:n], world[n:]) if members]
+    group = groups[dist.get_rank() >= n]
+    result = function(group, *args)
+    dist.barrier(group)
+    return result

@@ -1,0 +1,142 @@
+"""Runs of notebook 05: bytes that a step sends, clipping by three norms, a state that changes its number of ranks."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from course_kit.labs.data_parallel import batch_of
+from course_kit.labs.zero.models import TINY
+from course_kit.ranks import Ranks
+from course_lib.collectives.into_tensor import reduce_scatter_tensor
+from course_lib.collectives.traffic import count_traffic
+from course_lib.data_parallel.replicas import DataParallel, out_of_step
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.zero import ZeroOptimizer, by_hand, fully_shard
+from course_lib.zero.shards import FlatLayout
+
+FAULTS = ("own part", None, "sum of norms")  # of the lab's runs 0 to 2
+State = dict[str, torch.Tensor]
+
+
+def sent_by_hand(config: ModelConfig = TINY) -> tuple[int, int]:
+    """Return the bytes that this rank sends in a step of stage 1 by hand, and those of an all-reduce of its gradients.
+
+    The second is the formula of notebook 04, with float32 gradients.
+    """
+    model = Transformer(config)
+    inputs, targets = batch_of(dist.get_rank(), config)
+    layout = FlatLayout(list(model.parameters()), dist.group.WORLD)
+    values, gradient = torch.zeros(layout.padded), torch.zeros(layout.padded)
+    for parameter, view in zip(model.parameters(), layout.views(values), strict=True):
+        parameter.data = view.copy_(parameter.detach())
+    loss(model(inputs), targets).backward()
+    for parameter, view in zip(model.parameters(), layout.views(gradient), strict=True):
+        view.copy_(parameter.grad)
+    with count_traffic() as traffic:
+        by_hand.zero_1_step(layout, values, gradient, lambda piece, mean: piece.sub_(0.1 * mean))
+    n = layout.world_size
+    return traffic.bytes, 2 * (n - 1) * 4 * layout.numel // n
+
+
+def clipped(fault: str | None, steps: int = 12, max_norm: float = 0.03, lr: float = 8.0) -> tuple[dict, list[str]]:
+    """Return what this rank sees in a run with stage 1 by hand, and the names of tensors that differ at the end.
+
+    By step: the loss of its own batch, the norm that it clips by (used), the norm of its piece of the mean gradient
+    (piece), and the cosine between update and gradient. fault: None, "own part" or "sum of norms".
+    """
+    torch.manual_seed(0)
+    config, world, rank = PRESETS["debug"], dist.get_world_size(), dist.get_rank()
+    model, told = Transformer(config), {"loss": [], "used": [], "piece": [], "cosine": []}
+    parameters = list(model.parameters())
+    layout = FlatLayout(parameters, dist.group.WORLD)
+    whole, shard = torch.zeros(layout.padded), torch.zeros(layout.shard_numel)
+    inputs, targets = batch_of(rank, config, seq=32)
+    for _ in range(steps):
+        model.zero_grad()
+        step_loss = loss(model(inputs), targets)
+        step_loss.backward()
+        for parameter, view in zip(parameters, layout.views(whole), strict=True):
+            view.copy_(parameter.grad)
+        reduce_scatter_tensor(shard, whole)
+        shard /= world
+        square = shard.square().sum()
+        norm = square.sqrt()
+        if fault is None:
+            dist.all_reduce(square)
+            norm = square.sqrt()
+        elif fault == "sum of norms":
+            dist.all_reduce(norm)
+        scaled = shard * (max_norm / norm).clamp(max=1)
+        gradient, update = (torch.cat([v.flatten() for v in layout.gather(part)]) for part in (shard, scaled))
+        cosine = gradient @ update / gradient.norm() / update.norm()
+        numbers = {"loss": step_loss, "used": norm, "piece": shard.norm(), "cosine": cosine}
+        for name, number in numbers.items():
+            told[name].append(number.item())
+        with torch.no_grad():
+            for parameter, part in zip(parameters, layout.gather(scaled), strict=True):
+                parameter -= lr * part
+    return told, out_of_step(model)
+
+
+@functools.cache
+def clipped_runs(ranks: Ranks) -> list[list[tuple[dict, list[str]]]]:
+    """Return what `clipped` returns with each of FAULTS, a list with one entry per rank. Made once: always the same."""
+    return [ranks(clipped, fault) for fault in FAULTS]
+
+
+def train_on(group: dist.ProcessGroup, zero_state: dict | None, model_state: State | None, steps: int) -> tuple:
+    """Train some more steps of stage 2, from a state if there is one; return the states of optimizer and model.
+
+    The four sequences of a step are divided among the ranks of the group.
+    """
+    model = Transformer(TINY)
+    zero = ZeroOptimizer(model, torch.optim.AdamW, group, stage=2, bucket_mb=0.02, lr=1e-3)
+    if zero_state:
+        model.load_state_dict(model_state)
+        zero.load_state_dict(zero_state)
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    inputs, targets = torch.cat([batch_of(r, TINY, batch=1) for r in range(4)], 1).chunk(n, 1)[rank].unbind()
+    for _ in range(steps):
+        zero.zero_grad()
+        loss(model(inputs), targets).backward()
+        zero.step()
+    return zero.state_dict(), {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def farthest(got: State, expected: State) -> tuple[str, float]:
+    """Return the name whose tensor is farthest from the expected one, and how far, relative to its largest element."""
+    apart = {name: ((got[name] - e).abs().max() / e.abs().max()).item() for name, e in expected.items()}
+    name = max(apart, key=lambda name: apart[name] if apart[name] == apart[name] else 1e9)
+    return name, apart[name]
+
+
+def sent_a_step(stage: int, config: ModelConfig) -> tuple[int, int]:
+    """Return this rank's all-gathers and bytes sent in forward and backward of stage 0 or 3."""
+    model = Transformer(config)
+    sharded = DataParallel(model) if stage == 0 else fully_shard(model)
+    inputs, targets = batch_of(dist.get_rank(), config)
+    with count_traffic() as traffic:
+        loss(sharded(inputs), targets).backward()
+        sharded.finish()
+    return traffic.select("all_gather").calls, traffic.bytes
+
+
+def sent_with_replicas(replicas: int, config: ModelConfig, as_one_unit: bool = False) -> tuple[int, int, int, int]:
+    """Return the elements that this rank keeps, and the bytes of its all-gathers, reduce-scatters and all-reduces in a
+    step of two micro-batches, over a mesh of four ranks.
+    """
+    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replica", "shard"))
+    model = Transformer(config)
+    sharded = fully_shard(model, mesh, units=[model] if as_one_unit else None)
+    inputs, targets = batch_of(dist.get_rank(), config)
+    with count_traffic() as traffic:
+        with sharded.no_sync():
+            loss(sharded(inputs), targets).backward()
+        loss(sharded(inputs), targets).backward()
+        sharded.finish()
+    sent = (traffic.select(name).bytes for name in ("all_gather", "reduce_scatter", "all_reduce"))
+    return sum(p.numel() for p in sharded.parameters()), *sent

@@ -1,0 +1,35 @@
+"""Stage 1 by hand: one step over flat tensors, without buckets, hooks or overlap.
+
+    gradient   [padded]    reduce-scatter, mean     [shard_numel]   this rank's piece
+    values     [padded]    update, all-gather       [padded]        new on all ranks
+
+It sends 2 (N-1)/N x padded elements, as an all-reduce of the gradient does. `ZeroOptimizer` does the same in buckets,
+beside backward and the next forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+from course_lib.zero.shards import FlatLayout
+
+
+# exercise 05.3
+def zero_1_step(
+    layout: FlatLayout,
+    values: torch.Tensor,
+    gradient: torch.Tensor,
+    update: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
+    """Make `values` [padded] the new parameters, on all ranks of layout.group.
+
+    gradient: [padded], this rank's own. update(piece, gradient_of_piece): the optimizer, called once; it changes this
+    rank's piece [shard_numel] in place by the mean gradient of the piece. Sends one reduce-scatter and one all-gather.
+    """
+    shard = gradient.new_empty(layout.shard_numel)
+    reduce_scatter_tensor(shard, gradient, group=layout.group)
+    update(layout.own(values), shard / layout.world_size)
+    all_gather_into_tensor(values, layout.own(values), group=layout.group)
