@@ -40,6 +40,7 @@ from course_lib.sequence_parallel.shards import (
 from course_lib.tensor_parallel.linear import as_autocast
 
 
+# exercise 07.9
 def start_exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[dist.Work]]:
     """Send `tensor` to the next rank of the group, and receive one of its shape from the one before: where it arrives,
     and what to wait for. Leave `tensor` alone until then.
@@ -50,6 +51,7 @@ def start_exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torc
     return arriving, dist.batch_isend_irecv([send, receive])
 
 
+# exercise 07.9
 def ring_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -73,6 +75,7 @@ def ring_forward(
     return out.to(q.dtype), lse
 
 
+# exercise 07.10
 def ring_backward(
     gradient, q, k, v, out, lse, group: dist.ProcessGroup, causal: bool, attention: AttentionBlock, order: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -140,6 +143,7 @@ def ring_attention(
     return BlockAttention.apply(*checked(q, k, v, order), RING, *settings)
 
 
+# exercise 07.12
 def all_gather_forward(q, k, v, group, causal: bool, attention: AttentionBlock, order: str):
     """As ring_forward, from one all-gather of k and v, beside the work on the own ones."""
     rank, n = group.rank(), group.size()
@@ -155,6 +159,7 @@ def all_gather_forward(q, k, v, group, causal: bool, attention: AttentionBlock, 
     return out.to(q.dtype), lse
 
 
+# exercise 07.12
 def all_gather_backward(gradient, q, k, v, out, lse, group, causal: bool, attention: AttentionBlock, order: str):
     """As ring_backward: gathers k and v again; the gradients of all ranks' k and v are reduce-scattered."""
     rank, n = group.rank(), group.size()
@@ -179,6 +184,7 @@ def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
         raise ValueError(f"ulysses: {ranks} ranks can't share {heads} heads and {kv_heads} K/V heads")
 
 
+# exercise 07.13
 class AllToAll(torch.autograd.Function):
     """pieces [n, ...]: the i-th goes to rank i of the group; returns what has come, rank by rank: [n, ...]."""
 
@@ -194,6 +200,7 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(gradient, ctx.group), None
 
 
+# exercise 07.13
 def ulysses_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup | None = None, causal: bool = True,
     attention: AttentionBlock = FUSED_BLOCK, order: str = "zigzag",

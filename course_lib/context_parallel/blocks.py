@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 
+# exercise 07.6
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Put a piece's attention `part` [b, s, a, d], with its logsumexp [b, s, a], into `out` and `lse`, in place.
 
@@ -48,6 +49,7 @@ def scores(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
     return z + torch.full_like(z[0, 0, 0], float("-inf")).triu(1) if causal else z
 
 
+# exercise 07.7
 def plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """out [b, s, a, d] and lse [b, s, a] of a block, by plain products: all its scores are there at once."""
     z = scores(q, k, causal)
@@ -57,6 +59,7 @@ def plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: boo
     return out, lse.permute(0, 3, 1, 2).flatten(2)
 
 
+# exercise 07.7
 def plain_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of q, k, v through this block; out and lse are those of all blocks together, gradient is out's."""
 
@@ -138,6 +141,7 @@ class Piece(NamedTuple):
     causal: bool  # the i-th query sees the first i + 1 keys; else all of them
 
 
+# exercise 07.8
 def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -> list[Piece]:
     """What the queries of chunks `own` see of the keys of chunks `other`, in places of chunks.
 
@@ -161,12 +165,14 @@ def in_tokens(pieces: list[Piece], chunk: int) -> list[Piece]:
     ]
 
 
+# notebook 07, cell attend
 def attend(q, k, v, pieces: list[Piece], attention: AttentionBlock, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Merge the attention of q to k and v, in `pieces` (of tokens), into out and lse."""
     for rows, columns, causal in pieces:
         merge(out[:, rows], lse[:, rows], *attention.forward(q[:, rows], k[:, columns], v[:, columns], causal))
 
 
+# notebook 07, cell attend
 def attend_backward(gradient, q, k, v, out, lse, pieces, attention: AttentionBlock, grad_q, grad_k, grad_v) -> None:
     """Add the gradients of q, k and v through `pieces` (of tokens) to grad_q, grad_k, grad_v."""
     for rows, columns, causal in pieces:

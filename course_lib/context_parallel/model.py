@@ -45,6 +45,7 @@ def check_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: s
             )
 
 
+# exercise 07.15
 def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.ProcessGroup, order: str) -> tuple:
     """A forward pre-hook: gives a `Transformer` the positions of this rank's tokens, where the caller has given none.
     Raises ValueError for hidden states without positions.
@@ -56,6 +57,7 @@ def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.Proc
     return (x, positions), {}
 
 
+# exercise 07.15
 def apply_context_parallel(
     model: nn.Module,
     group: dist.ProcessGroup | None = None,
@@ -82,6 +84,7 @@ def apply_context_parallel(
     return model
 
 
+# exercise 07.16
 def exchange_ratio(
     tokens: int,
     heads: int,

@@ -26,6 +26,7 @@ from course_lib.tensor_parallel.regions import OnceDifferentiable, copy_to_group
 from course_lib.tensor_parallel.vocabulary import VocabParallelEmbedding
 
 
+# exercise 07.1
 class GatherSequence(OnceDifferentiable):
     """g: all ranks' tokens in forward, [b, s/t, h] to [b, s, h]; in backward the sum of the own ones' gradients."""
 
@@ -43,6 +44,7 @@ class GatherSequence(OnceDifferentiable):
         return own, None
 
 
+# exercise 07.1
 class ReduceScatterSequence(torch.autograd.Function):
     """g*: the sum over the group of the own tokens in forward, [b, s, h] to [b, s/t, h]; in backward all gradients."""
 
@@ -70,6 +72,7 @@ def reduce_scatter_sequence(summand: torch.Tensor, group: dist.ProcessGroup) -> 
     return ReduceScatterSequence.apply(summand, group)
 
 
+# exercise 07.2
 class GatheredProducts(OnceDifferentiable):
     """g, and x · weightᵀ for each weight. Keeps this rank's part of x; in backward x is gathered once more beside the
     product that makes its gradient, and the sum of that travels beside the products for the weights.
@@ -139,6 +142,7 @@ def check_sequence_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
         raise ValueError("partitioned checkpoints want the same hidden states on all ranks: use mode full, afterwards")
 
 
+# exercise 07.4
 class SequenceParallelNorm(SplitNorm):
     """`norm`, an nn.RMSNorm, of this rank's tokens: its weight's gradient is the sum over the group."""
 
@@ -146,6 +150,7 @@ class SequenceParallelNorm(SplitNorm):
         return F.rms_norm(x, self.weight.shape, copy_to_group(self.weight, self.group), self.eps)
 
 
+# exercise 07.4
 def apply_sequence_parallel(
     model: nn.Module, group: dist.ProcessGroup | None = None, reduce_group: dist.ProcessGroup | None = None
 ) -> nn.Module:

@@ -52,12 +52,14 @@ def chunks_of(rank: int, ranks: int, order: str = "zigzag") -> tuple[int, ...]:
     return (rank, 2 * ranks - 1 - rank) if order == "zigzag" else (rank,)
 
 
+# exercise 07.11
 def to_zigzag(whole: torch.Tensor, ranks: int) -> torch.Tensor:
     """[b, s, ...] with its 2n chunks in the order 0, 2n - 1, 1, 2n - 2, ...: rank r's are the r-th part."""
     first, second = whole.unflatten(1, (2, ranks, -1)).unbind(1)  # [b, n, chunk, ...] each
     return torch.stack([first, second.flip(1)], dim=2).flatten(1, 3)
 
 
+# exercise 07.11
 def from_zigzag(split: torch.Tensor, ranks: int) -> torch.Tensor:
     """The inverse of to_zigzag."""
     early, late = split.unflatten(1, (ranks, 2, -1)).unbind(2)

@@ -1,13 +1,9 @@
 """Right answers in another style than the solutions, that the checks of notebook 07 must accept."""
 
-
 # %% 07.1 waits at once
 class GatherSequence(torch.autograd.Function):
-    """g: all ranks' tokens in forward; in backward the sum of the gradients of the own ones."""
-
     @staticmethod
     def forward(ctx, part: torch.Tensor, group) -> torch.Tensor:
-        """part: [b, s/t, h]; returns [b, s, h]."""
         pieces, arriving = start_gather(part, group)
         ctx.group, ctx.ranks = group, group.size()
         arriving.wait()
@@ -21,11 +17,8 @@ class GatherSequence(torch.autograd.Function):
 
 
 class ReduceScatterSequence(torch.autograd.Function):
-    """g*: the sum over the group of the own tokens in forward; in backward all ranks' gradients."""
-
     @staticmethod
     def forward(ctx, summand: torch.Tensor, group) -> torch.Tensor:
-        """summand: [b, s, h]; returns [b, s/t, h]."""
         mine, leaving = start_reduce_scatter(by_rank(summand, dist.get_world_size(group)), group)
         ctx.members = group
         leaving.wait()
@@ -37,16 +30,10 @@ class ReduceScatterSequence(torch.autograd.Function):
         arriving.wait()
         return (in_order(pieces), None)
 
-
 # %% 07.2 two cases
 class GatheredProducts(torch.autograd.Function):
-    """g, and x · weightᵀ for each weight. Keeps this rank's part of x; in backward x is gathered once more beside the
-    product that makes its gradient, and the sum of that travels beside the products for the weights.
-    """
-
     @staticmethod
     def forward(ctx, part: torch.Tensor, group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """part: [b, s/t, in]; weights: [out, in]; returns one [b, s, out] for each weight."""
         ctx.group = group
         ctx.save_for_backward(part, *weights)
         pieces, work = start_gather(part, group)
@@ -79,10 +66,8 @@ class GatheredProducts(torch.autograd.Function):
             scattered[1].wait()
         return (scattered[0] if scattered else None, None, *of_weights)
 
-
 # %% 07.3 by sets
 def diagnose(differing: list[str], ratios: dict[str, float]) -> str:
-    """One of "right", "norms left out", "norms averaged" or "g" (does not sum in backward)."""
     if len(differing) > 0:
         return "norms left out"
     off = {name for name, ratio in ratios.items() if not 0.999 <= ratio <= 1.001}
@@ -90,7 +75,6 @@ def diagnose(differing: list[str], ratios: dict[str, float]) -> str:
     if off - norms:
         return "g"
     return "norms averaged" if off else "right"
-
 
 # %% 07.4 by names, and by the functional norm
 class SequenceParallelNorm(SplitNorm):
@@ -102,17 +86,6 @@ class SequenceParallelNorm(SplitNorm):
 def apply_sequence_parallel(
     model: nn.Module, group: dist.ProcessGroup | None = None, reduce_group: dist.ProcessGroup | None = None
 ) -> nn.Module:
-    """Split along the sequence what lies between the split layers of a `Transformer`, in place; returns the model.
-
-    The model has been split over `group` by apply_tensor_parallel. Still all ranks give it the same tokens [b, s], and
-    get the logits of all of them. The norms' gradients are summed over the group in backward; where `reduce_group` is
-    given, DataParallel or ZeRO sum them over it instead: all ranks that hold these norms. With dropout, each rank comes
-    with random numbers of its own.
-
-    Raises ValueError, and changes nothing, for a model that is not split over the group, whose row layers work in
-    chunks or have biases, that has partitioned checkpoints, or is sequence parallel already; and in forward where the
-    ranks do not divide the sequence.
-    """
     group = group or dist.group.WORLD
     check_sequence_parallel(model, group)
     for module in list(model.modules()):
@@ -136,7 +109,6 @@ def apply_sequence_parallel(
     model.register_forward_pre_hook(need_positions, with_kwargs=True)
     return model
 
-
 # %% 07.5 from the sizes
 # Set shapes: what rank 0 of 4 holds at each place, (TP, TP + SP).
 PLACES = ["after the embedding", "after a norm", "into the product of q", "q", "into o", "after o", "gate", "logits"]
@@ -150,24 +122,14 @@ for place in ("q", "into o"):
     shapes[place] = quarter, quarter
 shapes["gate"] = shapes["logits"] = logits, logits
 
-
 # %% 07.6 two weights
-import torch
-
-
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Put a piece's attention `part` [b, s, a, d], with its logsumexp [b, s, a], into `out` and `lse`, in place.
-
-    Where nothing has been seen yet, out is 0 and lse is -inf. part_lse is finite.
-    """
     both = torch.logaddexp(lse, part_lse)
     out.mul_(torch.exp(lse - both)[..., None]).add_(part.to(out.dtype) * torch.exp(part_lse - both)[..., None])
     lse.copy_(both)
 
-
 # %% 07.7 softmax, and products of matrices
 def plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s, a, d] and lse [b, s, a] of a block, by plain products: all its scores are there at once."""
     z = scores(q, k, causal)  # [b, kv, g, s, s']
     p = z.softmax(dim=-1).to(v.dtype)
     out = p @ v.permute(0, 2, 1, 3).unsqueeze(2)  # [b, kv, g, s, d]
@@ -176,8 +138,6 @@ def plain_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: boo
 
 
 def plain_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k, v through this block; out and lse are those of all blocks together, gradient is out's."""
-
     def of_rows(x: torch.Tensor) -> torch.Tensor:  # [b, s, a] as [b, kv, g, s]
         return by_group(x, k).permute(0, 2, 3, 1)
 
@@ -195,24 +155,8 @@ def plain_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Ten
     grad_k = (grad_z.transpose(-1, -2) @ queries).sum(2).permute(0, 2, 1, 3)
     return grad_q, grad_k, grad_v
 
-
 # %% 07.8 row by row, joined where they see the same
-import itertools
-
-
-class Piece(NamedTuple):
-    """A rectangle of some queries (rows) and some keys (columns)."""
-
-    rows: slice
-    columns: slice
-    causal: bool  # the i-th query sees the first i + 1 keys; else all of them
-
-
 def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -> list[Piece]:
-    """What the queries of chunks `own` see of the keys of chunks `other`, in places of chunks.
-
-    Both ascend; they are the same, or have none in common.
-    """
     if own == other or not causal:
         return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
     pieces = []
@@ -227,16 +171,8 @@ def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -
             pieces.append(Piece(slice(row, row + 1), slice(0, seen), False))
     return pieces
 
-
 # %% 07.9 one way and the other, each started by itself
-import torch
-import torch.distributed as dist
-
-
 def start_exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[dist.Work]]:
-    """Send `tensor` to the next rank of the group, and receive one of its shape from the one before: where it arrives,
-    and what to wait for. Leave `tensor` alone until then.
-    """
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     into = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     pairs = ((dist.irecv, into, rank + n - 1), (dist.isend, tensor, rank + 1))
@@ -252,7 +188,6 @@ def ring_forward(
     attention: AttentionBlock,
     order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s/n, a, d] and lse [b, s/n, a] of this rank's queries over all keys."""
     n, source = group.size(), group.rank()
     own = chunks_of(source, n, order)
     tokens = q.shape[1] // len(own)
@@ -265,7 +200,6 @@ def ring_forward(
         [work.wait() for work in works]
         here, source = coming, (source - 1) % n
     return out.to(q.dtype), lse
-
 
 # %% 07.10 gradients that follow their keys
 def ring_backward(
@@ -280,7 +214,6 @@ def ring_backward(
     attention: AttentionBlock,
     order: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of this rank's q, k and v; gradient: of its out [b, s/n, a, d]."""
     n, source = group.size(), group.rank()
     own = chunks_of(source, n, order)
     tokens = q.shape[1] // len(own)
@@ -310,25 +243,20 @@ def ring_backward(
     grad_k, grad_v = mine.to(k.dtype).unbind()
     return grad_q.to(q.dtype), grad_k, grad_v
 
-
 # %% 07.11 by an index
 def to_zigzag(whole: torch.Tensor, ranks: int) -> torch.Tensor:
-    """[b, s, ...] with its 2n chunks in the order 0, 2n - 1, 1, 2n - 2, ...: rank r's are the r-th part."""
     chunks = [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
     pieces = whole.chunk(2 * ranks, dim=1)
     return torch.cat([pieces[chunk] for chunk in chunks], dim=1)
 
 
 def from_zigzag(split: torch.Tensor, ranks: int) -> torch.Tensor:
-    """The inverse of to_zigzag."""
     chunks = [chunk for rank in range(ranks) for chunk in (rank, 2 * ranks - 1 - rank)]
     pieces = dict(zip(chunks, split.chunk(2 * ranks, dim=1)))
     return torch.cat([pieces[chunk] for chunk in sorted(pieces)], dim=1)
 
-
 # %% 07.12 the own part first, the others in order
 def all_gather_forward(q, k, v, group, causal: bool, attention: AttentionBlock, order: str):
-    """As ring_forward, from one all-gather of k and v, beside the work on the own ones."""
     n, rank = group.size(), group.rank()
     own = chunks_of(rank, n, order)
     tokens = q.shape[1] // len(own)
@@ -344,7 +272,6 @@ def all_gather_forward(q, k, v, group, causal: bool, attention: AttentionBlock, 
 
 
 def all_gather_backward(gradient, q, k, v, out, lse, group, causal: bool, attention: AttentionBlock, order: str):
-    """As ring_backward: gathers k and v again; the gradients of all ranks' k and v are reduce-scattered."""
     n, rank = group.size(), group.rank()
     own = chunks_of(rank, n, order)
     tokens = q.shape[1] // len(own)
@@ -363,11 +290,8 @@ def all_gather_backward(gradient, q, k, v, out, lse, group, causal: bool, attent
     grad_k, grad_v = mine.to(k.dtype).split(len(k))
     return grad_q.to(q.dtype), grad_k, grad_v
 
-
 # %% 07.13 packed by rank
 class AllToAll(torch.autograd.Function):
-    """pieces [n, ...]: the i-th goes to rank i of the group; returns what has come, rank by rank: [n, ...]."""
-
     @staticmethod
     def forward(ctx, pieces: torch.Tensor, group) -> torch.Tensor:
         ctx.members = group
@@ -390,10 +314,6 @@ def ulysses_attention(
     attention: AttentionBlock = FUSED_BLOCK,
     order: str = "zigzag",
 ) -> torch.Tensor:
-    """As ring_attention, with all tokens of a/n heads on each rank in between: two all-to-alls, two more in backward.
-
-    Raises ValueError where the ranks do not divide the heads, or neither of ranks and K/V heads divides the other.
-    """
     group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
@@ -408,7 +328,6 @@ def ulysses_attention(
     parts = torch.stack(to_order(out, n, order).chunk(n, dim=1))
     return torch.cat(AllToAll.apply(parts, group).unbind(), dim=2)
 
-
 # %% 07.14 in bytes first
 # Set megabytes_sent: of a rank in forward, by method.
 megabytes_sent = {"ring": None, "all_gather": None, "ulysses": None}
@@ -417,13 +336,8 @@ passed = 7 * tokens * 2 * 8 * width / 10**6
 megabytes_sent["ring"] = megabytes_sent["all_gather"] = passed
 megabytes_sent["ulysses"] = tokens * (32 + 8 + 8 + 32) * width * 7 / 8 / 10**6
 
-
 # %% 07.15 the positions by name
 def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.ProcessGroup, order: str) -> tuple:
-    """A forward pre-hook: gives a `Transformer` the positions of this rank's tokens, where the caller has given none.
-
-    Raises ValueError for hidden states without positions.
-    """
     need_positions(model, args, kwargs)
     tokens, places = given(args, kwargs)
     if places is not None:
@@ -438,17 +352,6 @@ def apply_context_parallel(
     order: str = "zigzag",
     attention: AttentionBlock = FUSED_BLOCK,
 ) -> nn.Module:
-    """Let a `Transformer` work on this rank's part of each sequence, in place; returns the model.
-
-    Inputs and targets: shard_sequence(whole, group, order). method: one of METHODS; attention: what computes a block.
-    Average the gradients over all ranks of `group`, as of a data-parallel group: wrap the model in DataParallel or ZeRO
-    over the data-parallel and context-parallel ranks together (else they drift; out_of_step finds it). After
-    apply_tensor_parallel, where there is any; before apply_recompute, whose mode "selective" would only repeat the
-    exchange: no scores are kept here.
-
-    Raises ValueError, and changes nothing, for an unknown method or order, for heads that the ranks can't share
-    (ulysses), and for a model that is context parallel already.
-    """
     group = group or dist.group.WORLD
     check_context_parallel(model, group, method, order)
     for block in model.blocks:
@@ -460,7 +363,6 @@ def apply_context_parallel(
     model.register_forward_pre_hook(fill, with_kwargs=True)
     return model
 
-
 # %% 07.16 two times
 def exchange_ratio(
     tokens: int,
@@ -471,12 +373,6 @@ def exchange_ratio(
     element_bytes: int = 2,
     causal: bool = True,
 ) -> float:
-    """Time in which the ring passes keys and values on over the time of the attention beside it; up to 1 it is hidden.
-
-    tokens: a rank's of one sequence, s/n (the batch cancels); bandwidth: bytes a second to the next rank; peak:
-    floating-point operations a second. For forward, zig-zag where causal. (Liu et al. 2023, §3, with grouped heads and
-    a causal mask.)
-    """
     sent_s = 2 * kv_heads * element_bytes / bandwidth  # of a token, for each number of a head
     work_s = 4 * heads * tokens / peak / (2 if causal else 1)
     return sent_s / work_s

@@ -1,0 +1,53 @@
+"""Check of exercise 07.6: pieces of a softmax, merged in any order, against float64 over all keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from course_kit.labs.tensor_parallel.models import relative_error
+from course_lib.context_parallel import blocks
+
+
+def merged(
+    sizes: list[int], scale: float, dtype: torch.dtype = torch.float32, order: Sequence[int] | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """merge over pieces of so many keys: out and lse, and those of float64; scores about as large as scale."""
+    generator = torch.Generator().manual_seed(6)
+    z = scale * torch.randn(2, 5, 3, sum(sizes), generator=generator, dtype=torch.float64)  # [b, s, a, keys]
+    v = torch.randn(sum(sizes), 4, generator=generator, dtype=torch.float64)
+    out, lse = torch.zeros(2, 5, 3, 4), torch.full((2, 5, 3), -torch.inf)
+    parts = list(zip(z.split(sizes, -1), v.split(sizes), strict=True))
+    for number in order or range(len(sizes)):
+        scores, values = parts[number]
+        part, part_lse = (scores.softmax(-1) @ values).to(dtype), scores.logsumexp(-1).float()
+        given = part.clone(), part_lse.clone()
+        told = blocks.merge(out, lse, part, part_lse)
+        assert (lse > -torch.inf).all(), "out and lse are as before: write into them (lerp_, copy_, out=...)"
+        assert told is None and torch.equal(part, given[0]) and torch.equal(part_lse, given[1]), (
+            "merge changes out and lse in place, leaves the piece as it is, and returns nothing"
+        )
+    return out.double(), lse.double(), z.softmax(-1) @ v, z.logsumexp(-1)
+
+
+def check() -> None:
+    """Judge merge."""
+    for sizes, scale, order in (
+        ([7], 1, None),
+        ([4, 4], 1, None),
+        ([1, 5, 2, 8], 3, None),
+        ([1, 5, 2, 8], 3, [2, 0, 3, 1]),
+    ):
+        out, lse, expected, expected_lse = merged(sizes, scale, order=order)
+        assert relative_error(lse, expected_lse) < 1e-6, (
+            f"pieces of {sizes} keys: lse is not the logsumexp over all keys"
+        )
+        assert relative_error(out, expected) < 1e-6, f"pieces of {sizes} keys: out is not the attention over all keys"
+    out, lse, expected, expected_lse = merged([3, 3, 3], 200)
+    assert torch.isfinite(out).all() and torch.isfinite(lse).all(), "scores of 200 and more overflow: use differences"
+    assert relative_error(out, expected) < 1e-4 and relative_error(lse, expected_lse) < 1e-5, (
+        "scores of 200 and more: wrong numbers"
+    )
+    out, lse, expected, _ = merged([4] * 16, 1, torch.bfloat16)
+    assert relative_error(out, expected) < 4e-3, "pieces in BF16, sums in float32: out lost digits"

@@ -1,0 +1,76 @@
+"""Check of exercise 07.7: a block of attention and its gradients against PyTorch's attention."""
+
+from __future__ import annotations
+
+import torch
+
+from course_kit.checks.context_parallel.trials import logsumexp
+from course_kit.labs.context_parallel import some_heads, whole_attention
+from course_kit.labs.tensor_parallel.models import relative_error
+from course_lib.context_parallel import blocks
+
+
+def check() -> None:
+    """Judge plain_forward and plain_backward."""
+    for kv, causal in ((4, False), (2, True), (1, True)):
+        judge_whole(kv, causal)
+    judge_far_rows()
+    judge_bfloat16()
+    judge_two_blocks()
+
+
+def judge_whole(kv: int, causal: bool) -> None:
+    """Judge a block that is all there is."""
+    where = f"{kv} K/V heads, causal {causal}"
+    q, k, v, gradient = some_heads(6, kv=kv)
+    copies = [x.clone() for x in (q, k, v, gradient)]
+    expected, *gradients = whole_attention(q, k, v, gradient, causal)
+    told = blocks.plain_forward(q, k, v, causal)
+    assert told is not None and len(told) == 2, "plain_forward returns out and lse"
+    assert relative_error(told[0], expected) < 1e-9, f"{where}: out is not PyTorch's attention"
+    assert relative_error(told[1], logsumexp(q, k, causal)) < 1e-9, (
+        f"{where}: lse [b, s, a] is not log sum exp of the scores"
+    )
+    got = blocks.plain_backward(gradient, q, k, v, *told, causal)
+    for name, mine, right in zip("qkv", got, gradients, strict=True):
+        assert relative_error(mine, right) < 1e-9, f"{where}: the gradient of {name} is not autograd's"
+    assert all(map(torch.equal, (q, k, v, gradient), copies)), "leave what is given as it is"
+
+
+def judge_far_rows() -> None:
+    """Judge scores below -200, whose exp is 0 in float32."""
+    q, k, v, gradient = some_heads(6, dtype=torch.float32)
+    q, k = torch.full_like(q, 10.0), torch.full_like(k, -10.0)
+    expected, *_ = whole_attention(q, k, v, gradient, True)
+    far = relative_error(blocks.plain_forward(q, k, v, True)[0], expected)
+    assert far < 1e-5, f"all scores are -283, whose exp is 0: out is {far:.3g} off. Take off the row's own largest"
+
+
+def judge_bfloat16() -> None:
+    """Judge dtypes and numbers in BF16."""
+    q, k, v, gradient = some_heads(6, dtype=torch.bfloat16)
+    expected = whole_attention(*(x.double() for x in (q, k, v, gradient)), True)
+    out, lse = blocks.plain_forward(q, k, v, True)
+    got = out, *blocks.plain_backward(gradient, q, k, v, out, lse, True)
+    kinds = [str(x.dtype).removeprefix("torch.") for x in (*got, lse)]
+    assert kinds == ["bfloat16"] * 4 + ["float32"], f"in BF16: out, three gradients and lse are {', '.join(kinds)}"
+    for name, mine, right in zip(("out", "q's gradient", "k's", "v's"), got, expected, strict=True):
+        error = relative_error(mine.double(), right)
+        assert error < 0.02, f"in BF16, {name} is off by {error:.3f}"
+
+
+def judge_two_blocks() -> None:
+    """Judge two blocks of keys: their out and lse put together by the formula, and the gradients with the sum's lse."""
+    q, k, v, gradient = some_heads(6, keys=10)
+    expected, *gradients = whole_attention(q, k, v, gradient, False)
+    parts = slice(0, 3), slice(3, 10)
+    told = [blocks.plain_forward(q, k[:, part], v[:, part], False) for part in parts]
+    lse = torch.logaddexp(told[0][1], told[1][1])
+    out = sum((part_lse - lse).exp()[..., None] * part for part, part_lse in told)
+    assert relative_error(out, expected) < 1e-9, "two blocks of keys, merged: not the attention over all keys"
+    first, second = (blocks.plain_backward(gradient, q, k[:, p], v[:, p], out, lse, False) for p in parts)
+    sums = first[0] + second[0], torch.cat([first[1], second[1]], 1), torch.cat([first[2], second[2]], 1)
+    for name, mine, right in zip("qkv", sums, gradients, strict=True):
+        assert relative_error(mine, right) < 1e-9, (
+            f"backward of two blocks, with the merged lse: {name}'s gradient is wrong"
+        )

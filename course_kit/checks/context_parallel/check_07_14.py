@@ -1,0 +1,51 @@
+"""Check of exercise 07.14: the megabytes that each method sends, by formula, beside what four ranks send, scaled up."""
+
+from __future__ import annotations
+
+import functools
+
+import torch.distributed as dist
+
+from course_kit.checks.context_parallel.trials import SEQ, method_trial
+from course_kit.labs.tensor_parallel.models import in_groups
+from course_kit.ranks import shared
+from course_lib.context_parallel import model as context
+
+RANKS, TOKENS, HEADS, KV_HEADS, D = 8, 131072, 32, 8, 128  # Llama-3 8B
+
+
+def sent_by_methods(group: dist.ProcessGroup) -> dict[str, int]:
+    """On a rank: bytes sent in forward by each method, of SEQ tokens with as many K/V heads as heads."""
+    return {
+        name: method_trial(group, method, "zigzag", True, 4, 4).forward.bytes
+        for name, method in context.METHODS.items()
+    }
+
+
+@functools.cache
+def measured() -> dict[str, int]:
+    """sent_by_methods on rank 0 of 4."""
+    return shared(4)(in_groups, 4, sent_by_methods)[0]
+
+
+def factor(method: str, n: int, heads: int, kv_heads: int) -> float:
+    """Bytes that a rank of n sends in forward, in sizes of its keys."""
+    if method == "ulysses":
+        return (n - 1) / n * (2 * heads + 2 * kv_heads) / kv_heads
+    return 2 * (n - 1)
+
+
+def check(megabytes_sent: dict[str, float | None]) -> None:
+    """Judge the prediction by the formula; print what this code sends, scaled up."""
+    with shared(4).within(20):
+        sent = measured()
+    keys = TOKENS // RANKS * KV_HEADS * D * 2 / 1e6  # MB of a rank's keys
+    for name in sent:
+        expected, said = factor(name, RANKS, HEADS, KV_HEADS) * keys, megabytes_sent.get(name)
+        assert said and abs(said / expected - 1) < 0.02, (
+            f"{name}: {said} MB is not what this code sends, scaled up from 4 ranks and 16 tokens"
+        )
+    small = 2 * SEQ // 4 * 4 * 8 * 8  # bytes of a rank's keys in the trial: [b, s/n, heads, d] in float64
+    for name, found in sent.items():
+        scaled = found / small / factor(name, 4, 4, 4) * factor(name, RANKS, HEADS, KV_HEADS)
+        print(f"{name:<12}{scaled * keys:>8.0f} MB per rank")

@@ -1,0 +1,143 @@
+"""Check of exercise 07.15: training with context parallelism against one process; positions, cores, refusals."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from course_kit.checks.context_parallel.trials import NotedBlock
+from course_kit.checks.sequence_parallel.cases import told_of
+from course_kit.checks.sequence_parallel.diary import Diary
+from course_kit.labs.sequence_parallel.models import ONE_LAYER, Training, batch_of, one_process
+from course_kit.labs.tensor_parallel.models import TINY, in_groups, relative_error, sgd
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import count_traffic
+from course_lib.context_parallel import model as context
+from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
+from course_lib.sequence_parallel.shards import ORDERS, own_positions, shard_sequence
+from course_lib.single_gpu.model import ModelConfig, Transformer
+
+LAYOUTS = (  # ranks, method, order, model, steps
+    (2, "ring", "zigzag", ONE_LAYER, 2),
+    (4, "ring", "contiguous", ONE_LAYER, 1),
+    (2, "all_gather", "zigzag", TINY, 1),
+    (4, "ulysses", "zigzag", ONE_LAYER, 1),
+)
+
+
+class Told(NamedTuple):
+    """One rank's results of some training steps, with gradients averaged over the group."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]  # of the first step
+    weights: dict[str, torch.Tensor]  # after the last one
+    positions_used: bool  # those that the caller gives are used, and others matter
+    sent: list[str]  # collectives of a forward
+    attended: int  # calls of the block that was given
+
+
+def context_trial(group: dist.ProcessGroup, method: str, order: str, config: ModelConfig, steps: int) -> Told:
+    """Train a model with context parallelism."""
+    model = context.apply_context_parallel(Transformer(config), group, method, order)
+    dp = DataParallel(model, group)
+    optimizer, losses, gradients = sgd(model.parameters()), [], {}
+    batch = tuple(shard_sequence(each, group, order) for each in batch_of(config))
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(parallel_accumulate(dp, [batch]).item())
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+    with torch.no_grad():
+        given = batch[0], own_positions(batch[0].shape[1], group, order)
+        plain, named = model(batch[0]), model(given[0], positions=given[1])
+        same = torch.equal(model(*given), plain) and torch.equal(named, plain)
+        other = torch.equal(model(given[0], positions=given[1] * 2), named)
+        block = NotedBlock(Diary())
+        noted = context.apply_context_parallel(Transformer(config), group, method, order, block)
+        with count_traffic() as traffic:
+            noted(batch[0])
+    sent = sorted({r.collective for r in traffic.records})
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return Told(losses, gradients, weights, same and not other, sent, len(block.diary.events))
+
+
+def context_refusals(group: dist.ProcessGroup) -> tuple[list[str], bool]:
+    """On 4 ranks: the impossible wishes that are granted; and whether a model that was refused is as it was before."""
+    model, said = Transformer(ONE_LAYER), []
+    split = context.apply_context_parallel(Transformer(ONE_LAYER), group)
+    cores = [block.attention.core for block in split.blocks]
+    six = Transformer(ModelConfig(1, 48, 6, 6, 100, 97))
+    stage = context.apply_context_parallel(Transformer(ONE_LAYER), group)
+    stage.embedding = None
+    for wish, attempt in (
+        ("method 'star'", lambda: context.apply_context_parallel(model, group, "star")),
+        ("order 'zag'", lambda: context.apply_context_parallel(model, group, order="zag")),
+        ("Ulysses of 6 heads", lambda: context.apply_context_parallel(six, group, "ulysses")),
+        ("a model that is context parallel already", lambda: context.apply_context_parallel(split, group)),
+        ("12 tokens in 8 chunks", lambda: shard_sequence(torch.zeros(1, 12), group)),
+        ("hidden states without positions", lambda: stage(torch.zeros(1, 2, TINY.hidden))),
+    ):
+        try:
+            attempt()
+            said.append(wish)
+        except ValueError:
+            pass
+    return said, cores == [block.attention.core for block in split.blocks]
+
+
+def wrong_cores(group: dist.ProcessGroup) -> str | None:
+    """On a rank: what is wrong with the cores, for each method and order, or None."""
+    for method, order in itertools.product(context.METHODS, ORDERS):
+        model = context.apply_context_parallel(Transformer(TINY), group, method, order)
+        for number, block in enumerate(model.blocks):
+            core = block.attention.core
+            settings = {"order": "zigzag", "group": None} | getattr(core, "keywords", {})
+            where = f"{method}, {order}: core {number}"
+            if getattr(core, "func", None) is not context.METHODS[method]:
+                return f"{where} is not a functools.partial of METHODS[method]"
+            if settings["order"] != order:
+                return f"{where} gets the order {settings['order']!r}: it would mask the wrong keys"
+            if settings["group"] is not group:
+                return f"{where} does not get the group"
+    return None
+
+
+def check() -> None:
+    """Judge fill_positions and apply_context_parallel on 2 and 4 ranks."""
+    ranks, cases = shared(4), [(n, context_trial, *how) for n, *how in LAYOUTS]
+    with ranks.within(20):
+        for (n, method, order, config, steps), outcome in zip(LAYOUTS, told_of(cases[:1], cases[1:]), strict=True):
+            expected = one_process(config, steps)
+            for rank, told in enumerate(outcome):
+                judge(f"{n} ranks, {method}, {order}, rank {rank}", method, expected, told)
+        for rank, wrong in enumerate(ranks(in_groups, 4, wrong_cores)):
+            assert wrong is None, f"rank {rank}: {wrong}"
+        for rank, (granted, same) in enumerate(ranks(in_groups, 4, context_refusals)):
+            assert not granted, f"rank {rank}: is to be refused: {', '.join(granted)}"
+            assert same, f"rank {rank}: a model that was refused has changed all the same"
+
+
+def judge(where: str, method: str, expected: Training, told: Told) -> None:
+    """Judge the training on one rank."""
+    assert told.sent == {"ring": ["recv", "send"], "ulysses": ["all_to_all"]}.get(method, [method]), (
+        f"{where}: attention sends by {told.sent}: is each block's core the chosen method?"
+    )
+    assert told.attended, f"{where}: the `attention` that was given is never called: hand it on to the method"
+    first, right = told.losses[0], expected.losses[0]
+    assert math.isclose(first, right, rel_tol=1e-6), (
+        f"{where}: the first loss is {first:.6f}, not {right:.6f}: positions, order, group?"
+    )
+    for name, gradient in expected.gradients.items():
+        assert relative_error(told.gradients[name], gradient) < 1e-5, (
+            f"{where}: {name}'s gradient is wrong: positions, order?"
+        )
+        assert relative_error(told.weights[name], expected.weights[name]) < 1e-5, f"{where}: {name} differs in the end"
+    assert np.allclose(told.losses, expected.losses, rtol=1e-5), (
+        f"{where}: losses {told.losses}, one process's are {expected.losses}"
+    )
+    assert told.positions_used, f"{where}: positions that the caller gives are to be used as they are"

@@ -1,0 +1,145 @@
+"""Attention over a sequence in parts, on a rank: its results against one process's, a diary of it, and its traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from course_kit.checks.sequence_parallel.diary import Diary, Event
+from course_kit.labs.context_parallel import some_heads, whole_attention
+from course_kit.labs.tensor_parallel.models import relative_error
+from course_lib.collectives.traffic import Traffic, count_traffic
+from course_lib.context_parallel import attention, blocks
+from course_lib.sequence_parallel.shards import chunks_of
+
+SEQ = 16  # tokens of the sequence
+
+
+def own_tokens(whole: torch.Tensor, group: dist.ProcessGroup, order: str) -> torch.Tensor:
+    """This rank's tokens of a tensor [b, s, ...]."""
+    own = chunks_of(group.rank(), group.size(), order)
+    parts = whole.chunk(len(own) * group.size(), 1)
+    return torch.cat([parts[c] for c in own], 1)
+
+
+def logsumexp(q: torch.Tensor, k: torch.Tensor, causal: bool) -> torch.Tensor:
+    """lse [b, s, a] of all scores."""
+    return blocks.scores(q, k, causal).logsumexp(-1).permute(0, 3, 1, 2).flatten(2)
+
+
+class NotedBlock:
+    """PyTorch's kernels as a block, which notes in a diary how many scores it makes."""
+
+    def __init__(self, diary: Diary):
+        self.diary = diary
+
+    def note(self, q: torch.Tensor, k: torch.Tensor, causal: bool) -> None:
+        rows, columns = q.shape[1], k.shape[1]
+        made = sum(min(i + 1, columns) for i in range(rows)) if causal else rows * columns
+        self.diary.events.append(("attention", made))
+
+    def forward(self, q, k, v, causal):
+        self.note(q, k, causal)
+        return blocks.fused_forward(q, k, v, causal)
+
+    def backward(self, gradient, q, k, v, out, lse, causal):
+        self.note(q, k, causal)
+        return blocks.fused_backward(gradient, q, k, v, out, lse, causal)
+
+
+class Forward(NamedTuple):
+    """One rank's results of a forward."""
+
+    errors: tuple[float, float]  # of out and lse
+    events: list[Event]
+    traffic: Traffic
+    same: bool  # inputs are as before
+
+
+class Backward(NamedTuple):
+    """One rank's results of a backward."""
+
+    errors: list[float]  # of the gradients of q, k, v
+    events: list[Event]
+    traffic: Traffic
+    same: bool  # inputs are as before
+    dtypes: list[torch.dtype]  # of the gradients
+
+
+def forward_trial(group: dist.ProcessGroup, function: str, order: str, causal: bool) -> Forward:
+    """Try a function of course_lib.context_parallel.attention, of this name."""
+    q, k, v, gradient = some_heads(SEQ)
+    expected = whole_attention(q, k, v, gradient, causal)[0], logsumexp(q, k, causal)
+    own = [own_tokens(x, group, order) for x in (q, k, v)]
+    copies = [x.clone() for x in own]
+    with Diary() as diary, count_traffic() as traffic:
+        got = getattr(attention, function)(*own, group, causal, NotedBlock(diary), order)
+    errors = tuple(relative_error(mine, own_tokens(x, group, order)) for mine, x in zip(got, expected, strict=True))
+    return Forward(errors, diary.events, traffic, all(map(torch.equal, own, copies)))
+
+
+def backward_trial(
+    group: dist.ProcessGroup,
+    function: str,
+    order: str,
+    causal: bool,
+    seq: int = SEQ,
+    dtype: torch.dtype = torch.float64,
+) -> Backward:
+    """Try a function of course_lib.context_parallel.attention, of this name. out and lse are one process's."""
+    q, k, v, gradient = some_heads(seq, dtype=dtype)
+    out, *expected = whole_attention(*(x.double() for x in (q, k, v, gradient)), causal)
+    given = [
+        own_tokens(x, group, order).contiguous() for x in (gradient, q, k, v, out.to(dtype), logsumexp(q, k, causal))
+    ]
+    copies = [x.clone() for x in given]
+    with Diary() as diary, count_traffic() as traffic:
+        got = getattr(attention, function)(*given, group, causal, NotedBlock(diary), order)
+    same = all(map(torch.equal, given, copies))
+    errors = [relative_error(m.double(), own_tokens(x, group, order)) for m, x in zip(got, expected, strict=True)]
+    return Backward(errors, diary.events, traffic, same, [x.dtype for x in got])
+
+
+class Both(NamedTuple):
+    """One rank's results of a method that autograd knows."""
+
+    errors: list[float]  # of out and the gradients of q, k, v
+    forward: Traffic
+    backward: Traffic
+    blocks: int  # that forward computes
+
+
+def method_trial(
+    group: dist.ProcessGroup, method: Callable, order: str, causal: bool, heads: int = 4, kv: int = 2
+) -> Both:
+    """Try a function that takes (q, k, v, group, causal, attention, order) and returns out."""
+    q, k, v, gradient = some_heads(SEQ, heads, kv)
+    expected = whole_attention(q, k, v, gradient, causal)
+    own = [own_tokens(x, group, order).contiguous().requires_grad_() for x in (q, k, v)]
+    diary = Diary()
+    with count_traffic() as forward:
+        out = method(*own, group, causal, NotedBlock(diary), order)
+    made = len(diary.events)
+    with count_traffic() as backward:
+        got = out.detach(), *torch.autograd.grad(out, own, own_tokens(gradient, group, order))
+    errors = [relative_error(mine, own_tokens(x, group, order)) for mine, x in zip(got, expected, strict=True)]
+    return Both(errors, forward, backward, made)
+
+
+def part_bytes(n: int) -> int:
+    """Bytes of a rank's k and v in float64, [b, s/n, kv, d] each."""
+    return 2 * 2 * SEQ // n * 2 * 8 * 8
+
+
+def hidden(events: list[Event], word: str) -> int:
+    """The number of transfers of this name that have attention between their start and the first wait for them."""
+    count = 0
+    for place, (what, _) in enumerate(events):
+        if what == f"start {word}":
+            wait = f"wait {word}", place
+            end = [*events, wait].index(wait)
+            count += any(name == "attention" for name, _ in events[place:end])
+    return count

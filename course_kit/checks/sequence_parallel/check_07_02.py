@@ -1,0 +1,86 @@
+"""Check of exercise 07.2: GatheredProducts against one process, and a diary of its backward."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from course_kit.checks.sequence_parallel.cases import told_of
+from course_kit.checks.sequence_parallel.diary import Diary, Event, total, unfinished
+from course_kit.labs.tensor_parallel.models import relative_error
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import count_traffic
+from course_lib.sequence_parallel import model as sequence
+from course_lib.tensor_parallel.by_hand import cut
+
+WISHES = (True, (1, 1, 1)), (False, (1, 1, 1)), (True, (0, 1, 0)), (True, (0, 0, 0))
+
+
+def gathered_trial(
+    group: dist.ProcessGroup, wants_x: bool, wants: tuple[int, ...]
+) -> tuple[dict[str, float], list[Event], list[str], bool]:
+    """Errors by name, the diary of backward, what it sends, and whether it changes what is given to it.
+
+    wants: which of three weights want a gradient.
+    """
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(2, 8, 6, generator=generator)
+    weights = [torch.randn(size, 6, generator=generator) for size in (16, 8, 8)]
+    grads = [torch.randn(2, 8, len(weight), generator=generator) for weight in weights]
+    whole = [t.clone().requires_grad_() for t in (x, *weights)]
+    torch.autograd.backward([F.linear(whole[0], w) for w in whole[1:]], grads)
+    expected = [cut(whole[0].grad, group, 1), *(cut(w.grad, group, 0) for w in whole[1:])]
+    own = [cut(x, group, 1).clone(), *(cut(w, group, 0).clone() for w in weights)]
+    wanted = [t.requires_grad_() for t, want in zip(own, (wants_x, *wants), strict=True) if want]
+    outs = sequence.GatheredProducts.apply(own[0], group, *own[1:])
+    given = [cut(g, group, -1).clone() for g in grads]
+    copies = [g.clone() for g in given]
+    with Diary() as diary, count_traffic() as traffic:
+        got = iter(torch.autograd.grad(outs, wanted, given))
+    named = zip(("x", "weight 0", "weight 1", "weight 2"), expected, (wants_x, *wants), strict=True)
+    errors = {name: relative_error(next(got), right) for name, right, want in named if want}
+    spoiled = not all(torch.equal(g, c) for g, c in zip(given, copies, strict=True))
+    return errors, diary.events, sorted(r.collective for r in traffic.records), spoiled
+
+
+def check() -> None:
+    """Judge GatheredProducts.backward on 2 and 4 ranks."""
+    cases = [(n, gathered_trial, *wish) for n in (2, 4) for wish in WISHES]
+    with shared(4).within(20):
+        for (n, _, wants_x, wants), told in zip(cases, told_of(cases[:1], cases[1:]), strict=True):
+            for rank, found in enumerate(told):
+                where = f"{n} ranks, rank {rank}, gradients for {'x and ' if wants_x else ''}weights {wants}"
+                judge(where, n, wants_x, wants, *found)
+
+
+def judge(
+    where: str,
+    n: int,
+    wants_x: bool,
+    wants: tuple[int, ...],
+    errors: dict[str, float],
+    events: list[Event],
+    sent: list[str],
+    spoiled: bool,
+) -> None:
+    """Judge what one rank did in one case."""
+    each = [16 * 6 * size // n for size in (16, 8, 8)]  # multiplications of one product
+    assert not unfinished(events), f"{where}: a transfer is never waited for"
+    for name, error in errors.items():
+        assert error < 1e-5, f"{where}: the gradient of {name} is not one process's"
+    assert not spoiled, f"{where}: a gradient that was given to backward has changed"
+    wanted = ["all_gather"] * any(wants) + ["reduce_scatter"] * wants_x
+    assert sent == wanted, f"{where}: backward sends {sent}, {wanted} is wanted"
+    words, done = [word for word, _ in events], total(events, "product")
+    of_weights = sum(e for e, want in zip(each, wants, strict=True) if want)
+    assert done == wants_x * sum(each) + of_weights, (
+        f"{where}: {done} multiplications, {wants_x * sum(each) + of_weights} are enough: who needs them?"
+    )
+    if not (wants_x and any(wants)):
+        return
+    for name, word, enough in (("all-gather", "gather", sum(each)), ("reduce-scatter", "scatter", of_weights)):
+        beside = total(events[words.index(f"start {word}") : words.index(f"wait {word}")], "product")
+        assert beside >= enough, (
+            f"{where}: {beside} multiplications while the {name} is on its way, {enough} could hide it"
+        )

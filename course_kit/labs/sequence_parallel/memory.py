@@ -1,0 +1,94 @@
+"""Bytes that a rank keeps for backward: of Korthikanti's GPT layer, and of the course's own model."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from course_kit.labs.sequence_parallel.drift import swap_gates
+from course_kit.labs.sequence_parallel.models import batch_of, split_model
+from course_lib.recompute.modes import Recomputed, kept_bytes
+from course_lib.single_gpu.model import PRESETS, ModelConfig
+from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, project_together
+from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
+
+
+class SplitGPTLayer(nn.Module):
+    """LayerNorm, attention, dropout; LayerNorm, GELU MLP of 4h, dropout; the matrices split over `group`."""
+
+    def __init__(self, hidden: int, heads: int, group: dist.ProcessGroup):
+        super().__init__()
+        linear = functools.partial(nn.Linear, bias=False)
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(2))
+        self.qkv = nn.ModuleList(ColumnParallelLinear(linear(hidden, hidden), group) for _ in range(3))
+        self.out, self.down = (RowParallelLinear(linear(n * hidden, hidden), group) for n in (1, 4))
+        self.up = ColumnParallelLinear(linear(hidden, 4 * hidden), group)
+        self.heads, self.core = heads // group.size(), Recomputed(self.attend)
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention of this rank's heads, causal, with dropout; all [b, s, a/t, d]."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        future = torch.full((q.shape[2], q.shape[2]), -torch.inf, dtype=q.dtype).triu(1)
+        scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + future
+        return (torch.native_dropout(scores.softmax(-1), 0.1, True)[0] @ v).transpose(1, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in project_together(self.norms[0](x), list(self.qkv)))
+        x = x + torch.native_dropout(self.out(self.core(q, k, v).flatten(-2)), 0.1, True)[0]
+        return x + torch.native_dropout(self.down(F.gelu(self.up(self.norms[1](x)))), 0.1, True)[0]
+
+
+def gpt_kept(
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    layers: int = 3,
+    b: int = 2,
+    s: int = 128,
+    h: int = 64,
+    a: int = 4,
+) -> float:
+    """Bytes that a rank keeps of some layers in BF16, in sbh of one layer. The scores are computed again."""
+    stack = nn.Sequential(*(SplitGPTLayer(h, a, group) for _ in range(layers))).bfloat16()
+    if sequence_parallel:
+        swap_gates(stack)
+    x = torch.randn(b, s // group.size() if sequence_parallel else s, h, dtype=torch.bfloat16, requires_grad=True)
+
+    def forward():
+        out = stack(x)
+        time.sleep(0.02)  # gloo's threads let go of the last tensor
+        return out
+
+    # x was there before and is not counted; the last layer's output, as large, is counted in its place
+    return kept_bytes(stack, forward) / (layers * b * s * h)
+
+
+def saved_bytes(model: nn.Module, forward) -> int:
+    """Bytes of the storages that forward() saves for backward, without those of the model's parameters."""
+    own, kept = {p.untyped_storage()._cdata for p in model.parameters()}, {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        result = forward()  # noqa: F841  (it holds the graph, so that no storage comes twice)
+    return sum(kept.values())
+
+
+def kept_by_rank(
+    group: dist.ProcessGroup,
+    sequence_parallel: bool,
+    config: ModelConfig = PRESETS["small"],
+    batch: int = 4,
+    seq: int = 128,
+) -> int:
+    """On a rank: bytes that a forward of the split model keeps for backward."""
+    model, (inputs, targets) = split_model(config, group, sequence_parallel), batch_of(config, batch, seq)
+    return saved_bytes(model, lambda: vocab_parallel_cross_entropy(model(inputs), targets, group, config.vocab))

@@ -1,0 +1,76 @@
+"""A small model with tensor and sequence parallelism, its batch, and its training in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_kit.labs.tensor_parallel.models import TINY, sgd
+from course_kit.ranks import shared
+from course_lib.sequence_parallel import model as sequence
+from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.shards import materialize
+
+ONE_LAYER = dataclasses.replace(TINY, layers=1)  # for checks: in half the time
+
+
+def batch_of(config: ModelConfig = TINY, batch: int = 2, seq: int = 16) -> torch.Tensor:
+    """Inputs and targets, each [b, s]: whole sequences, the same on all ranks."""
+    return torch.randint(config.vocab, (2, batch, seq), generator=torch.Generator().manual_seed(100))
+
+
+def split_model(
+    config: ModelConfig, group: dist.ProcessGroup, sequence_parallel: bool = True, meta: bool = False, **options
+) -> nn.Module:
+    """A model of `config` for seed 0: tensor parallel, and sequence parallel unless told otherwise; meta: on the meta
+    device first. options: those of apply_sequence_parallel. Collective.
+    """
+    with torch.device("meta" if meta else "cpu"):
+        model = Transformer(config)
+    apply_tensor_parallel(model, group)
+    if sequence_parallel:
+        sequence.apply_sequence_parallel(model, group, **options)
+    if not meta:
+        return model
+    return materialize(model, lambda name, tensor: init_parameter(name, tensor, config))
+
+
+def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients of a model that tensor parallelism has split, each gathered. Collective."""
+    named = dict(model.named_parameters())
+    gathered = {name: p.tensor_shard.gather(p.grad) for name, p in named.items() if hasattr(p, "tensor_shard")}
+    return {name: gathered.get(name, p.grad).clone() for name, p in named.items()}
+
+
+class Training(NamedTuple):
+    """Losses by step, the first step's gradients, and the weights after the last one."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def process_trial(config: ModelConfig, steps: int, lr: float) -> Training:
+    """Train in one process."""
+    model, losses, gradients = Transformer(config), [], {}
+    optimizer, (inputs, targets) = sgd(model.parameters(), lr), batch_of(config)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        step_loss = loss(model(inputs), targets)
+        step_loss.backward()
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        losses.append(step_loss.item())
+        optimizer.step()
+    return Training(losses, gradients, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+@functools.cache
+def one_process(config: ModelConfig, steps: int = 3, lr: float = 0.5) -> Training:
+    """The training of one process. It runs on a rank: there, what an optimizer imports is at hand."""
+    return shared(4)(process_trial, config, steps, lr)[0]
