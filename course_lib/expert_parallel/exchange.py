@@ -1,14 +1,3 @@
-from __future__ import annotations
-
-from collections.abc import Callable
-
-import torch
-import torch.distributed as dist
-
-from course_lib.expert_parallel.experts import AddByToken, TakeByToken
-from course_lib.tensor_parallel.linear import as_autocast
-from course_lib.tensor_parallel.regions import OnceDifferentiable
-
 """Dispatch and combine: tokens go to the ranks that hold their experts, and what these make of them comes back.
 
     x [t, h], gates [t, E]      each rank's own tokens
@@ -25,6 +14,17 @@ computed while the first dispatch travels, and its backward while that dispatch'
 Lepikhin et al. 2020 (GShard); Rajbhandari et al. 2022 (DeepSpeed-MoE: two hops); DeepSeek-V3 2024, §3.2.2.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from course_lib.expert_parallel.experts import AddByToken, TakeByToken
+from course_lib.tensor_parallel.linear import as_autocast
+from course_lib.tensor_parallel.regions import OnceDifferentiable
+
 
 class Transfer:
     """Rows on their way between the ranks of a group: sends[i] of them to rank i, receives[i] from it; or, home, the
@@ -35,6 +35,7 @@ class Transfer:
         self.group, self.sends, self.receives = group, sends, receives
         self.under_way = []  # a pair for each tensor: the work, and what comes
 
+    # exercise 08.12
     def start(self, tensors: tuple[torch.Tensor, ...], home: bool = False) -> tuple[torch.Tensor, ...]:
         """Start to send the rows of each tensor [sum(sends), ...], the first sends[0] to rank 0 and so on. Returns of
         each what comes, rank by rank [sum(receives), ...], to be read after finish(). Collective.
@@ -46,6 +47,7 @@ class Transfer:
             self.under_way.append((work, comes))
         return tuple(comes for _, comes in self.under_way)
 
+    # exercise 08.12
     def finish(self) -> tuple[torch.Tensor, ...]:
         """Wait until all is there that was started, each once; returns it, and empties under_way."""
         for work, _ in self.under_way:
@@ -110,6 +112,7 @@ def read_sizes(rows: torch.Tensor, choices: torch.Tensor, group) -> tuple[list[i
     return sends, receives, sum(arriving)
 
 
+# exercise 08.13
 def exchanged(
     x: torch.Tensor,
     gates: torch.Tensor,

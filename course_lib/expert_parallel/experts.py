@@ -51,6 +51,7 @@ class Experts(nn.Module):
         return self.compute(self, x, gates, choices)
 
 
+# exercise 08.2
 def loop_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: int) -> torch.Tensor:
     """One expert after the other. x: [t, h]; gates: [t, E]; returns [t, h]."""
     x, *weights = experts.weights(x)
@@ -107,6 +108,7 @@ def grouped_products(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tenso
     return out
 
 
+# exercise 08.3
 def sorted_choices(gates: torch.Tensor, choices: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """expert [choices] and token [choices] of all choices, by expert; and where each expert's end, int32 [E]."""
     by_expert = gates.detach().t()
@@ -114,6 +116,7 @@ def sorted_choices(gates: torch.Tensor, choices: int) -> tuple[torch.Tensor, tor
     return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
 
 
+# exercise 08.3
 def grouped_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: int) -> torch.Tensor:
     """Tokens sorted by expert, three products for all. x: [t, h]; gates: [t, E]; returns [t, h]."""
     x, gate, up, down = experts.weights(x)
@@ -125,6 +128,7 @@ def grouped_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choi
     return AddByToken.apply(rows, token, len(x)).to(x.dtype)
 
 
+# exercise 08.4
 def batched_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, slots: int) -> torch.Tensor:
     """Each expert computes `slots` rows, those of its largest gates. x: [t, h]; gates: [t, E]; returns [t, h]."""
     x, gate, up, down = experts.weights(x)

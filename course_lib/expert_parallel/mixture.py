@@ -76,6 +76,7 @@ def check_moe(model: Transformer, experts: int, top_k: int, **routing) -> None:
     Routing(experts, top_k, **routing)
 
 
+# exercise 08.5
 def run_here(x: torch.Tensor, gates: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
     """All experts are on this rank. x: [b, s, h]; gates: [b, s, E]; returns [b, s, h]."""
     rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
@@ -86,6 +87,7 @@ def run_here(x: torch.Tensor, gates: torch.Tensor, routing: Routing, experts: Ex
     return out.view_as(x)
 
 
+# exercise 08.5
 def apply_moe(
     model: Transformer,
     experts: int,
@@ -96,8 +98,9 @@ def apply_moe(
     **routing,
 ) -> Transformer:
     """Put a mixture in the place of each block's MLP, in place; returns the model. Arguments: see MoE; seed: of its
-    initial values (init_parameter). The model may be on the meta device. First of all verbs. `model.active_config` has
-    the sizes of what one token goes through. Raises ValueError, and changes nothing, where `check_moe` refuses.
+    initial values (init_parameter). The model may be on the meta device. Comes before all other transforms.
+    `model.active_config` has the sizes of what one token goes through. Raises ValueError, and changes nothing, where
+    `check_moe` refuses.
     """
     check_moe(model, experts, top_k, **routing)
     for number, block in enumerate(model.blocks):
@@ -112,6 +115,7 @@ def apply_moe(
     return model
 
 
+# exercise 08.6
 def mixture_params(
     config: ModelConfig,
     experts: int,

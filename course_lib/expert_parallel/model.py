@@ -131,6 +131,7 @@ def check_expert_parallel(
         check_batch_group(block, batch_group or groups[0])
 
 
+# exercise 08.16
 def apply_expert_parallel(
     model: nn.Module,
     group: dist.ProcessGroup | list[dist.ProcessGroup] | None = None,
@@ -170,6 +171,7 @@ def apply_expert_parallel(
     return model
 
 
+# exercise 08.17
 def dispatch_ratio(
     copies: float,
     top_k: int,

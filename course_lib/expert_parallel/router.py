@@ -28,6 +28,7 @@ from course_lib.tensor_parallel.regions import OnceDifferentiable
 from course_lib.zero.full_sharding import in_backward
 
 
+# exercise 08.1
 def top_k_gates(scores: torch.Tensor, ranking: torch.Tensor, k: int) -> torch.Tensor:
     """Gates [..., E] of the k experts that stand highest in `ranking` [..., E], 0 for the others.
 
@@ -156,6 +157,7 @@ class LateBalance(OnceDifferentiable):
         return gradient * found, None, None
 
 
+# exercise 08.8
 def balance_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """E sum f_i P_i, a scalar: 1 for even shares. scores: [..., E]; counts: [E], the choices of each expert, of these
     tokens or of all ranks' (then the mean of the ranks' losses is the loss of all tokens).
@@ -164,11 +166,13 @@ def balance_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return len(counts) * (counts / counts.sum() * shares).sum()
 
 
+# exercise 08.8
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
     """Mean (log sum exp logits)² over the tokens, a scalar. logits: [..., E]."""
     return logits.logsumexp(-1).square().mean()
 
 
+# exercise 08.9
 class RouterLoss(OnceDifferentiable):
     """The gates, unchanged. Backward gives `extra` the gradient router.loss_weight, as if it had been added to the
     loss, and adds `counts` to router.counts: once for each micro-batch, even where forward is replayed.
@@ -191,6 +195,7 @@ def routers_of(model: nn.Module) -> list[Router]:
     return [module for module in model.modules() if isinstance(module, Router)]
 
 
+# exercise 08.10
 @torch.no_grad()
 def take_counts(model: nn.Module) -> torch.Tensor:
     """How many tokens chose each expert, by router [R, E], in all backwards since the last call and on all ranks of the
@@ -208,6 +213,7 @@ def take_counts(model: nn.Module) -> torch.Tensor:
     return counts
 
 
+# exercise 08.10
 @torch.no_grad()
 def update_bias(model: nn.Module, counts: torch.Tensor, rate: float) -> None:
     """After a step, move each expert's bias by `rate`: down where it had more than the mean of `counts` [R, E], up
@@ -219,12 +225,14 @@ def update_bias(model: nn.Module, counts: torch.Tensor, rate: float) -> None:
         router.bias.add_(step)
 
 
+# exercise 08.11
 def within_capacity(gates: torch.Tensor, slots: int) -> torch.Tensor:
     """The gates [..., E], 0 where an expert has had `slots` tokens already; earlier tokens come first."""
     place = (gates.detach() != 0).flatten(0, -2).cumsum(0).view_as(gates)
     return gates * (place <= slots)
 
 
+# exercise 08.15
 def within_nodes(ranking: torch.Tensor, nodes: int, limit: int, k: int) -> torch.Tensor:
     """The ranking [..., E], -inf outside of the `limit` nodes with the best sum of their ceil(k / limit) best. The
     experts of a node are one of `nodes` equal parts. DeepSeek-V3 2024, §2.1.2.

@@ -1,20 +1,7 @@
 """Right answers in another style than the solutions, that the checks of notebook 08 must accept."""
 
-
 # %% 08.1 a mask
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 def top_k_gates(scores: torch.Tensor, ranking: torch.Tensor, k: int) -> torch.Tensor:
-    """Gates [..., E] of the k experts that stand highest in `ranking` [..., E], 0 for the others.
-
-    Those of the chosen are above 0: their scores [..., E], for k > 1 divided by their sum.
-    """
     places = torch.topk(ranking, k, dim=-1)[1]
     mask = torch.zeros_like(scores).scatter_(-1, places, 1.0)
     least = torch.finfo(scores.dtype).tiny
@@ -23,10 +10,8 @@ def top_k_gates(scores: torch.Tensor, ranking: torch.Tensor, k: int) -> torch.Te
         kept = kept / kept.sum(dim=-1, keepdim=True).clamp_min(least)
     return torch.where(mask > 0, kept.clamp_min(least), torch.zeros_like(kept))
 
-
 # %% 08.2 by number, a list of parts
 def loop_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: int) -> torch.Tensor:
-    """One expert after the other. x: [t, h]; gates: [t, E]; returns [t, h]."""
     x, gate, up, down = experts.weights(x)
     parts = x.new_zeros(x.shape, dtype=gates.dtype)
     for number in range(gates.shape[1]):
@@ -37,10 +22,8 @@ def loop_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices
         parts = torch.index_add(parts, 0, rows, made.to(parts.dtype))
     return parts.to(x.dtype)
 
-
 # %% 08.3 the choices by a stable sort
 def sorted_choices(gates: torch.Tensor, choices: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """expert [choices] and token [choices] of all choices, by expert; and where each expert's end, int32 [E]."""
     chosen = gates.detach() != 0  # [t, E]
     numbers = chosen.t().flatten().to(torch.int8).argsort(descending=True, stable=True)[:choices]
     expert = torch.div(numbers, len(gates), rounding_mode="floor")
@@ -48,7 +31,6 @@ def sorted_choices(gates: torch.Tensor, choices: int) -> tuple[torch.Tensor, tor
 
 
 def grouped_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: int) -> torch.Tensor:
-    """Tokens sorted by expert, three products for all. x: [t, h]; gates: [t, E]; returns [t, h]."""
     x, *weights = experts.weights(x)
     expert, token, ends = sorted_choices(gates, choices)
     rows = x[token]
@@ -57,10 +39,8 @@ def grouped_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choi
     out = out * gates[token, expert].unsqueeze(1)
     return AddByToken.apply(out, token, x.shape[0]).to(x.dtype)
 
-
 # %% 08.4 batches of products
 def batched_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, slots: int) -> torch.Tensor:
-    """Each expert computes `slots` rows, those of its largest gates. x: [t, h]; gates: [t, E]; returns [t, h]."""
     x, gate, up, down = experts.weights(x)
     best = torch.topk(gates, min(slots, x.shape[0]), dim=0)
     token, row_gates = best.indices.t(), best.values.t()  # [E, slots]
@@ -69,10 +49,8 @@ def batched_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, slot
     out = torch.bmm(hidden, down.mT) * row_gates.unsqueeze(-1)
     return AddByToken.apply(out.reshape(-1, x.shape[1]), token.reshape(-1), x.shape[0]).to(x.dtype)
 
-
 # %% 08.5 another order
 def run_here(x: torch.Tensor, gates: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
-    """All experts are on this rank. x: [b, s, h]; gates: [b, s, E]; returns [b, s, h]."""
     flat_x, flat_gates = x.reshape(-1, x.shape[-1]), gates.reshape(-1, gates.shape[-1])
     tokens = flat_x.shape[0]
     if routing.capacity is not None:
@@ -89,12 +67,6 @@ def apply_moe(
     seed: int = 0,
     **routing,
 ) -> Transformer:
-    """Put a mixture in the place of each block's MLP, in place; returns the model. Arguments: see MoE; seed: of its
-    initial values (init_parameter). The model may be on the meta device. First of all verbs.
-
-    `model.active_config` has the sizes of what one token goes through. Raises ValueError, and changes nothing, where
-    the numbers do not fit together, or a block has no MLP of the model's own.
-    """
     check_moe(model, experts, top_k, **routing)
     for number, block in enumerate(model.blocks):
         old = block.mlp.down_proj.weight
@@ -109,11 +81,7 @@ def apply_moe(
     model.active_config = active_config(model.config, sizes)
     return model
 
-
 # %% 08.6 layers of both kinds
-from course_lib.single_gpu.memory import parameter_parts
-
-
 def mixture_params(
     config: ModelConfig,
     experts: int,
@@ -123,11 +91,6 @@ def mixture_params(
     dense_layers: int = 0,
     attention: int | None = None,
 ) -> tuple[int, int]:
-    """Parameters of a mixture, and those among them that one token goes through.
-
-    dense_layers: how many layers keep the MLP of `config`; attention: parameters of a layer's attention, where it is
-    another than the course's.
-    """
     parts, h = parameter_parts(config), config.hidden
     of_expert = 3 * h * (config.ffn_hidden if ffn_hidden is None else ffn_hidden)
     around = parts["norms"] + (attention if attention is not None else parts["q_o"] + parts["kv"])
@@ -138,7 +101,6 @@ def mixture_params(
         return outside + mixed + dense_layers * (around + parts["mlp"])
 
     return total(experts), total(top_k)
-
 
 # %% 08.7 read off by hand
 # Set diagnosis: for each letter one of "sound", "detached", "rewarded", "normalised".
@@ -153,12 +115,8 @@ for letter in lab_runs:
         ("normalised" if tokens.max() == 1024 else "detached") if still else ("rewarded" if share > 0.4 else "sound")
     )
 
-
 # %% 08.8 by a product of vectors
 def balance_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """E sum f_i P_i, a scalar: 1 for even shares. scores: [..., E]; counts: [E], the choices of each expert, of these
-    tokens or of all ranks' (then the mean of the ranks' losses is the loss of all tokens).
-    """
     experts = counts.numel()
     probabilities = scores / scores.sum(dim=-1, keepdim=True)
     mean = probabilities.reshape(-1, experts).mean(dim=0)
@@ -167,16 +125,10 @@ def balance_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """Mean (log sum exp logits)² over the tokens, a scalar. logits: [..., E]."""
     return torch.mean(torch.logsumexp(logits, dim=-1) ** 2)
-
 
 # %% 08.9 both in one place
 class RouterLoss(torch.autograd.Function):
-    """The gates, unchanged. Backward gives `extra` the gradient router.loss_weight, as if it had been added to the
-    loss, and adds `counts` to router.counts: once for each micro-batch, even where forward is replayed.
-    """
-
     @staticmethod
     def forward(ctx, gates: torch.Tensor, extra: torch.Tensor, counts: torch.Tensor, router: Router) -> torch.Tensor:
         ctx.of_router = router, counts
@@ -191,18 +143,9 @@ class RouterLoss(torch.autograd.Function):
             router.counts = router.counts + counts
         return gradient, torch.full((), router.loss_weight, dtype=gradient.dtype, device=gradient.device), None, None
 
-
 # %% 08.10 a table that is filled
-def routers_of(model: nn.Module) -> list[Router]:
-    """The routers of a model, in order."""
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
 @torch.no_grad()
 def take_counts(model: nn.Module) -> torch.Tensor:
-    """How many tokens chose each expert, by router [R, E], in all backwards since the last call and on all ranks of the
-    routers' batch_group, which is the same for all. Collective over it.
-    """
     routers = routers_of(model)
     if len(routers) == 0:
         return torch.empty(0, 0, dtype=torch.int64)
@@ -219,49 +162,36 @@ def take_counts(model: nn.Module) -> torch.Tensor:
 
 @torch.no_grad()
 def update_bias(model: nn.Module, counts: torch.Tensor, rate: float) -> None:
-    """After a step, move each expert's bias by `rate`: down where it had more than the mean of `counts` [R, E], up
-    where it had less. Wang et al. 2024, algorithm 1.
-    """
     for router, row in zip(routers_of(model), counts):
         excess = row - row.float().mean()
         router.bias -= rate * torch.sign(excess)
 
-
 # %% 08.11 where, and the tokens in a row
 def within_capacity(gates: torch.Tensor, slots: int) -> torch.Tensor:
-    """The gates [..., E], 0 where an expert has had `slots` tokens already; earlier tokens come first."""
     flat = gates.detach().reshape(-1, gates.shape[-1])
     before = torch.cumsum((flat > 0).int(), dim=0).reshape(gates.shape)
     return torch.where(before > slots, torch.zeros_like(gates), gates)
 
-
 # %% 08.12 a list of buffers, and the last one waited for first
-class Transfer:
-    """Sends rows, and their gradients home."""
+def start(self: Transfer, tensors, home=False):
+    lists = self.sends, self.receives
+    goes, comes = reversed(lists) if home else lists
+    shapes = [(sum(comes), *tensor.shape[1:]) for tensor in tensors]
+    came = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, tensors)]
+    splits = {"output_split_sizes": comes, "input_split_sizes": goes}
+    for to, x in zip(came, tensors):
+        work = dist.all_to_all_single(to, x.contiguous(), **splits, group=self.group, async_op=True)
+        self.under_way.append((work, to))
+    return tuple(came)
 
-    def __init__(self, group, sends, receives):
-        self.group, self.lists, self.under_way = group, (sends, receives), []
 
-    def start(self, tensors, home=False):
-        """All buffers first."""
-        goes, comes = reversed(self.lists) if home else self.lists
-        shapes = [(sum(comes), *tensor.shape[1:]) for tensor in tensors]
-        came = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, tensors)]
-        splits = {"output_split_sizes": comes, "input_split_sizes": goes}
-        for to, x in zip(came, tensors):
-            work = dist.all_to_all_single(to, x.contiguous(), **splits, group=self.group, async_op=True)
-            self.under_way.append((work, to))
-        return tuple(came)
-
-    def finish(self):
-        """From the end."""
-        came = []
-        while self.under_way:
-            work, rows = self.under_way.pop()
-            work.wait()
-            came.insert(0, rows)
-        return tuple(came)
-
+def finish(self: Transfer):
+    came = []
+    while self.under_way:
+        work, rows = self.under_way.pop()
+        work.wait()
+        came.insert(0, rows)
+    return tuple(came)
 
 # %% 08.13 one index into tokens and ranks
 def exchanged(
@@ -272,13 +202,6 @@ def exchanged(
     compute: Callable,
     meanwhile: Callable | None = None,
 ) -> torch.Tensor:
-    """What the experts of all ranks make of this rank's tokens: [t, h], in autocast's dtype where it is on.
-
-    x: [t, h]; gates: [t, E]: those of rank i's experts are the i-th of n equal parts; choices: not needed here, so that
-    an exchange can be the `compute` of another. compute(rows [r, h], gates [r, E/n], choices) -> [r, h] is called on
-    what has come. meanwhile(), where there is one, is called while rows are on their way there. Ranks may have
-    different numbers of tokens. Collective, backward too.
-    """
     (x,), n = as_autocast(x), group.size()
     by_rank_gates = gates.view(len(gates), n, gates.shape[1] // n).transpose(0, 1)  # [n, t, E/n]
     chosen = by_rank_gates.detach() != 0
@@ -293,7 +216,6 @@ def exchanged(
     (back,) = send_rows(group, receives, sends, made)
     return torch.zeros_like(x, dtype=torch.float32).index_add(0, token, back.float()).to(x.dtype)
 
-
 # %% 08.14 by a product of shares
 # Set copies: by (experts, k, ranks), how many other ranks a token goes to on average.
 copies = {(8, 2, 4): None, (8, 2, 8): None, (256, 8, 8): None}
@@ -303,19 +225,14 @@ for experts, k, ranks in copies:
         none *= (outside - drawn) / (experts - drawn)
     copies[experts, k, ranks] = (ranks - 1) * (1 - none)
 
-
 # %% 08.15 by an additive mask
 def within_nodes(ranking: torch.Tensor, nodes: int, limit: int, k: int) -> torch.Tensor:
-    """The ranking [..., E], -inf outside of the `limit` nodes with the best sum of their ceil(k / limit) best. The
-    experts of a node are one of `nodes` equal parts. DeepSeek-V3 2024, §2.1.2.
-    """
     size = ranking.shape[-1] // nodes
     parts = ranking.view(*ranking.shape[:-1], nodes, size)
     strength = parts.topk(math.ceil(k / limit), dim=-1)[0].sum(dim=-1)
     best = strength.topk(limit, dim=-1)[1]
     outside = torch.ones_like(strength, dtype=torch.bool).scatter_(-1, best, False)
     return torch.where(outside.repeat_interleave(size, dim=-1), -math.inf, ranking)
-
 
 # %% 08.16 weight by weight
 def apply_expert_parallel(
@@ -325,19 +242,6 @@ def apply_expert_parallel(
     batch_group: dist.ProcessGroup | None = None,
     tp_group: dist.ProcessGroup | None = None,
 ) -> nn.Module:
-    """Spread the experts of each mixture of a `Transformer` over the ranks of `group`, in place; returns the model.
-
-    group: ranks with different tokens; or a list of two, the nodes (ranks of one number in each) and the ranks of a
-    node: then tokens cross to a node once. reduce_group: the ranks that hold the same experts, dp/ep of them; None:
-    this one alone. batch_group: all ranks whose tokens make up the batch, the tensor-parallel ones too where they split
-    the sequence; None: those of a single `group`. tp_group: ranks that share each expert's matrices; they have the same
-    tokens, or parts of the same sequences under sequence parallelism. After apply_moe, apply_tensor_parallel and
-    apply_sequence_parallel. The model may be on the meta device (then `materialize` it). Without a reduce_group
-    collective over the default group.
-
-    Raises ValueError, and changes nothing, where there is no mixture, the ranks do not divide it, or batch_group is
-    missing or does not fit.
-    """
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
     blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
     check_expert_parallel(blocks, groups, batch_group, tp_group)
@@ -364,7 +268,6 @@ def apply_expert_parallel(
         mixture.run = functools.partial(run_exchanged, leave=leave, enter=enter, compute=run)
     return model
 
-
 # %% 08.17 two times of a number
 def dispatch_ratio(
     copies: float,
@@ -375,11 +278,6 @@ def dispatch_ratio(
     dispatch_bytes: float = 2,
     combine_bytes: float = 2,
 ) -> float:
-    """Time of dispatch and combine over that of the experts between them, in forward; hidden size and tokens cancel.
-
-    copies: to how many other ranks (or nodes) a token goes; top_k: experts of a token, shared ones too; bandwidth:
-    bytes a second of a GPU on the link that is crossed; peak: floating-point operations a second; bytes: of a number.
-    """
     exchange_s = copies * (dispatch_bytes + combine_bytes) / bandwidth
     products_s = 2 * 3 * ffn_hidden * top_k / peak
     return exchange_s / products_s

@@ -1,30 +1,13 @@
 """Wrong answers that the checks of notebook 08 must catch. None of them hangs."""
 
 # %% 08.1 gates are not divided by their sum
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 def top_k_gates(scores, ranking, k):
 
     chosen = ranking.topk(k, dim=-1).indices
     gates = scores.gather(-1, chosen).clamp(min=torch.finfo(scores.dtype).tiny)
     return torch.zeros_like(scores).scatter(-1, chosen, gates)
 
-
 # %% 08.1 divided for k = 1 too
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 def top_k_gates(scores, ranking, k):
 
     chosen = ranking.topk(k, dim=-1).indices
@@ -32,32 +15,14 @@ def top_k_gates(scores, ranking, k):
     gates = (gates / gates.sum(-1, keepdim=True)).clamp(min=torch.finfo(gates.dtype).tiny)
     return torch.zeros_like(scores).scatter(-1, chosen, gates)
 
-
 # %% 08.1 the scores choose, the ranking is ignored
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 def top_k_gates(scores, ranking, k):
 
     gates, chosen = scores.topk(k, dim=-1)
     gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
     return torch.zeros_like(scores).scatter(-1, chosen, gates.clamp(min=torch.finfo(gates.dtype).tiny))
 
-
 # %% 08.1 the ranking's values are the gates
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 def top_k_gates(scores, ranking, k):
 
     gates, chosen = ranking.topk(k, dim=-1)
@@ -65,32 +30,14 @@ def top_k_gates(scores, ranking, k):
     gates = gates + 0 * scores.sum(-1, keepdim=True)
     return torch.zeros_like(scores).scatter(-1, chosen, gates.clamp(min=torch.finfo(gates.dtype).tiny))
 
-
 # %% 08.1 a mask, and no clamp
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 def top_k_gates(scores, ranking, k):
 
     mask = torch.zeros_like(scores).scatter(-1, ranking.topk(k, dim=-1).indices, 1.0)
     gates = scores * mask
     return gates / gates.sum(-1, keepdim=True) if k > 1 else gates
 
-
 # %% 08.1 all gates are clamped, chosen or not
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 def top_k_gates(scores, ranking, k):
 
     mask = torch.zeros_like(scores).scatter(-1, ranking.topk(k, dim=-1).indices, 1.0)
@@ -98,16 +45,7 @@ def top_k_gates(scores, ranking, k):
     gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
     return gates.clamp(min=torch.finfo(gates.dtype).tiny)
 
-
 # %% 08.1 a threshold: more than k where scores are equal
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 def top_k_gates(scores, ranking, k):
 
     chosen = ranking >= ranking.topk(k, dim=-1).values[..., -1:]
@@ -115,16 +53,7 @@ def top_k_gates(scores, ranking, k):
     gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
     return torch.where(chosen, gates.clamp(min=torch.finfo(gates.dtype).tiny), 0)
 
-
 # %% 08.1 a softmax of the chosen scores
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 def top_k_gates(scores, ranking, k):
 
     chosen = ranking.topk(k, dim=-1).indices
@@ -132,16 +61,7 @@ def top_k_gates(scores, ranking, k):
     gates = gates.softmax(-1) if k > 1 else gates
     return torch.zeros_like(scores).scatter(-1, chosen, gates)
 
-
 # %% 08.1 filled in without a gradient
-import math
-
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-
-
 def top_k_gates(scores, ranking, k):
 
     chosen = ranking.topk(k, dim=-1).indices
@@ -150,7 +70,6 @@ def top_k_gates(scores, ranking, k):
     out = torch.zeros_like(scores)
     out.scatter_(-1, chosen, gates.detach().clamp(min=torch.finfo(gates.dtype).tiny))
     return out + 0 * scores
-
 
 # %% 08.2 fake: all tokens through all experts, masked by their gates
 def loop_experts(experts, x, gates, choices):
@@ -162,7 +81,6 @@ def loop_experts(experts, x, gates, choices):
         out = out + rows * gates[:, e, None]
     return out.to(x.dtype)
 
-
 # %% 08.2 fake: one product of all tokens with all experts
 def loop_experts(experts, x, gates, choices):
 
@@ -170,107 +88,35 @@ def loop_experts(experts, x, gates, choices):
     rows = swiglu(x @ gate.transpose(1, 2), x @ up.transpose(1, 2)) @ down.transpose(1, 2)
     return (rows * gates.t()[..., None]).sum(0).to(x.dtype)
 
-
 # %% 08.2 experts without a token are left out
-def loop_experts(experts, x, gates, choices):
-
-    x, *weights = experts.weights(x)
-    out = torch.zeros_like(x, dtype=gates.dtype)
-    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
-        token = gates.detach()[:, e].nonzero().squeeze(1)
-        if len(token) == 0:
-            continue
-        rows = x[token]
-        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
-        out = out.index_add(0, token, rows * gates[token, e, None])
-    return out.to(x.dtype)
-
+token = gates.detach()[:, e].nonzero().squeeze(1)
+=>
+token = gates.detach()[:, e].nonzero().squeeze(1)
+if len(token) == 0:
+    continue
 
 # %% 08.2 a second choice overwrites the first
-def loop_experts(experts, x, gates, choices):
-
-    x, *weights = experts.weights(x)
-    out = torch.zeros_like(x, dtype=gates.dtype)
-    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
-        token = gates.detach()[:, e].nonzero().squeeze(1)
-        rows = x[token]
-        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
-        out = out.index_copy(0, token, (rows * gates[token, e, None]).to(out.dtype))
-    return out.to(x.dtype)
-
+out = out.index_add(0, token, rows * gates[token, e, None])
+=>
+out = out.index_copy(0, token, (rows * gates[token, e, None]).to(out.dtype))
 
 # %% 08.2 gates before the experts
-def loop_experts(experts, x, gates, choices):
-
-    x, *weights = experts.weights(x)
-    out = torch.zeros_like(x, dtype=gates.dtype)
-    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
-        token = gates.detach()[:, e].nonzero().squeeze(1)
-        rows = x[token] * gates[token, e, None]
-        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
-        out = out.index_add(0, token, rows.to(gates.dtype))
-    return out.to(x.dtype)
-
+rows = x[token] => rows = x[token] * gates[token, e, None]
+rows * gates[token, e, None] => rows.to(gates.dtype)
 
 # %% 08.2 gates without a gradient
-def loop_experts(experts, x, gates, choices):
-
-    x, *weights = experts.weights(x)
-    out = torch.zeros_like(x, dtype=gates.dtype)
-    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
-        token = gates.detach()[:, e].nonzero().squeeze(1)
-        rows = x[token]
-        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
-        out = out.index_add(0, token, rows * gates.detach()[token, e, None])
-    return out.to(x.dtype)
-
+* gates => * gates.detach()
 
 # %% 08.2 gate and up the other way round
-def loop_experts(experts, x, gates, choices):
-
-    x, *weights = experts.weights(x)
-    out = torch.zeros_like(x, dtype=gates.dtype)
-    for e, (up, gate, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
-        token = gates.detach()[:, e].nonzero().squeeze(1)
-        rows = x[token]
-        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
-        out = out.index_add(0, token, rows * gates[token, e, None])
-    return out.to(x.dtype)
-
+gate, up => up, gate
 
 # %% 08.2 without gates: a plain sum
-def loop_experts(experts, x, gates, choices):
-
-    x, *weights = experts.weights(x)
-    out = torch.zeros_like(x, dtype=gates.dtype)
-    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
-        token = gates.detach()[:, e].nonzero().squeeze(1)
-        rows = x[token]
-        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
-        out = out.index_add(0, token, rows + 0 * gates[token, e, None])
-    return out.to(x.dtype)
-
+rows * gates => rows + 0 * gates
 
 # %% 08.2 returns float32, whatever x is
-def loop_experts(experts, x, gates, choices):
-
-    x, *weights = experts.weights(x)
-    out = torch.zeros_like(x, dtype=gates.dtype)
-    for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
-        token = gates.detach()[:, e].nonzero().squeeze(1)
-        rows = x[token]
-        rows = F.linear(swiglu(F.linear(rows, gate), F.linear(rows, up)), down)
-        out = out.index_add(0, token, rows * gates[token, e, None])
-    return out
-
+return out.to(x.dtype) => return out
 
 # %% 08.3 fake: a loop over experts in a list comprehension
-def sorted_choices(gates, choices):
-    by_expert = gates.detach().t()
-    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
-    return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
-
-
 def grouped_experts(experts, x, gates, choices):
     x, gate, up, down = experts.weights(x)
     expert, token, ends = sorted_choices(gates, choices)
@@ -280,36 +126,19 @@ def grouped_experts(experts, x, gates, choices):
     rows = rows * gates.flatten().index_select(0, token * gates.shape[1] + expert)[:, None]
     return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
-
 # %% 08.3 fake: all tokens through all experts, in a list comprehension
-def sorted_choices(gates, choices):
-    by_expert = gates.detach().t()
-    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
-    return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
-
-
 def grouped_experts(experts, x, gates, choices):
     x, *weights = experts.weights(x)
     parts = [F.linear(swiglu(F.linear(x, g), F.linear(x, u)), d) for g, u, d in zip(*weights)]
     return sum(part * gate[:, None] for part, gate in zip(parts, gates.unbind(1))).to(x.dtype)
 
-
 # %% 08.3 nonzero asks the host how many there are
-def sorted_choices(gates, choices):
-    by_expert = gates.detach().t()
-    expert, token = by_expert.nonzero().unbind(1)
-    return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
-
-
-def grouped_experts(experts, x, gates, choices):
-    x, gate, up, down = experts.weights(x)
-    expert, token, ends = sorted_choices(gates, choices)
-    rows = x.index_select(0, token)
-    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
-    row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
-    rows = grouped_products(rows, down, ends) * row_gates[:, None]
-    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
-
+torch.nonzero_static(by_expert, size=choices) => by_expert.nonzero()
+rows = TakeByToken.apply(x, token) => rows = x.index_select(0, token)
+---
+return AddByToken.apply(rows, token, len(x)).to(x.dtype)
+=>
+return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
 # %% 08.3 a mask asks the host how many there are
 def sorted_choices(gates, choices):
@@ -326,7 +155,6 @@ def grouped_experts(experts, x, gates, choices):
     row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
     rows = grouped_products(rows, down, ends) * row_gates[:, None]
     return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
-
 
 # %% 08.3 ends are added up on the host
 def sorted_choices(gates, choices):
@@ -347,23 +175,13 @@ def grouped_experts(experts, x, gates, choices):
     rows = grouped_products(rows, down, ends) * row_gates[:, None]
     return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
-
 # %% 08.3 ends are how many, not where
-def sorted_choices(gates, choices):
-    by_expert = gates.detach().t()
-    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
-    return expert, token, (by_expert != 0).sum(1).to(torch.int32)
-
-
-def grouped_experts(experts, x, gates, choices):
-    x, gate, up, down = experts.weights(x)
-    expert, token, ends = sorted_choices(gates, choices)
-    rows = x.index_select(0, token)
-    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
-    row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
-    rows = grouped_products(rows, down, ends) * row_gates[:, None]
-    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
-
+(1).cumsum(0, dtype=torch.int32) => (1).to(torch.int32)
+rows = TakeByToken.apply(x, token) => rows = x.index_select(0, token)
+---
+return AddByToken.apply(rows, token, len(x)).to(x.dtype)
+=>
+return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
 # %% 08.3 sorted by token
 def sorted_choices(gates, choices):
@@ -380,40 +198,24 @@ def grouped_experts(experts, x, gates, choices):
     rows = grouped_products(rows, down, ends) * row_gates[:, None]
     return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
-
 # %% 08.3 the gates of the wrong rows
-def sorted_choices(gates, choices):
-    by_expert = gates.detach().t()
-    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
-    return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
-
-
-def grouped_experts(experts, x, gates, choices):
-    x, gate, up, down = experts.weights(x)
-    expert, token, ends = sorted_choices(gates, choices)
-    rows = x.index_select(0, token)
-    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
-    row_gates = gates.t().flatten().index_select(0, token * gates.shape[1] + expert)
-    rows = grouped_products(rows, down, ends) * row_gates[:, None]
-    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
-
+rows = TakeByToken.apply(x, token) => rows = x.index_select(0, token)
+gates.flatten => gates.t().flatten
+---
+return AddByToken.apply(rows, token, len(x)).to(x.dtype)
+=>
+return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
 # %% 08.3 ends are counted in a loop over experts
-def sorted_choices(gates, choices):
-    by_expert = gates.detach().t()
-    expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
-    return expert, token, torch.stack([(by_expert[: e + 1] != 0).sum() for e in range(len(by_expert))]).int()
-
-
-def grouped_experts(experts, x, gates, choices):
-    x, gate, up, down = experts.weights(x)
-    expert, token, ends = sorted_choices(gates, choices)
-    rows = x.index_select(0, token)
-    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
-    row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
-    rows = grouped_products(rows, down, ends) * row_gates[:, None]
-    return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
-
+return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
+=>
+return expert, token, torch.stack([(by_expert[: e + 1] != 0).sum() for e in range(len(by_expert))]).int()
+---
+rows = TakeByToken.apply(x, token) => rows = x.index_select(0, token)
+---
+return AddByToken.apply(rows, token, len(x)).to(x.dtype)
+=>
+return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
 # %% 08.4 fake: all tokens through all experts, masked by their gates
 def batched_experts(experts, x, gates, slots):
@@ -422,7 +224,6 @@ def batched_experts(experts, x, gates, slots):
     kept = by_expert * (by_expert >= by_expert.topk(min(slots, len(x)), dim=1).values[:, -1:])
     rows = swiglu(x @ gate.transpose(-2, -1), x @ up.transpose(-2, -1)) @ down.transpose(-2, -1)
     return (rows * kept[..., None]).sum(0).to(x.dtype)
-
 
 # %% 08.4 fake: a loop over experts
 def batched_experts(experts, x, gates, slots):
@@ -435,7 +236,6 @@ def batched_experts(experts, x, gates, slots):
         out = out.index_add(0, token, rows * gates[token, e, None])
     return out.to(x.dtype)
 
-
 # %% 08.4 the first tokens get the slots
 def batched_experts(experts, x, gates, slots):
     x, gate, up, down = experts.weights(x)
@@ -447,7 +247,6 @@ def batched_experts(experts, x, gates, slots):
     out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
     return out.to(x.dtype)
 
-
 # %% 08.4 slots for all tokens
 def batched_experts(experts, x, gates, slots):
     x, gate, up, down = experts.weights(x)
@@ -457,7 +256,6 @@ def batched_experts(experts, x, gates, slots):
     rows = rows @ down.transpose(-2, -1) * slot_gates[..., None]
     out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
     return out.to(x.dtype)
-
 
 # %% 08.4 gates only choose, and weigh nothing
 def batched_experts(experts, x, gates, slots):
@@ -469,7 +267,6 @@ def batched_experts(experts, x, gates, slots):
     out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
     return out.to(x.dtype)
 
-
 # %% 08.4 gates without a gradient
 def batched_experts(experts, x, gates, slots):
     x, gate, up, down = experts.weights(x)
@@ -479,7 +276,6 @@ def batched_experts(experts, x, gates, slots):
     rows = rows @ down.transpose(-2, -1) * slot_gates[..., None]
     out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
     return out.to(x.dtype)
-
 
 # %% 08.4 a second choice overwrites the first
 def batched_experts(experts, x, gates, slots):
@@ -491,7 +287,6 @@ def batched_experts(experts, x, gates, slots):
     out = torch.zeros_like(x, dtype=gates.dtype).index_copy(0, token.flatten(), rows.flatten(0, 1).to(gates.dtype))
     return out.to(x.dtype)
 
-
 # %% 08.4 one slot too few
 def batched_experts(experts, x, gates, slots):
     x, gate, up, down = experts.weights(x)
@@ -501,7 +296,6 @@ def batched_experts(experts, x, gates, slots):
     rows = rows @ down.transpose(-2, -1) * slot_gates[..., None]
     out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
     return out.to(x.dtype)
-
 
 # %% 08.4 returns float32, whatever x is
 def batched_experts(experts, x, gates, slots):
@@ -513,353 +307,155 @@ def batched_experts(experts, x, gates, slots):
     out = torch.zeros_like(x, dtype=gates.dtype).index_add(0, token.flatten(), rows.flatten(0, 1))
     return out
 
-
 # %% 08.5 values by the name within the block
-from course_lib.expert_parallel.mixture import run_here
-
-
-def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
-    for number, block in enumerate(model.blocks):
-        like = block.mlp.down_proj.weight
-        with torch.device(like.device):
-            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
-        for name, parameter in block.mlp.named_parameters():
-            parameter.data = parameter.data.to(like.dtype)
-            init_parameter(name, parameter, model.config, seed)
-    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
-    model.active_config = active_config(model.config, sizes)
-    return model
-
+check_moe(model, experts, top_k, **routing) =>
+f"blocks.{number}.mlp.{name}" => name
 
 # %% 08.5 values by a name without mlp
-from course_lib.expert_parallel.mixture import run_here
-
-
-def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
-    for number, block in enumerate(model.blocks):
-        like = block.mlp.down_proj.weight
-        with torch.device(like.device):
-            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
-        for name, parameter in block.mlp.named_parameters():
-            parameter.data = parameter.data.to(like.dtype)
-            init_parameter(f"blocks.{number}.{name}", parameter, model.config, seed)
-    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
-    model.active_config = active_config(model.config, sizes)
-    return model
-
+check_moe(model, experts, top_k, **routing) =>
+{number}.mlp.{name} => {number}.{name}
 
 # %% 08.5 the layers share one mixture
-from course_lib.expert_parallel.mixture import run_here
-
-
-def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
-    for number, block in enumerate(model.blocks):
-        like = block.mlp.down_proj.weight
-        if number == 0:
-            with torch.device(like.device):
-                mixture = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
-        block.mlp = mixture
-        for name, parameter in block.mlp.named_parameters():
-            parameter.data = parameter.data.to(like.dtype)
-            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
-    model.active_config = active_config(model.config, sizes)
-    return model
-
+check_moe(model, experts, top_k, **routing) =>
+---
+with torch.device(like.device):
+    block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+=>
+if number == 0:
+    with torch.device(like.device):
+        mixture = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
+block.mlp = mixture
 
 # %% 08.5 active_config counts all experts
-from course_lib.expert_parallel.mixture import run_here
-
-
-def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
-    for number, block in enumerate(model.blocks):
-        like = block.mlp.down_proj.weight
-        with torch.device(like.device):
-            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
-        for name, parameter in block.mlp.named_parameters():
-            parameter.data = parameter.data.to(like.dtype)
-            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    width = (experts + shared) * (ffn_hidden or model.config.ffn_hidden)
-    model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
-    return model
-
+check_moe(model, experts, top_k, **routing) =>
+---
+sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
+model.active_config = active_config(model.config, sizes)
+=>
+width = (experts + shared) * (ffn_hidden or model.config.ffn_hidden)
+model.active_config = dataclasses.replace(model.config, ffn_hidden=width)
 
 # %% 08.5 the seed is ignored
-from course_lib.expert_parallel.mixture import run_here
-
-
-def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
-    for number, block in enumerate(model.blocks):
-        like = block.mlp.down_proj.weight
-        with torch.device(like.device):
-            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
-        for name, parameter in block.mlp.named_parameters():
-            parameter.data = parameter.data.to(like.dtype)
-            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config)
-    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
-    model.active_config = active_config(model.config, sizes)
-    return model
-
+check_moe(model, experts, top_k, **routing) =>
+model.config, seed => model.config
 
 # %% 08.5 always on the CPU, in float32
-from course_lib.expert_parallel.mixture import run_here
-
-
-def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
-    for number, block in enumerate(model.blocks):
-        like = block.mlp.down_proj.weight
-        with torch.device("cpu"):
-            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
-        for name, parameter in block.mlp.named_parameters():
-            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
-    model.active_config = active_config(model.config, sizes)
-    return model
-
+check_moe(model, experts, top_k, **routing) =>
+with torch.device(like.device): => with torch.device("cpu"):
+parameter.data = parameter.data.to(like.dtype) =>
 
 # %% 08.5 capacity is ignored
-def run_here(x, gates, routing, experts):
-    rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
-    return experts(rows, row_gates, len(rows) * routing.top_k).view_as(x)
-
-
-def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
-    for number, block in enumerate(model.blocks):
-        like = block.mlp.down_proj.weight
-        with torch.device(like.device):
-            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
-        for name, parameter in block.mlp.named_parameters():
-            parameter.data = parameter.data.to(like.dtype)
-            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
-    model.active_config = active_config(model.config, sizes)
-    return model
-
+if routing.capacity is None:
+    out = experts(rows, row_gates, len(rows) * routing.top_k)
+else:
+    out = batched_experts(experts, rows, row_gates, routing.slots(len(rows)))
+return out.view_as(x)
+=>
+return experts(rows, row_gates, len(rows) * routing.top_k).view_as(x)
+---
+check_moe(model, experts, top_k, **routing) =>
 
 # %% 08.5 as many choices as tokens
-def run_here(x, gates, routing, experts):
-    rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
-    if routing.capacity is None:
-        return experts(rows, row_gates, len(rows)).view_as(x)
-    return batched_experts(experts, rows, row_gates, routing.slots(len(rows))).view_as(x)
-
-
-def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
-    for number, block in enumerate(model.blocks):
-        like = block.mlp.down_proj.weight
-        with torch.device(like.device):
-            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
-        for name, parameter in block.mlp.named_parameters():
-            parameter.data = parameter.data.to(like.dtype)
-            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
-    model.active_config = active_config(model.config, sizes)
-    return model
-
+    out = experts(rows, row_gates, len(rows) * routing.top_k)
+else:
+    out = batched_experts(experts, rows, row_gates, routing.slots(len(rows)))
+return out.view_as(x)
+=>
+    return experts(rows, row_gates, len(rows)).view_as(x)
+return batched_experts(experts, rows, row_gates, routing.slots(len(rows))).view_as(x)
+---
+check_moe(model, experts, top_k, **routing) =>
 
 # %% 08.5 slots of the batch instead of the tokens
-def run_here(x, gates, routing, experts):
-    rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
-    if routing.capacity is None:
-        return experts(rows, row_gates, len(rows) * routing.top_k).view_as(x)
-    return batched_experts(experts, rows, row_gates, routing.slots(len(x))).view_as(x)
-
-
-def apply_moe(model, experts, top_k, ffn_hidden=None, shared=0, seed=0, **routing):
-    for number, block in enumerate(model.blocks):
-        like = block.mlp.down_proj.weight
-        with torch.device(like.device):
-            block.mlp = MoE(model.config, experts, top_k, ffn_hidden, shared, **routing)
-        for name, parameter in block.mlp.named_parameters():
-            parameter.data = parameter.data.to(like.dtype)
-            init_parameter(f"blocks.{number}.mlp.{name}", parameter, model.config, seed)
-    sizes = {"top_k": top_k, "ffn_hidden": ffn_hidden, "shared": shared}
-    model.active_config = active_config(model.config, sizes)
-    return model
-
+    out = experts(rows, row_gates, len(rows) * routing.top_k)
+else:
+    out = batched_experts(experts, rows, row_gates, routing.slots(len(rows)))
+return out.view_as(x)
+=>
+    return experts(rows, row_gates, len(rows) * routing.top_k).view_as(x)
+return batched_experts(experts, rows, row_gates, routing.slots(len(x))).view_as(x)
+---
+check_moe(model, experts, top_k, **routing) =>
 
 # %% 08.6 no router
-from course_lib.single_gpu.memory import parameter_parts
-
-
-def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
-    parts = parameter_parts(config)
-    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
-    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
-    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
-    always = ends + config.layers * layer + dense_layers * parts["mlp"]
-    mixtures = config.layers - dense_layers
-    return tuple(always + mixtures * ((used + shared) * expert) for used in (experts, top_k))
-
+experts * config.hidden + (used + shared) => (used + shared)
 
 # %% 08.6 two matrices an expert
-from course_lib.single_gpu.memory import parameter_parts
-
-
-def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
-    parts = parameter_parts(config)
-    expert = 2 * config.hidden * (ffn_hidden or config.ffn_hidden)
-    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
-    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
-    always = ends + config.layers * layer + dense_layers * parts["mlp"]
-    mixtures = config.layers - dense_layers
-    return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
-
+expert = 3 => expert = 2
 
 # %% 08.6 the active router has k rows
-from course_lib.single_gpu.memory import parameter_parts
-
-
-def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
-    parts = parameter_parts(config)
-    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
-    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
-    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
-    always = ends + config.layers * layer + dense_layers * parts["mlp"]
-    mixtures = config.layers - dense_layers
-    return tuple(always + mixtures * (used * config.hidden + (used + shared) * expert) for used in (experts, top_k))
-
+experts * config.hidden => used * config.hidden
 
 # %% 08.6 shared experts are not active
-from course_lib.single_gpu.memory import parameter_parts
-
-
-def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
-    parts = parameter_parts(config)
-    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
-    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
-    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
-    always = ends + config.layers * layer + dense_layers * parts["mlp"]
-    mixtures = config.layers - dense_layers
-    return tuple(
-        always + mixtures * (experts * config.hidden + (used + shared * (used == experts)) * expert)
-        for used in (experts, top_k)
-    )
-
+return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
+=>
+return tuple(
+    always + mixtures * (experts * config.hidden + (used + shared * (used == experts)) * expert)
+    for used in (experts, top_k)
+)
 
 # %% 08.6 no norms
-from course_lib.single_gpu.memory import parameter_parts
-
-
-def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
-    parts = parameter_parts(config)
-    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
-    layer = parts["q_o"] + parts["kv"] if attention is None else attention
-    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
-    always = ends + config.layers * layer + dense_layers * parts["mlp"]
-    mixtures = config.layers - dense_layers
-    return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
-
+layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
+=>
+layer = parts["q_o"] + parts["kv"] if attention is None else attention
 
 # %% 08.6 dense layers have a router and experts too
-from course_lib.single_gpu.memory import parameter_parts
-
-
-def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
-    parts = parameter_parts(config)
-    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
-    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
-    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
-    always = ends + config.layers * layer + dense_layers * parts["mlp"]
-    mixtures = config.layers
-    return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
-
+mixtures = config.layers - dense_layers => mixtures = config.layers
 
 # %% 08.6 attention comes on top
-from course_lib.single_gpu.memory import parameter_parts
-
-
-def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
-    parts = parameter_parts(config)
-    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
-    layer = parts["q_o"] + parts["kv"] + (attention or 0) + parts["norms"]
-    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
-    always = ends + config.layers * layer + dense_layers * parts["mlp"]
-    mixtures = config.layers - dense_layers
-    return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
-
+(parts["q_o"] + parts["kv"] if attention is None else attention) => parts["q_o"] + parts["kv"] + (attention or 0)
 
 # %% 08.6 as the name says: eight times the whole model
-from course_lib.single_gpu.memory import parameter_parts
-
-
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
     whole = sum(parameter_parts(config).values()) * config.layers
     return experts * whole, top_k * whole
 
-
 # %% 08.6 the embedding is not active
-from course_lib.single_gpu.memory import parameter_parts
-
-
-def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
-    parts = parameter_parts(config)
-    expert = 3 * config.hidden * (ffn_hidden or config.ffn_hidden)
-    layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
-    ends = parts["embedding"] + parts["head"] + parts["final_norm"]
-    always = ends + config.layers * layer + dense_layers * parts["mlp"]
-    mixtures = config.layers - dense_layers
-    return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))[
-        :1
-    ] + (always - parts["embedding"] + mixtures * (experts * config.hidden + (top_k + shared) * expert),)
-
+return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
+=>
+return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))[
+    :1
+] + (always - parts["embedding"] + mixtures * (experts * config.hidden + (top_k + shared) * expert),)
 
 # %% 08.7 detached and normalised confused
+from course_kit.labs.expert_parallel.routers import LETTERS
+
 others = {"detached": "normalised", "normalised": "detached"}
 diagnosis = {letter: others.get(name, name) for letter, name in LETTERS.items()}
 
-
 # %% 08.7 sound and rewarded confused
+from course_kit.labs.expert_parallel.routers import LETTERS
+
 others = {"sound": "rewarded", "rewarded": "sound"}
 diagnosis = {letter: others.get(name, name) for letter, name in LETTERS.items()}
 
-
 # %% 08.7 the collapsed one is called detached
+from course_kit.labs.expert_parallel.routers import LETTERS
+
 others = {"detached": "rewarded", "rewarded": "detached"}
 diagnosis = {letter: others.get(name, name) for letter, name in LETTERS.items()}
-
 
 # %% 08.7 all are sound, since all losses fall
 diagnosis = dict.fromkeys("ABCD", "sound")
 
-
 # %% 08.7 a word that is none of the four
+from course_kit.labs.expert_parallel.routers import LETTERS
+
 diagnosis = {**LETTERS, "C": "collapsed"}
 
-
 # %% 08.7 one is left out
+from course_kit.labs.expert_parallel.routers import LETTERS
+
 diagnosis = {letter: LETTERS[letter] for letter in "ABC"}
 
-
 # %% 08.8 counts are not divided by their sum
-def balance_loss(scores, counts):
-    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
-    return len(counts) * (counts * shares).sum()
-
-
-def z_loss(logits):
-    return logits.logsumexp(-1).square().mean()
-
+counts / counts.sum() * shares => counts * shares
 
 # %% 08.8 without E
-def balance_loss(scores, counts):
-    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
-    return (counts / counts.sum() * shares).sum()
-
-
-def z_loss(logits):
-    return logits.logsumexp(-1).square().mean()
-
+len(counts) * (counts / counts.sum() * shares) => (counts / counts.sum() * shares)
 
 # %% 08.8 counts with a gradient: the shares take their place
-def balance_loss(scores, counts):
-    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
-    return len(counts) * (shares * shares).sum()
-
-
-def z_loss(logits):
-    return logits.logsumexp(-1).square().mean()
-
+counts / counts.sum() => shares
 
 # %% 08.8 the right value, and a gradient through the counts too
 def balance_loss(scores, counts):
@@ -867,194 +463,104 @@ def balance_loss(scores, counts):
     f = counts / counts.sum() + shares - shares.detach()
     return len(counts) * (f * shares).sum()
 
-
-def z_loss(logits):
-    return logits.logsumexp(-1).square().mean()
-
-
 # %% 08.8 scores without a gradient
 def balance_loss(scores, counts):
     shares = (scores.detach() / scores.sum(-1, keepdim=True).detach()).flatten(0, -2).mean(0)
     return len(counts) * (counts / counts.sum() * shares).sum()
-
-
-def z_loss(logits):
-    return logits.logsumexp(-1).square().mean()
-
 
 # %% 08.8 sigmoid scores are not divided by their sum
 def balance_loss(scores, counts):
     shares = scores.flatten(0, -2).mean(0)
     return len(counts) * (counts / counts.sum() * shares).sum()
 
-
-def z_loss(logits):
-    return logits.logsumexp(-1).square().mean()
-
-
 # %% 08.8 a sum over the tokens
-def balance_loss(scores, counts):
-    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).sum(0)
-    return len(counts) * (counts / counts.sum() * shares).sum()
-
-
-def z_loss(logits):
-    return logits.logsumexp(-1).square().mean()
-
+(0, -2).mean(0)  # P => (0, -2).sum(0)
 
 # %% 08.8 z: log sum exp without the square
-def balance_loss(scores, counts):
-    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
-    return len(counts) * (counts / counts.sum() * shares).sum()
-
-
-def z_loss(logits):
-    return logits.logsumexp(-1).mean()
-
+(-1).square() => (-1)
 
 # %% 08.8 z: exp overflows
-def balance_loss(scores, counts):
-    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)
-    return len(counts) * (counts / counts.sum() * shares).sum()
-
-
 def z_loss(logits):
     return logits.exp().sum(-1).log().square().mean()
 
-
 # %% 08.8 the maximum begins at 0
-def balance_loss(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """E sum f_i P_i, a scalar: 1 for even shares. scores: [..., E]; counts: [E], the choices of each expert, of these
-    tokens or of all ranks' (then the mean of the ranks' losses is the loss of all tokens).
-    """
-    shares = (scores / scores.sum(-1, keepdim=True)).flatten(0, -2).mean(0)  # P
-    return len(counts) * (counts / counts.sum() * shares).sum()
-
-
 def z_loss(logits: torch.Tensor) -> torch.Tensor:
-    """Mean (log sum exp logits)² over the tokens, a scalar. logits: [..., E]."""
     return ((logits - logits.amax(-1, keepdim=True).clamp(min=0)).exp().sum(-1).log() + logits.amax(-1).clamp(min=0)).square().mean()
-
 
 # %% 08.9 counts in forward
 class RouterLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gates, extra, counts, router):
+    def forward(ctx, gates: torch.Tensor, extra: torch.Tensor, counts: torch.Tensor, router: Router) -> torch.Tensor:
         ctx.router, ctx.counts = router, counts
         router.counts = counts if router.counts is None else router.counts + counts
         return gates.view_as(gates)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
         router = ctx.router
         return gradient, gradient.new_full((), router.loss_weight), None, None
 
-
 # %% 08.9 the extra loss's gradient is 1
-class RouterLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gates, extra, counts, router):
-        ctx.router, ctx.counts = router, counts
-        return gates.view_as(gates)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        router, counts = ctx.router, ctx.counts
-        router.counts = counts if router.counts is None else router.counts + counts
-        return gradient, gradient.new_ones(()), None, None
-
+class RouterLoss(OnceDifferentiable): => class RouterLoss(torch.autograd.Function):
+(()) * router.loss_weight => (())
 
 # %% 08.9 the extra loss gets no gradient
-class RouterLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gates, extra, counts, router):
-        ctx.router, ctx.counts = router, counts
-        return gates.view_as(gates)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        router, counts = ctx.router, ctx.counts
-        router.counts = counts if router.counts is None else router.counts + counts
-        return gradient, None, None, None
-
+class RouterLoss(OnceDifferentiable): => class RouterLoss(torch.autograd.Function):
+gradient.new_ones(()) * router.loss_weight => None
 
 # %% 08.9 the gates' gradient is scaled too
-class RouterLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gates, extra, counts, router):
-        ctx.router, ctx.counts = router, counts
-        return gates.view_as(gates)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        router, counts = ctx.router, ctx.counts
-        router.counts = counts if router.counts is None else router.counts + counts
-        return gradient * router.loss_weight, gradient.new_full((), router.loss_weight), None, None
-
+class RouterLoss(OnceDifferentiable): => class RouterLoss(torch.autograd.Function):
+---
+return gradient, gradient.new_ones(()) * router.loss_weight, None, None
+=>
+return gradient * router.loss_weight, gradient.new_full((), router.loss_weight), None, None
 
 # %% 08.9 reads loss_weight in forward
 class RouterLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gates, extra, counts, router):
+    def forward(ctx, gates: torch.Tensor, extra: torch.Tensor, counts: torch.Tensor, router: Router) -> torch.Tensor:
         ctx.weight = router.loss_weight
         ctx.router, ctx.counts = router, counts
         return gates.view_as(gates)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
         router, counts = ctx.router, ctx.counts
         router.counts = counts if router.counts is None else router.counts + counts
         return gradient, gradient.new_full((), ctx.weight), None, None
 
-
 # %% 08.9 keeps the last micro-batch's counts alone
 class RouterLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gates, extra, counts, router):
+    def forward(ctx, gates: torch.Tensor, extra: torch.Tensor, counts: torch.Tensor, router: Router) -> torch.Tensor:
         ctx.router, ctx.counts = router, counts
         return gates.view_as(gates)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
         router, counts = ctx.router, ctx.counts
         router.counts = counts
         return gradient, gradient.new_full((), router.loss_weight), None, None
 
-
 # %% 08.9 the gates' gradient is lost
-class RouterLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gates, extra, counts, router):
-        ctx.router, ctx.counts = router, counts
-        return gates.view_as(gates)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        router, counts = ctx.router, ctx.counts
-        router.counts = counts if router.counts is None else router.counts + counts
-        return gradient * 0, gradient.new_full((), router.loss_weight), None, None
-
+class RouterLoss(OnceDifferentiable): => class RouterLoss(torch.autograd.Function):
+gradient, gradient.new_ones(()) * router.loss_weight => gradient * 0, gradient.new_full((), router.loss_weight)
 
 # %% 08.9 never counts, unless there is an extra loss
 class RouterLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gates, extra, counts, router):
+    def forward(ctx, gates: torch.Tensor, extra: torch.Tensor, counts: torch.Tensor, router: Router) -> torch.Tensor:
         ctx.router, ctx.counts = router, counts
         return gates.view_as(gates)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
         router, counts = ctx.router, ctx.counts
         if router.routing.balance:
             router.counts = counts if router.counts is None else router.counts + counts
         return gradient, gradient.new_full((), router.loss_weight), None, None
 
-
 # %% 08.10 an all-reduce for each router
-def routers_of(model):
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
 @torch.no_grad()
 def take_counts(model):
     found = []
@@ -1066,20 +572,7 @@ def take_counts(model):
         found.append(counts)
     return torch.stack(found)
 
-
-@torch.no_grad()
-def update_bias(model, counts, rate):
-    counts = counts.float()
-    steps = rate * (counts.mean(1, keepdim=True) - counts).sign()
-    for router, step in zip(routers_of(model), steps, strict=True):
-        router.bias.add_(step)
-
-
 # %% 08.10 each rank by itself
-def routers_of(model):
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
 @torch.no_grad()
 def take_counts(model):
     routers = routers_of(model)
@@ -1088,172 +581,57 @@ def take_counts(model):
     for router in routers:
         router.counts = None
     return counts
-
-
-@torch.no_grad()
-def update_bias(model, counts, rate):
-    counts = counts.float()
-    steps = rate * (counts.mean(1, keepdim=True) - counts).sign()
-    for router, step in zip(routers_of(model), steps, strict=True):
-        router.bias.add_(step)
-
 
 # %% 08.10 over all ranks, whatever the group
-def routers_of(model):
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
-@torch.no_grad()
-def take_counts(model):
-    routers = routers_of(model)
-    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
-    counts = torch.stack(counts)
-    for router in routers:
-        router.counts = None
-    if routers[0].batch_group is not None:
-        dist.all_reduce(counts, group=dist.group.WORLD)
-    return counts
-
-
-@torch.no_grad()
-def update_bias(model, counts, rate):
-    counts = counts.float()
-    steps = rate * (counts.mean(1, keepdim=True) - counts).sign()
-    for router, step in zip(routers_of(model), steps, strict=True):
-        router.bias.add_(step)
-
+if not routers:  # a stage without mixtures
+    return torch.zeros(0, 0, dtype=torch.long)
+=>
+---
+group=routers[0].batch_group => group=dist.group.WORLD
 
 # %% 08.10 counts are not reset
-def routers_of(model):
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
-@torch.no_grad()
-def take_counts(model):
-    routers = routers_of(model)
-    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
-    counts = torch.stack(counts)
-    if routers[0].batch_group is not None:
-        dist.all_reduce(counts, group=routers[0].batch_group)
-    return counts
-
-
-@torch.no_grad()
-def update_bias(model, counts, rate):
-    counts = counts.float()
-    steps = rate * (counts.mean(1, keepdim=True) - counts).sign()
-    for router, step in zip(routers_of(model), steps, strict=True):
-        router.bias.add_(step)
-
+if not routers:  # a stage without mixtures
+    return torch.zeros(0, 0, dtype=torch.long)
+=>
+---
+for router in routers:
+    router.counts = None
+=>
 
 # %% 08.10 an all-gather, added up
-def routers_of(model):
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
-@torch.no_grad()
-def take_counts(model):
-    routers = routers_of(model)
-    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
-    counts = torch.stack(counts)
-    for router in routers:
-        router.counts = None
-    if routers[0].batch_group is not None:
-        group = routers[0].batch_group
-        parts = [torch.empty_like(counts) for _ in range(group.size())]
-        dist.all_gather(parts, counts, group=group)
-        counts = sum(parts)
-    return counts
-
-
-@torch.no_grad()
-def update_bias(model, counts, rate):
-    counts = counts.float()
-    steps = rate * (counts.mean(1, keepdim=True) - counts).sign()
-    for router, step in zip(routers_of(model), steps, strict=True):
-        router.bias.add_(step)
-
+if not routers:  # a stage without mixtures
+    return torch.zeros(0, 0, dtype=torch.long)
+=>
+---
+dist.all_reduce(counts, group=routers[0].batch_group)
+=>
+group = routers[0].batch_group
+parts = [torch.empty_like(counts) for _ in range(group.size())]
+dist.all_gather(parts, counts, group=group)
+counts = sum(parts)
 
 # %% 08.10 the bias moves the wrong way
-def routers_of(model):
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
-@torch.no_grad()
-def take_counts(model):
-    routers = routers_of(model)
-    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
-    counts = torch.stack(counts)
-    for router in routers:
-        router.counts = None
-    if routers[0].batch_group is not None:
-        dist.all_reduce(counts, group=routers[0].batch_group)
-    return counts
-
-
-@torch.no_grad()
-def update_bias(model, counts, rate):
-    counts = counts.float()
-    steps = rate * (counts - counts.mean(1, keepdim=True)).sign()
-    for router, step in zip(routers_of(model), steps, strict=True):
-        router.bias.add_(step)
-
+if not routers:  # a stage without mixtures
+    return torch.zeros(0, 0, dtype=torch.long)
+=>
+---
+counts.mean(1, keepdim=True) - counts => counts - counts.mean(1, keepdim=True)
 
 # %% 08.10 the bias moves by the difference
-def routers_of(model):
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
-@torch.no_grad()
-def take_counts(model):
-    routers = routers_of(model)
-    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
-    counts = torch.stack(counts)
-    for router in routers:
-        router.counts = None
-    if routers[0].batch_group is not None:
-        dist.all_reduce(counts, group=routers[0].batch_group)
-    return counts
-
-
-@torch.no_grad()
-def update_bias(model, counts, rate):
-    counts = counts.float()
-    steps = rate * (counts.mean(1, keepdim=True) - counts)
-    for router, step in zip(routers_of(model), steps, strict=True):
-        router.bias.add_(step)
-
+if not routers:  # a stage without mixtures
+    return torch.zeros(0, 0, dtype=torch.long)
+=>
+---
+(counts.mean(1, keepdim=True) - counts).sign() => (counts.mean(1, keepdim=True) - counts)
 
 # %% 08.10 against the mean of all layers
-def routers_of(model):
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
-@torch.no_grad()
-def take_counts(model):
-    routers = routers_of(model)
-    counts = [torch.zeros_like(r.bias, dtype=torch.long) if r.counts is None else r.counts for r in routers]
-    counts = torch.stack(counts)
-    for router in routers:
-        router.counts = None
-    if routers[0].batch_group is not None:
-        dist.all_reduce(counts, group=routers[0].batch_group)
-    return counts
-
-
-@torch.no_grad()
-def update_bias(model, counts, rate):
-    counts = counts.float()
-    steps = rate * (counts.mean() - counts).sign()
-    for router, step in zip(routers_of(model), steps, strict=True):
-        router.bias.add_(step)
-
+if not routers:  # a stage without mixtures
+    return torch.zeros(0, 0, dtype=torch.long)
+=>
+---
+counts.mean(1, keepdim=True) => counts.mean()
 
 # %% 08.10 reads counts on the host
-def routers_of(model):
-    return [module for module in model.modules() if isinstance(module, Router)]
-
-
 @torch.no_grad()
 def take_counts(model):
     routers = routers_of(model)
@@ -1275,50 +653,34 @@ def update_bias(model, counts, rate):
             elif count < row.mean():
                 router.bias[expert] += rate
 
-
 # %% 08.11 the smallest gates are dropped
 def within_capacity(gates, slots):
     rows = gates.flatten(0, -2)
     least = rows.detach().topk(min(slots, len(rows)), dim=0).values[-1]
     return (rows * (rows.detach() >= least)).view_as(gates)
 
-
 # %% 08.11 what remains is divided anew
-def within_capacity(gates, slots):
-    place = (gates.detach() != 0).flatten(0, -2).cumsum(0).view_as(gates)
-    kept = gates * (place <= slots)
-    return kept / kept.sum(-1, keepdim=True).clamp(min=1e-9)
-
+return gates * (place <= slots)
+=>
+kept = gates * (place <= slots)
+return kept / kept.sum(-1, keepdim=True).clamp(min=1e-9)
 
 # %% 08.11 one slot too few
-def within_capacity(gates, slots):
-    place = (gates.detach() != 0).flatten(0, -2).cumsum(0).view_as(gates)
-    return gates * (place < slots)
-
+return gates * (place <= slots) => return gates * (place < slots)
 
 # %% 08.11 each sequence by itself
 def within_capacity(gates, slots):
     place = (gates.detach() != 0).cumsum(-2)
     return gates * (place <= slots)
 
-
 # %% 08.11 the last come are served
-def within_capacity(gates, slots):
-    place = (gates.detach() != 0).flatten(0, -2).flip(0).cumsum(0).flip(0).view_as(gates)
-    return gates * (place <= slots)
-
+(0, -2).cumsum => (0, -2).flip(0).cumsum(0).flip
 
 # %% 08.11 a token is dropped whole
-def within_capacity(gates, slots):
-    place = (gates.detach() != 0).flatten(0, -2).cumsum(0).view_as(gates)
-    return gates * ((place <= slots) | (gates == 0)).all(-1, keepdim=True)
-
+return gates * (place <= slots) => return gates * ((place <= slots) | (gates == 0)).all(-1, keepdim=True)
 
 # %% 08.11 without a gradient
-def within_capacity(gates, slots):
-    place = (gates.detach() != 0).flatten(0, -2).cumsum(0).view_as(gates)
-    return gates.detach() * (place <= slots) + 0 * gates
-
+return gates * (place <= slots) => return gates.detach() * (place <= slots) + 0 * gates
 
 # %% 08.11 a loop that reads on the host
 def within_capacity(gates, slots):
@@ -1327,352 +689,129 @@ def within_capacity(gates, slots):
         keep[(rows.detach()[:, e] != 0).nonzero().squeeze(1)[slots:], e] = 0
     return (rows * keep).view_as(gates)
 
-
 # %% 08.12 fake: pieces of one size, padded
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        most = torch.tensor(max(there + here))
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        for tensor in tensors:
-            padded = tensor.new_zeros(self.group.size(), int(most), *tensor.shape[1:])
-            for place, piece in zip(padded, tensor.split(there)):
-                place[: len(piece)] = piece
-            came = torch.empty_like(padded)
-            work = dist.all_to_all_single(came, padded, group=self.group, async_op=True)
-            work.wait()
-            self.under_way.append((work, torch.cat([place[:size] for place, size in zip(came, here)])))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+def start(self: Transfer, tensors, home=False):
+    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+    most = torch.tensor(max(there + here))
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+    for tensor in tensors:
+        padded = tensor.new_zeros(self.group.size(), int(most), *tensor.shape[1:])
+        for place, piece in zip(padded, tensor.split(there)):
+            place[: len(piece)] = piece
+        came = torch.empty_like(padded)
+        work = dist.all_to_all_single(came, padded, group=self.group, async_op=True)
+        work.wait()
+        self.under_way.append((work, torch.cat([place[:size] for place, size in zip(came, here)])))
+    return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 fake: an all-gather, of which each keeps its own
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        found = [None] * self.group.size()
-        dist.all_gather_object(found, [tensor.contiguous().split(there) for tensor in tensors], group=self.group)
-        work = dist.barrier(group=self.group, async_op=True)
-        for i in range(len(tensors)):
-            self.under_way.append((work, torch.cat([each[i][self.group.rank()] for each in found])))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+def start(self: Transfer, tensors, home=False):
+    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+    found = [None] * self.group.size()
+    dist.all_gather_object(found, [tensor.contiguous().split(there) for tensor in tensors], group=self.group)
+    work = dist.barrier(group=self.group, async_op=True)
+    for i in range(len(tensors)):
+        self.under_way.append((work, torch.cat([each[i][self.group.rank()] for each in found])))
+    return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 backward does not swap the lists
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = self.sends, self.receives
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-            self.under_way.append((work, comes))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+(self.receives, self.sends) if home else (self.sends, self.receives) => self.sends, self.receives
 
 # %% 08.12 the lists the wrong way round
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.sends, self.receives) if home else (self.receives, self.sends)
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-            self.under_way.append((work, comes))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+=>
+there, here = (self.sends, self.receives) if home else (self.receives, self.sends)
 
 # %% 08.12 home is the gradients that were given
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        if home:
-            self.under_way = [(work, tensor) for tensor in tensors for work in [dist.barrier(self.group, async_op=True)]]
-            return tensors
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-            self.under_way.append((work, comes))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+def start(self: Transfer, tensors, home=False):
+    if home:
+        self.under_way = [(work, tensor) for tensor in tensors for work in [dist.barrier(self.group, async_op=True)]]
+        return tensors
+    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+        self.under_way.append((work, comes))
+    return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 backward gives zeros
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        if home:
-            rows = [tensor.new_zeros(sum(self.sends), *tensor.shape[1:]) for tensor in tensors]
-            self.under_way = [(dist.barrier(self.group, async_op=True), each) for each in rows]
-            return tensors
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-            self.under_way.append((work, comes))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+def start(self: Transfer, tensors, home=False):
+    if home:
+        rows = [tensor.new_zeros(sum(self.sends), *tensor.shape[1:]) for tensor in tensors]
+        self.under_way = [(dist.barrier(self.group, async_op=True), each) for each in rows]
+        return tensors
+    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+        self.under_way.append((work, comes))
+    return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 waits for each before the next is started
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-            work.wait()
-            self.under_way.append((work, comes))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+=>
+work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+work.wait()
 
 # %% 08.12 over all ranks, whatever the group
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=dist.group.WORLD, async_op=True)
-            self.under_way.append((work, comes))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+self.group => dist.group.WORLD
 
 # %% 08.12 sends and receives instead of one exchange
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        for tensor in tensors:
-            comes, n, own = tensor.new_empty(sum(here), *tensor.shape[1:]), self.group.size(), self.group.rank()
-            pieces, places = tensor.contiguous().split(there), comes.split(here)
-            places[own].copy_(pieces[own])
-            others = [other for other in range(n) if other != own]
-            calls = [dist.P2POp(dist.isend, pieces[o], group=self.group, group_peer=o) for o in others if there[o]]
-            calls += [dist.P2POp(dist.irecv, places[o], group=self.group, group_peer=o) for o in others if here[o]]
-            works = dist.batch_isend_irecv(calls) if calls else []
-            for work in works[1:]:
-                work.wait()
-            self.under_way.append((works[0] if works else dist.barrier(self.group, async_op=True), comes))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
+def start(self: Transfer, tensors, home=False):
+    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+    for tensor in tensors:
+        comes, n, own = tensor.new_empty(sum(here), *tensor.shape[1:]), self.group.size(), self.group.rank()
+        pieces, places = tensor.contiguous().split(there), comes.split(here)
+        places[own].copy_(pieces[own])
+        others = [other for other in range(n) if other != own]
+        calls = [dist.P2POp(dist.isend, pieces[o], group=self.group, group_peer=o) for o in others if there[o]]
+        calls += [dist.P2POp(dist.irecv, places[o], group=self.group, group_peer=o) for o in others if here[o]]
+        works = dist.batch_isend_irecv(calls) if calls else []
+        for work in works[1:]:
             work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+        self.under_way.append((works[0] if works else dist.barrier(self.group, async_op=True), comes))
+    return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 waits where it starts
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-            self.under_way.append((work, comes))
-        for work, _ in self.under_way:
-            work.wait()
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+def start(self: Transfer, tensors, home=False):
+    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+        self.under_way.append((work, comes))
+    for work, _ in self.under_way:
+        work.wait()
+    return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 waits on the way home where it starts
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-            self.under_way.append((work, comes))
-        for work, _ in self.under_way if home else ():
-            work.wait()
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+def start(self: Transfer, tensors, home=False):
+    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+    for tensor in tensors:
+        comes = tensor.new_empty(sum(here), *tensor.shape[1:])
+        work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+        self.under_way.append((work, comes))
+    for work, _ in self.under_way if home else ():
+        work.wait()
+    return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 nobody waits
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-            self.under_way.append((work, comes))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+for work, _ in self.under_way:
+    work.wait()
+=>
 
 # %% 08.12 what has arrived stays in the list
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-            self.under_way.append((work, comes))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        for work, _ in self.under_way:
-            work.wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        return arrived
-
+self.under_way.clear() =>
 
 # %% 08.12 waits for the last alone
-class Transfer:
-
-    def __init__(self, group, sends, receives):
-        self.group, self.sends, self.receives = group, sends, receives
-        self.under_way = []  # a pair for each tensor: the work, and what comes
-
-    def start(self, tensors, home=False):
-        there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-        for tensor in tensors:
-            comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-            work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-            self.under_way.append((work, comes))
-        return tuple(comes for _, comes in self.under_way)
-
-    def finish(self):
-        self.under_way[-1][0].wait()
-        arrived = tuple(comes for _, comes in self.under_way)
-        self.under_way.clear()
-        return arrived
-
+for work, _ in self.under_way:
+    work.wait()
+=>
+self.under_way[-1][0].wait()
 
 # %% 08.13 fake: all tokens are gathered, and sums scattered
+from course_lib.expert_parallel.experts import F
+
+
 def exchanged(x, gates, choices, group, compute, meanwhile=None):
     from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_sequence
 
@@ -1686,8 +825,10 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     out = compute(rows, own, int((own != 0).sum()))
     return reduce_scatter_sequence(out[None], group)[0][: len(x)]
 
-
 # %% 08.13 one row for each choice
+from course_lib.expert_parallel.experts import F
+
+
 def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     own = gates.shape[1] // n
@@ -1701,8 +842,10 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
 
-
 # %% 08.13 gates are applied at home
+from course_lib.expert_parallel.experts import F
+
+
 def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     own = gates.shape[1] // n
@@ -1714,7 +857,6 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     rows, which = send_rows(group, sends, receives, x.index_select(0, token), which, meanwhile=meanwhile)
     (back,) = send_rows(group, receives, sends, compute(rows, which, arriving))
     return torch.zeros_like(x).index_add(0, token, back * gates[token, expert, None])
-
 
 # %% 08.13 gates without a gradient
 def exchanged(x, gates, choices, group, compute, meanwhile=None):
@@ -1730,7 +872,6 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
 
-
 # %% 08.13 compute is told this rank's choices
 def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
@@ -1744,7 +885,6 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     out = compute(rows, row_gates, choices)
     (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
-
 
 # %% 08.13 compute is told the rows, not the choices
 def exchanged(x, gates, choices, group, compute, meanwhile=None):
@@ -1760,7 +900,6 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
 
-
 # %% 08.13 the gates of other tokens
 def exchanged(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
@@ -1775,21 +914,15 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
 
-
 # %% 08.13 what comes back goes to the tokens in order
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
-    n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
-    goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
-    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out)
-    return torch.zeros_like(x).index_add(0, token.sort().values, back)
-
+rows = TakeByToken.apply(x, token)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+=>
+rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
+---
+return AddByToken.apply(back, token, len(x))
+=>
+return torch.zeros_like(x).index_add(0, token.sort().values, back)
 
 # %% 08.13 nonzero asks the host once more
 def exchanged(x, gates, choices, group, compute, meanwhile=None):
@@ -1805,202 +938,110 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     (back,) = send_rows(group, receives, sends, out)
     return torch.zeros_like(x).index_add(0, token, back)
 
-
 # %% 08.13 adds up in x's dtype
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
-    n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
-    goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
-    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates, meanwhile=meanwhile)
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out)
-    return torch.zeros_like(x).index_add(0, token, back)
-
+rows = TakeByToken.apply(x, token)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+=>
+rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates, meanwhile=meanwhile)
+---
+return AddByToken.apply(back, token, len(x))
+=>
+return torch.zeros_like(x).index_add(0, token, back)
 
 # %% 08.13 gradients are added up in x's dtype
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
-    n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
-    goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
-    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out)
-    return AddByToken.apply(back, token, len(x))
-
+rows = TakeByToken.apply(x, token)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+=>
+rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
 
 # %% 08.13 meanwhile is never called
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
-    n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
-    goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
-    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out)
-    return AddByToken.apply(back, token, len(x))
-
+rows = TakeByToken.apply(x, token)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+=>
+rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
 
 # %% 08.13 meanwhile before the rows leave
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
-    n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
-    goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
-    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    if meanwhile is not None:
-        meanwhile()
-    rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out)
-    return AddByToken.apply(back, token, len(x))
-
+rows = TakeByToken.apply(x, token)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+=>
+if meanwhile is not None:
+    meanwhile()
+rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
 
 # %% 08.13 meanwhile when the rows are there
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
-    n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
-    goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
-    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
-    if meanwhile is not None:
-        meanwhile()
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out)
-    return AddByToken.apply(back, token, len(x))
-
+rows = TakeByToken.apply(x, token)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+=>
+rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
+if meanwhile is not None:
+    meanwhile()
 
 # %% 08.13 meanwhile on the way back
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
-    n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
-    goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
-    to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out, meanwhile=meanwhile)
-    return AddByToken.apply(back, token, len(x))
-
+rows = TakeByToken.apply(x, token)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+=>
+rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
+---
+sends, out => sends, out, meanwhile=meanwhile
 
 # %% 08.14 k, since there are k choices
 copies = {(8, 2, 4): 2, (8, 2, 8): 2, (256, 8, 8): 8}
 
-
 # %% 08.14 k of which 1 in n is at home
 copies = {(e, k, n): k * (n - 1) / n for e, k, n in ((8, 2, 4), (8, 2, 8), (256, 8, 8))}
-
 
 # %% 08.14 its own rank is counted too
 copies = {
     (e, k, n): n * (1 - math.comb(e - e // n, k) / math.comb(e, k)) for e, k, n in ((8, 2, 4), (8, 2, 8), (256, 8, 8))
 }
 
-
 # %% 08.14 every other rank
 copies = {(8, 2, 4): 3, (8, 2, 8): 7, (256, 8, 8): 7}
 
-
 # %% 08.14 drawn with replacement
 copies = {(e, k, n): (n - 1) * (1 - (1 - 1 / n) ** k) for e, k, n in ((8, 2, 4), (8, 2, 8), (256, 8, 8))}
-
 
 # %% 08.14 what it leaves out
 copies = {
     (e, k, n): (n - 1) * math.comb(e - e // n, k) / math.comb(e, k) for e, k, n in ((8, 2, 4), (8, 2, 8), (256, 8, 8))
 }
 
-
 # %% 08.14 the last one is left blank
 copies = {(8, 2, 4): 1.393, (8, 2, 8): 1.75, (256, 8, 8): None}
 
-
 # %% 08.15 nodes by their single best expert
-def within_nodes(ranking, nodes, limit, k):
-    by_node = ranking.unflatten(-1, (nodes, -1))
-    best = by_node.amax(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
-    return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
-
+by_node.topk(-(-k // limit), dim=-1).values.sum => by_node.amax
 
 # %% 08.15 nodes by the sum of all their experts
-def within_nodes(ranking, nodes, limit, k):
-    by_node = ranking.unflatten(-1, (nodes, -1))
-    best = by_node.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
-    return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
-
+by_node.topk(-(-k // limit), dim=-1).values.sum => by_node.sum
 
 # %% 08.15 nodes by their k best
-def within_nodes(ranking, nodes, limit, k):
-    by_node = ranking.unflatten(-1, (nodes, -1))
-    best = by_node.topk(min(k, by_node.shape[-1]), dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
-    return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
-
+-(-k // limit) => min(k, by_node.shape[-1])
 
 # %% 08.15 k over M rounded down
-def within_nodes(ranking, nodes, limit, k):
-    by_node = ranking.unflatten(-1, (nodes, -1))
-    best = by_node.topk(min(k // limit, by_node.shape[-1]), dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
-    return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
-
+-(-k // limit) => min(k // limit, by_node.shape[-1])
 
 # %% 08.15 experts are limited, not nodes
 def within_nodes(ranking, nodes, limit, k):
     least = ranking.topk(limit * ranking.shape[-1] // nodes, dim=-1).values[..., -1:]
     return ranking.masked_fill(ranking < least, -math.inf)
 
-
 # %% 08.15 the gates change: a node's sum is added to its experts
-def within_nodes(ranking, nodes, limit, k):
-    by_node = ranking.unflatten(-1, (nodes, -1))
-    best = by_node.topk(min(-(-k // limit), by_node.shape[-1]), dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
-    return (by_node + best.unsqueeze(-1)).masked_fill(~kept.unsqueeze(-1), -math.inf).flatten(-2)
-
+-(-k // limit) => min(-(-k // limit), by_node.shape[-1])
+by_node.masked_fill => (by_node + best.unsqueeze(-1)).masked_fill
 
 # %% 08.15 0 instead of -inf
-def within_nodes(ranking, nodes, limit, k):
-    by_node = ranking.unflatten(-1, (nodes, -1))
-    best = by_node.topk(min(-(-k // limit), by_node.shape[-1]), dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
-    return by_node.masked_fill(~kept.unsqueeze(-1), 0.0).flatten(-2)
-
+-(-k // limit) => min(-(-k // limit), by_node.shape[-1])
+-math.inf => 0.0
 
 # %% 08.15 experts dealt out to the nodes in turn
-def within_nodes(ranking, nodes, limit, k):
-    by_node = ranking.unflatten(-1, (-1, nodes)).transpose(-2, -1)
-    best = by_node.topk(min(-(-k // limit), by_node.shape[-1]), dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
-    return by_node.masked_fill(~kept.unsqueeze(-1), -math.inf).transpose(-2, -1).flatten(-2)
-
+(-1, (nodes, -1))  # [..., nodes, E/nodes] => (-1, (-1, nodes)).transpose(-2, -1)
+-(-k // limit) => min(-(-k // limit), by_node.shape[-1])
+(~kept.unsqueeze(-1), -math.inf) => (~kept.unsqueeze(-1), -math.inf).transpose(-2, -1)
 
 # %% 08.15 no limit at all
-def within_nodes(ranking, nodes, limit, k):
-    by_node = ranking.unflatten(-1, (nodes, -1))
-    best = by_node.topk(min(-(-k // limit), by_node.shape[-1]), dim=-1).values.sum(-1)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(limit, dim=-1).indices, True)
-    return by_node.masked_fill(kept.unsqueeze(-1) & False, -math.inf).flatten(-2)
-
+-(-k // limit) => min(-(-k // limit), by_node.shape[-1])
+(~kept.unsqueeze(-1), -math.inf) => (kept.unsqueeze(-1) & False, -math.inf)
 
 # %% 08.16 experts are summed over dp: no reduce_group
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
@@ -2022,8 +1063,10 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
 
-
 # %% 08.16 experts are averaged over dp/ep alone
+from course_lib.expert_parallel.experts import Experts
+
+
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
     blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
@@ -2051,7 +1094,6 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
 
-
 # %% 08.16 no batch_group
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
@@ -2073,7 +1115,6 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
 
-
 # %% 08.16 the router's weight is summed over dp alone
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
@@ -2094,7 +1135,6 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
     for block in blocks:
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
-
 
 # %% 08.16 gates do not pass through f
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
@@ -2123,7 +1163,6 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
 
-
 # %% 08.16 down is cut along h
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
@@ -2144,7 +1183,6 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
     for block in blocks:
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
-
 
 # %% 08.16 no norm_groups
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
@@ -2168,7 +1206,6 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
 
-
 # %% 08.16 fake: one hop over all ranks for two
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
@@ -2189,7 +1226,6 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
     for block in blocks:
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
-
 
 # %% 08.16 fake: weights are gathered, tokens stay
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
@@ -2223,42 +1259,27 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
 
-
 # %% 08.17 the other way round
 def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
     return 6 * top_k * ffn_hidden / (copies * (dispatch_bytes + combine_bytes)) * bandwidth / peak
 
-
 # %% 08.17 there, and not back
-def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
-    return copies * dispatch_bytes / (6 * top_k * ffn_hidden) * peak / bandwidth
-
+(dispatch_bytes + combine_bytes) => dispatch_bytes
 
 # %% 08.17 a multiplication is one operation
-def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
-    return copies * (dispatch_bytes + combine_bytes) / (3 * top_k * ffn_hidden) * peak / bandwidth
-
+6 * top_k => 3 * top_k
 
 # %% 08.17 two matrices an expert
-def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
-    return copies * (dispatch_bytes + combine_bytes) / (4 * top_k * ffn_hidden) * peak / bandwidth
-
+6 * top_k => 4 * top_k
 
 # %% 08.17 one expert a token
-def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
-    return copies * (dispatch_bytes + combine_bytes) / (6 * ffn_hidden) * peak / bandwidth
-
+top_k * ffn_hidden => ffn_hidden
 
 # %% 08.17 a copy for each choice
-def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
-    return copies * top_k * (dispatch_bytes + combine_bytes) / (6 * top_k * ffn_hidden) * peak / bandwidth
-
+(dispatch_bytes + combine_bytes) => top_k * (dispatch_bytes + combine_bytes)
 
 # %% 08.17 always BF16
-def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
-    return copies * 4 / (6 * top_k * ffn_hidden) * peak / bandwidth
-
+* (dispatch_bytes + combine_bytes) => * 4
 
 # %% 08.17 a hidden size of 4096
-def dispatch_ratio(copies, top_k, ffn_hidden, bandwidth, peak, dispatch_bytes=2, combine_bytes=2):
-    return copies * 4096 * (dispatch_bytes + combine_bytes) / (6 * top_k * ffn_hidden) * peak / bandwidth
+(dispatch_bytes + combine_bytes) => 4096 * (dispatch_bytes + combine_bytes)

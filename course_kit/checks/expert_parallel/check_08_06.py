@@ -1,0 +1,37 @@
+"""Check of exercise 08.6: parameters there and active, against those of a model's tensors."""
+
+from __future__ import annotations
+
+import torch
+
+from course_kit.labs.expert_parallel.models import TINY
+from course_lib.expert_parallel import mixture
+from course_lib.expert_parallel.mixture import MoE
+from course_lib.single_gpu.model import Transformer
+
+
+def numbers(module: torch.nn.Module) -> int:
+    """The numbers in a module's parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def total_of(experts: int, top_k: int, options: dict) -> int:
+    """The parameters of TINY with mixtures in place of its MLPs."""
+    with torch.device("meta"):
+        model, layer = Transformer(TINY), MoE(TINY, experts, top_k, **options)
+    return numbers(model) + TINY.layers * (numbers(layer) - numbers(model.blocks[0].mlp))
+
+
+def check() -> None:
+    """Judge mixture_params."""
+    for experts, top_k, options in ((8, 2, {}), (6, 1, {"ffn_hidden": 10, "shared": 2})):
+        total = total_of(experts, top_k, options)
+        idle = (experts - top_k) * TINY.layers * 3 * TINY.hidden * options.get("ffn_hidden", TINY.ffn_hidden)
+        found = mixture.mixture_params(TINY, experts, top_k, **options)
+        assert found == (total, total - idle), f"{experts} experts, {options}: {found}, not {(total, total - idle)}"
+    plain = mixture.mixture_params(TINY, 8, 2)
+    dense_one = mixture.mixture_params(TINY, 8, 2, dense_layers=1)
+    assert dense_one[0] == plain[0] - 8 * 48 - 7 * 3 * 48 * 40, "dense_layers: no router, one MLP"
+    moved = mixture.mixture_params(TINY, 8, 2, attention=0)
+    kv = 2 * 48 * 48 + 2 * 48 * 24
+    assert [a - b for a, b in zip(plain, moved, strict=True)] == [2 * kv] * 2, "attention replaces q, k, v and o"

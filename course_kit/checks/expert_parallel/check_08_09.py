@@ -1,0 +1,74 @@
+"""Check of exercise 08.9: the routers' gradients and counts, as trained and with losses that are added by hand."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from course_kit.checks.expert_parallel import formulas
+from course_kit.labs.expert_parallel.models import TINY, batch_of
+from course_kit.labs.tensor_parallel.models import relative_error
+from course_lib.expert_parallel.mixture import apply_moe
+from course_lib.recompute.modes import apply_recompute
+from course_lib.single_gpu.model import Transformer, loss
+
+CASES = (  # micro-batches, recompute, routing
+    (1, "none", {"balance": 0.3, "z": 0.1}),
+    (2, "none", {"balance": 0.3}),
+    (2, "full", {"balance": 0.3, "z": 0.1}),
+    (1, "none", {}),
+)
+Found = tuple[list[torch.Tensor | None], list[list[int] | None]]  # by router: gradient, counts
+
+
+def as_trained(micro_batches: int, recompute: str, routing: dict) -> Found:
+    """Gradients and counts of the routers over some micro-batches."""
+    model, (inputs, targets) = apply_recompute(apply_moe(Transformer(TINY), 8, 2, **routing), recompute), batch_of()
+    routers = [block.mlp.router for block in model.blocks]
+    for own, right in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+        part = loss(model(own), right) / micro_batches
+        for router in routers:
+            router.loss_weight = 1 / micro_batches  # as late as it may come
+        part.backward()
+    return [r.weight.grad for r in routers], [None if r.counts is None else r.counts.tolist() for r in routers]
+
+
+def by_formula(micro_batches: int, routing: dict) -> Found:
+    """The same of a model whose routers add nothing (as in evaluation), with their losses added to the model's."""
+    model, (inputs, targets) = apply_moe(Transformer(TINY), 8, 2).eval(), batch_of()
+    extras, counts = [], []
+
+    def add_up(router, arguments, gates):
+        logits, seen = F.linear(arguments[0], router.weight), (gates != 0).flatten(0, 1).sum(0)
+        counts.append(seen)
+        extra = routing.get("balance", 0) * formulas.balance(logits.softmax(-1), seen)
+        extras.append((extra + routing.get("z", 0) * formulas.z(logits)) / micro_batches)
+
+    for block in model.blocks:
+        block.mlp.router.register_forward_hook(add_up)
+    for own, right in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+        extras.clear()
+        part = loss(model(own), right) / micro_batches
+        (part + sum(extras)).backward()
+    layers = TINY.layers
+    gradients = [block.mlp.router.weight.grad for block in model.blocks]
+    return gradients, [sum(counts[layer::layers]).tolist() for layer in range(layers)]
+
+
+def check() -> None:
+    """Judge RouterLoss."""
+    for micro_batches, recompute, routing in CASES:
+        (mine, counted), (right, wanted) = (
+            as_trained(micro_batches, recompute, routing),
+            by_formula(micro_batches, routing),
+        )
+        where = f"{micro_batches} micro-batches, recompute {recompute}, {routing}"
+        for layer in range(TINY.layers):
+            assert mine[layer] is not None, f"{where}: the router has no gradient"
+            error, factor = relative_error(mine[layer], right[layer]), mine[layer].norm() / right[layer].norm()
+            assert error < 1e-4, (
+                f"{where}: the router's gradient is off by {error:.1%}, its norm is {factor:.2f} times the formula's"
+            )
+            assert counted[layer] == wanted[layer], (
+                f"{where}: counts are {counted[layer]}, the choices were {wanted[layer]}"
+            )

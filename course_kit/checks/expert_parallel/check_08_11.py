@@ -1,0 +1,24 @@
+"""Check of exercise 08.11: which choices are dropped, their gradients, and reads on the host."""
+
+from __future__ import annotations
+
+import torch
+
+from course_kit.checks.expert_parallel.work import Work
+from course_lib.expert_parallel import router
+
+
+def check() -> None:
+    """Judge within_capacity."""
+    gates = torch.tensor([[0.5, 0.5, 0], [0.9, 0, 0.1], [0.6, 0.4, 0], [0.3, 0, 0.7]]).view(2, 2, 3).requires_grad_()
+    kept = router.within_capacity(gates, 2)
+    wanted = torch.tensor([[0.5, 0.5, 0], [0.9, 0, 0.1], [0, 0.4, 0], [0, 0, 0.7]]).view(2, 2, 3)
+    assert torch.equal(kept.detach(), wanted), f"2 slots, gates:\n{kept.detach()}\nnot\n{wanted}"
+    (gradient,) = torch.autograd.grad(kept.sum(), gates)
+    assert torch.equal(gradient != 0, wanted != 0) or torch.equal((gradient != 0) & (gates != 0), wanted != 0), (
+        "what is kept has a gradient, what is dropped has none"
+    )
+    assert torch.equal(router.within_capacity(gates, 4), gates), "4 slots are enough for all"
+    with Work() as work:
+        router.within_capacity(gates, 2)
+    assert not work.read, f"{work.read[0]} makes the host wait for the device"

@@ -1,0 +1,178 @@
+"""A small model of mixtures, its training in one process, and the same training on groups of four ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from course_kit.labs.tensor_parallel.models import sgd
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import count_traffic
+from course_lib.data_parallel.replicas import DataParallel, out_of_step, parallel_accumulate
+from course_lib.expert_parallel import mixture as mixtures
+from course_lib.expert_parallel import model as program
+from course_lib.expert_parallel import router
+from course_lib.expert_parallel.experts import Experts
+from course_lib.expert_parallel.model import ExpertGroups
+from course_lib.sequence_parallel.model import apply_sequence_parallel
+from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.tensor_parallel.by_hand import cut
+from course_lib.tensor_parallel.model import apply_tensor_parallel
+from course_lib.tensor_parallel.shards import materialize, whole_state_dict
+from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
+from course_lib.zero.shards import clip_grad_norm_
+
+TINY = ModelConfig(2, 48, 4, 2, 40, 97, tied=True)  # four heads, two K/V heads, an odd vocabulary
+EXPERTS, WIDTH = 8, 24  # of a mixture
+ROUTING = {"balance": 0.05, "z": 0.01}
+RATE = 0.3  # of learning
+
+
+class Layout(NamedTuple):
+    """A training of four ranks."""
+
+    sizes: tuple[int, int, int, int]  # copies, nodes, ranks of a node, tensor-parallel ranks
+    tp: str = "none"  # none, matrices (of experts too), sequence (all), tokens (experts whole)
+    routing: tuple[tuple[str, object], ...] = ()
+    rate: float = 0.0  # of the biases
+    steps: int = 3
+
+
+LAYOUTS = (
+    Layout((1, 2, 2, 1), "none", (("nodes", 2), ("node_limit", 1)), 0.0, 1),
+    Layout((1, 1, 2, 2), "matrices", (), 0.0, 1),
+    Layout((1, 1, 2, 2), "sequence", (), 0.0, 1),
+    Layout((2, 1, 2, 1), "none", (("score", "sigmoid"),), 0.05, 2),
+)
+
+
+def batch_of(config: ModelConfig = TINY, batch: int = 4, seq: int = 12) -> torch.Tensor:
+    """Inputs and targets, each [b, s]: the same on all ranks."""
+    return torch.randint(config.vocab, (2, batch, seq), generator=torch.Generator().manual_seed(100))
+
+
+def mixture(config: ModelConfig = TINY, **routing) -> nn.Module:
+    """A meta-device model of mixtures."""
+    with torch.device("meta"):
+        return mixtures.apply_moe(Transformer(config), EXPERTS, 2, WIDTH, **dict(ROUTING, **routing))
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """The model with its values; larger ones for the experts, so that they matter."""
+
+    def init(name, tensor):
+        init_parameter(name, tensor, model.config)
+        if ".experts." in name:
+            with torch.no_grad():
+                tensor.mul_(5)
+
+    return materialize(model, init)
+
+
+class Training(NamedTuple):
+    """Losses by step, the first step's gradients, and the weights after the last one."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]
+    weights: dict[str, torch.Tensor]
+
+
+def process_trial(routing: tuple, rate: float, steps: int) -> Training:
+    """Train in one process, with all experts."""
+    model, losses, gradients = filled(mixture(**dict(routing))), [], {}
+    optimizer, (inputs, targets) = sgd(model.parameters(), RATE), batch_of()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        step_loss = loss(model(inputs), targets)
+        step_loss.backward()
+        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        losses.append(step_loss.item())
+        optimizer.step()
+        router.update_bias(model, router.take_counts(model), rate)
+    return Training(losses, gradients, {name: tensor.clone() for name, tensor in model.state_dict().items()})
+
+
+@functools.cache
+def one_process(routing: tuple = (), rate: float = 0.0, steps: int = 3) -> Training:
+    """The training of one process. It runs on a rank: there, what an optimizer imports is at hand."""
+    return shared(4)(process_trial, routing, rate, steps)[0]
+
+
+def spread(groups: ExpertGroups, tp: str, **routing) -> nn.Module:
+    """The mixture on these groups. tp: see Layout. Collective."""
+    model, world = mixture(**routing), dist.group.WORLD
+    if tp != "none":
+        apply_tensor_parallel(model, groups.tp)
+    if tp in ("sequence", "tokens"):
+        apply_sequence_parallel(model, groups.tp, reduce_group=world)
+    batch_group = world if tp in ("sequence", "tokens") else groups.dp
+    if tp == "tokens":  # experts are spread over all ranks
+        return filled(program.apply_expert_parallel(model, world, batch_group=batch_group))
+    split = groups.tp if tp != "none" else None
+    program.apply_expert_parallel(model, groups.exchange, groups.copies, batch_group, split)
+    check_shapes(model.blocks[0].mlp.experts, math.prod(each.size() for each in groups.exchange), groups.tp.size())
+    return filled(model)
+
+
+def check_shapes(experts: Experts, ep: int, tp: int) -> None:
+    """On a rank: raise AssertionError where its part of the experts has not the shapes of 1/ep and 1/tp."""
+    wide, tall = [EXPERTS // ep, WIDTH // tp, TINY.hidden], [EXPERTS // ep, TINY.hidden, WIDTH // tp]
+    for name, wanted in (("gate_proj", wide), ("up_proj", wide), ("down_proj", tall)):
+        shape = list(getattr(experts, name).weight.shape)
+        assert shape == wanted, f"ep {ep}, tp {tp}: this rank's part of {name} is {shape}, not {wanted}"
+
+
+class Told(NamedTuple):
+    """One rank's results of a training on four ranks."""
+
+    losses: list[float]
+    gradients: dict[str, torch.Tensor]  # of the first step, gathered
+    weights: dict[str, torch.Tensor]  # after the last one, gathered
+    norm: float  # of all gradients, by the groups' sums
+    ways: list[str]  # collectives in forward
+    hops: int  # groups that exchange in it
+    drifted: list[str]  # parameters that should be alike and are not
+
+
+def parallel_trial(sizes: tuple, tp: str = "none", routing: tuple = (), rate: float = 0.0, steps: int = 3) -> Told:
+    """On each of four ranks: the training of one_process, on the ranks of a Layout, in data parallelism."""
+    _, nodes, inside, tp_size = sizes
+    groups = ExpertGroups.make(nodes * inside, nodes, tp_size)
+    model = spread(groups, tp, **dict(routing))
+    try:
+        dp = DataParallel(model, groups.dp)
+    except ValueError as error:
+        raise AssertionError(f"DataParallel: {error}: is the reduce_group of the experts right?") from None
+    optimizer, losses, gradients, norm = sgd(model.parameters(), RATE), [], {}, 0.0
+    batch = tuple(cut(each, groups.dp, 0) for each in batch_of())
+
+    def summed(logits, targets):
+        if tp == "none":
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return vocab_parallel_cross_entropy(logits, targets, groups.tp, model.config.vocab, "sum")
+
+    with count_traffic() as traffic, torch.no_grad():
+        model.eval()(batch[0])
+    model.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(parallel_accumulate(dp, [batch], loss_of=summed).item())
+        if not gradients:
+            gradients = {
+                name: p.tensor_shard.gather(p.grad) if hasattr(p, "tensor_shard") else p.grad.clone()
+                for name, p in model.named_parameters()
+            }
+            norm = clip_grad_norm_(model.parameters(), 1e9).item()
+        optimizer.step()
+        router.update_bias(model, router.take_counts(model), rate)
+    alike = nn.ModuleList([*(block.mlp.experts for block in model.blocks)])
+    drifted = out_of_step(alike, groups.copies) + out_of_step(nn.ModuleList(router.routers_of(model)), groups.dp)
+    ways = sorted({record.collective for record in traffic.records})
+    hops = len({record.group for record in traffic.select("all_to_all").records})
+    return Told(losses, gradients, whole_state_dict(model), norm, ways, hops, drifted)
