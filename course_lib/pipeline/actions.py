@@ -50,8 +50,13 @@ class Progress:
             done = self.forward if kind == "F" else self.backward
             done[stage * self.m + micro_batch] = 1
 
+    # exercise 09.5
     def missing(self, action: Action) -> tuple[bool, int, int] | None:
-        """What must be done before and is not: (whether that is a forward, stage, micro-batch); None: nothing."""
+        """Return what must be done before an action and is not: (whether that is a forward, stage, micro-batch).
+
+        None where nothing is missing. F needs F of the stage before. B and I need their own F and, asked for after it,
+        B or I of the stage after. W needs its own I. The first stage has none before it, the last one none after it.
+        """
         kind, stage, micro_batch = action
         place = stage * self.m + micro_batch
         if kind == "F":
@@ -91,11 +96,13 @@ def play(schedule: Schedule) -> Iterator[tuple[int, int, int]]:
         raise ValueError(f"a deadlock: all wait for each other, {'; '.join(stuck)}")
 
 
+# exercise 09.6
 def validate(schedule: Schedule, m: int | None = None) -> list[int]:
-    """How many micro-batches' activations each rank holds at most, those of each of its stages counted apart.
+    """Return how many micro-batches' activations each rank holds at most, those of each of its stages counted apart.
 
     m: how many micro-batches there are; None: as many as the largest number says. Raises ValueError where a stage does
-    not do each of them once, on one rank, as F and B or as F, I and W, and where the ranks end in a deadlock.
+    not do each of them once, on one rank, as F and B or as F, I and W, where there is another micro-batch, and where
+    the ranks end in a deadlock (with that word). An F adds one to what a rank holds, a B or a W takes one away.
     """
     done = collections.defaultdict(list)
     for rank, actions in enumerate(schedule):

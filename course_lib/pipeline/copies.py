@@ -18,14 +18,18 @@ from course_lib.pipeline.schedules import Action, Schedule
 from course_lib.tensor_parallel.linear import one_split
 
 
+# exercise 09.15
 def holders(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of the pipeline that have one of these stages, in order."""
+    """Return the ranks of the pipeline that have one of these stages, each once, in order."""
     return tuple(r for r, actions in enumerate(schedule) if any(action.stage in stages for action in actions))
 
 
+# exercise 09.15
 def final_backwards(stages: nn.ModuleDict, actions: list[Action]) -> set[int]:
-    """Indices of the actions after which weights have their whole gradient: the last B or W of each stage; of stages
-    that share a weight, the last of all.
+    """Return the indices of a rank's actions after which weights have all of their gradient.
+
+    These are the last B or W of each stage, as the list has them; of stages that share a weight, only the last of all.
+    stages: this rank's, by number as a word.
     """
     last = {action.stage: i for i, action in enumerate(actions) if action.kind in "BW"}
     weights = {int(number): set(stage.parameters()) for number, stage in stages.items()}

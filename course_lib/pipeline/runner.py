@@ -16,6 +16,7 @@ Huang et al. 2018 (GPipe); Narayanan et al. 2021 (Megatron-LM), §2.2; Qi et al.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -107,10 +108,22 @@ def casting_once(device: torch.device, dtype: torch.dtype):
             torch.clear_autocast_cache()
 
 
-class PipelineSteps:
-    """What a PipelineRunner does once a step; its `run` does what there is to do for an action."""
+class PipelineRunner:
+    """Runs a schedule on this rank's stages. Its constructor is collective over the default group.
 
-    def __init__(self, stages, schedule: Schedule, group=None, loss_of=summed_loss, dp_group=None):
+    stages: all or this rank's own, a list or by number; group: the pipeline's ranks, in order; loss_of(what the last
+    stage returns, targets): the sum of the losses; dp_group: see the module. `stages` is a ModuleDict of its own ones.
+    Raises ValueError where stages, schedule and group do not fit.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module] | dict[int, nn.Module],
+        schedule: Schedule,
+        group: dist.ProcessGroup | None = None,
+        loss_of: Callable[..., torch.Tensor] = summed_loss,
+        dp_group: dist.ProcessGroup | None = None,
+    ):
         self.group, self.loss_of = group or dist.group.WORLD, loss_of
         self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
         self.copies = share_copies(self.stages, schedule, self.group, dp_group)
@@ -131,7 +144,13 @@ class PipelineSteps:
         self.final = final_backwards(self.stages, self.actions)
 
     def step(
-        self, inputs, targets, dtype: torch.dtype = torch.float32, tokens=None, no_sync=None, positions=None
+        self,
+        inputs: torch.Tensor | None,
+        targets: torch.Tensor | None,
+        dtype: torch.dtype = torch.float32,
+        tokens: int | torch.Tensor | None = None,
+        no_sync: Callable | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Add to .grad the gradient of the mean loss over all target tokens of a batch, inputs and targets each [b, s].
 
@@ -152,16 +171,21 @@ class PipelineSteps:
         try:
             with casting_once(device, dtype) as self.autocast:
                 self.mail = Mail(self.plan, self.group, self.shapes_of(inputs, dtype), device)
-                for place, action in enumerate(self.actions):
-                    self.mail.start(place)
-                    with contextlib.nullcontext() if no_sync is None or place in self.final else no_sync():
-                        self.run(action)
-                self.mail.start(len(self.actions))
-                self.mail.wait_for_sends(0)
+                self.carry_out(no_sync)
         finally:
             self.release()
         self.copies.sum_gradients()
         return self.loss
+
+    # notebook 09, cell carry-out
+    def carry_out(self, no_sync: Callable | None) -> None:
+        """All actions of this rank in order, each after the mail that the plan starts before it."""
+        for place, action in enumerate(self.actions):
+            self.mail.start(place)
+            with contextlib.nullcontext() if no_sync is None or place in self.final else no_sync():
+                self.run(action)
+        self.mail.start(len(self.actions))
+        self.mail.wait_for_sends(0)
 
     def shapes_of(self, inputs: torch.Tensor | None, dtype: torch.dtype) -> list:
         """(shape, dtype) of what enters each stage: negotiated once for each shape of a batch. Collective then."""
@@ -174,7 +198,7 @@ class PipelineSteps:
                 )
         return self.shapes[key]
 
-    def finish(self, stage: int, micro_batch: int):
+    def finish(self, stage: int, micro_batch: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """What a pass makes of the stage's output: the loss in the last stage, else nothing."""
 
         def loss_of(out: torch.Tensor) -> torch.Tensor:
@@ -183,17 +207,14 @@ class PipelineSteps:
 
         return loss_of if stage == self.last else lambda out: out
 
-
-class PipelineRunner(PipelineSteps):
-    """Runs a schedule on this rank's stages. Its constructor is collective over the default group.
-
-    stages: all or this rank's own, a list or by number; group: the pipeline's ranks, in order; loss_of(what the last
-    stage returns, targets): the sum of the losses; dp_group: see the module. `stages` is a ModuleDict of its own ones.
-    Raises ValueError where stages, schedule and group do not fit.
-    """
-
+    # exercise 09.9
     def run(self, action: Action) -> None:
-        """Carry out one action: take what it needs from `self.mail`, and put there what it makes for others."""
+        """Carry out one action: take what it needs from `self.mail`, and put there what it makes for others.
+
+        F makes a pass in `self.passes`, inside `self.autocast`, with `self.finish` and `self.more` of the micro-batch,
+        adds to `self.loss` in the last stage, and drops the pass's `out`; B, or I and then W, run its backward. After B
+        or W the pass is no longer kept.
+        """
         kind, stage, micro_batch = action
         key, last = (stage, micro_batch), stage == self.last
         if kind == "F":
@@ -216,10 +237,12 @@ class PipelineRunner(PipelineSteps):
                 self.mail.put("B", stage - 1, micro_batch, gradient)
 
 
+# exercise 09.17
 def pipeline_ratio(hidden: int, layers: float, bandwidth: float, peak: float, number_bytes: float = 2) -> float:
-    """Time to send a hidden state over that of the next stage's forward; up to 1 it can be hidden. Tokens cancel.
+    """Return the time to send a hidden state over that of the next stage's forward; up to 1 it can be hidden.
 
-    layers: of the stage; bandwidth: bytes a second of the link; peak: floating-point operations a second. The
-    Ultra-Scale Playbook, appendix A3 (16 h² weights a layer), corrected: bytes, not numbers.
+    hidden: h; layers: of the stage; bandwidth: bytes a second of the link; peak: floating-point operations a second;
+    number_bytes: of each number that is sent. Tokens cancel. The Ultra-Scale Playbook, appendix A3 (16 h² weights a
+    layer), corrected: bytes, not numbers.
     """
     return number_bytes * peak / (32 * hidden * layers * bandwidth)

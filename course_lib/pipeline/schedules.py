@@ -40,9 +40,10 @@ def afab(p: int, m: int) -> Schedule:
     return [[Action(kind, rank, i) for kind in "FB" for i in range(m)] for rank in range(p)]
 
 
+# exercise 09.4
 def in_turn(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> list[Action]:
-    """`ahead` forwards (all, where there are fewer), then a forward and a backward in turn, then the other backwards;
-    there are as many of both.
+    """Return `ahead` forwards (all, where there are fewer), then a forward and a backward in turn, then the backwards
+    that are left; each backward is a list of actions. There are as many backwards as forwards.
     """
     ahead = min(ahead, len(forwards))
     pairs = zip(forwards[ahead:], backwards, strict=False)
@@ -51,8 +52,12 @@ def in_turn(forwards: list[Action], backwards: list[list[Action]], ahead: int) -
     return forwards[:ahead] + steady + rest
 
 
+# exercise 09.4
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """One forward, one backward: rank r begins with p - 1 - r forwards. Narayanan et al. 2021, §2.2."""
+    """One forward, one backward: rank r, which has stage r, begins with p - 1 - r forwards (m, where there are fewer).
+
+    Micro-batches are in the order 0 … m - 1, forward and backward. Narayanan et al. 2021, §2.2.
+    """
     check_sizes(p, m)
     return [
         in_turn([Action("F", rank, i) for i in range(m)], [[Action("B", rank, i)] for i in range(m)], p - 1 - rank)
@@ -60,11 +65,14 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     ]
 
 
+# exercise 09.10
 def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
-    """1F1B with v stages a rank: stage s is on rank s mod p. Narayanan et al. 2021, §2.2; Llama Team 2024, §3.3.2.
+    """1F1B with v stages on each rank: stage s is on rank s mod p.
 
     run: micro-batches in a row that go through a stage before the next one; p, also the default: depth first; m:
-    breadth first. With v = 1 it is one_f_one_b. Raises ValueError where a run is shorter than p or does not divide m.
+    breadth first. Backwards take the same runs, through the rank's last stage first. Rank r begins with
+    (v - 1) run + 2 (p - 1 - r) forwards. With v = 1 it is one_f_one_b. Raises ValueError where a run is shorter than p
+    or does not divide m. Narayanan et al. 2021, §2.2; Llama Team 2024, §3.3.2.
     """
     check_sizes(p, m, v)
     run = p if run is None else run
@@ -85,8 +93,12 @@ def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
     return schedule
 
 
+# exercise 09.13
 def put_off(p: int, m: int, k: int) -> Schedule:
-    """1F1B with k times as many forwards ahead, whose rank r does its W's k r micro-batches late."""
+    """1F1B with k times as many forwards ahead, whose rank r does its W's k r micro-batches late.
+
+    Each backward is I and, once there is one to do, the W that is due; the W's that are left come at the end.
+    """
     check_sizes(p, m)
     schedule = []
     for rank in range(p):
@@ -125,6 +137,7 @@ def numbered(words: Sequence[tuple[str, int | None]], first: dict[int, int]) -> 
     return actions
 
 
+# notebook 09, cell zero-bubble-v
 def zero_bubble_v(p: int, m: int) -> Schedule:
     """ZB-V: stages r and 2p - 1 - r on rank r; no bubble where F, I, W take the same time and m is at least 2p - 1.
 
@@ -134,14 +147,15 @@ def zero_bubble_v(p: int, m: int) -> Schedule:
     schedule, full = [], max(m, 2 * p - 1)
     for rank in range(p):
         down, up, rest = rank, 2 * p - 1 - rank, p - rank
-        F0, I0, F1, I1, W = ([word] for word in (("F", down), ("I", down), ("F", up), ("I", up), ("W", None)))
-        todo = F0 * (2 * rest - 1) + (F1 + F0) * rank + (F1 + I1 + W) * rest
-        todo += (F0 + I0 + W + F1 + I1 + W) * (full - p - rest + 1) + (I0 + W + F1 + I1 + W) * (rest - 1)
-        todo += (I0 + I1) * rank + (I0 + W) * rest + W * 2 * rank
+        Fa, Ia, Fb, Ib, W = ([word] for word in (("F", down), ("I", down), ("F", up), ("I", up), ("W", None)))
+        todo = Fa * (2 * rest - 1) + (Fb + Fa) * rank + (Fb + Ib + W) * rest
+        todo += (Fa + Ia + W + Fb + Ib + W) * (full - p - rest + 1) + (Ia + W + Fb + Ib + W) * (rest - 1)
+        todo += (Ia + Ib) * rank + (Ia + W) * rest + W * 2 * rank
         schedule.append([action for action in numbered(todo, {down: 0, up: 0}) if action.micro_batch < m])
     return schedule
 
 
+# notebook 09, cell dualpipe
 def dualpipe(p: int, m: int) -> Schedule:
     """DualPipe: stages r and p - 1 - r on rank r; micro-batches 0 … m/2 - 1 enter at rank 0, the others at rank p - 1.
 
@@ -155,13 +169,13 @@ def dualpipe(p: int, m: int) -> Schedule:
     for rank in range(p):
         near = min(rank, p - 1 - rank)
         far, inner = p - 1 - near, p // 2 - 1 - near
-        F0, B0, I0 = ([(kind, near)] for kind in "FBI")
-        F1, B1, I1 = ([(kind, far)] for kind in "FBI")
+        Fa, Ba, Ia = ([(kind, near)] for kind in "FBI")
+        Fb, Bb, Ib = ([(kind, far)] for kind in "FBI")
         W, backwards = [("W", None)], near + 1
-        todo = F0 * 2 * inner + (F0 + F1) * (near + 1) + (I1 + W + F1) * inner
-        todo += (F0 + B1 + F1 + B0) * (m // 2 - p + near + 1) + (B1 + F1 + B0) * inner
-        todo += ((B1 + B0) * backwards)[:backwards] + ((I1 + I0) * backwards)[backwards:]
-        todo += (W + I0) * inner + W * (near + 1)
+        todo = Fa * 2 * inner + (Fa + Fb) * (near + 1) + (Ib + W + Fb) * inner
+        todo += (Fa + Bb + Fb + Ba) * (m // 2 - p + near + 1) + (Bb + Fb + Ba) * inner
+        todo += ((Bb + Ba) * backwards)[:backwards] + ((Ib + Ia) * backwards)[backwards:]
+        todo += (W + Ia) * inner + W * (near + 1)
         actions = numbered(todo, {near: 0, far: m // 2} if rank < p // 2 else {near: m // 2, far: 0})
         after = [*actions[1:], None]
         pairs = [a.kind == "F" and b is not None and b.kind == "B" for a, b in zip(actions, after, strict=True)]

@@ -15,8 +15,10 @@ from course_lib.pipeline.schedules import Action, Schedule, check_sizes, one_f_o
 from course_lib.pipeline.simulation import simulate
 
 
-class ListScheduler:
-    """Builds a schedule in time: each rank takes what can start first, of what its `options` are."""
+class Greedy:
+    """Builds a schedule in time: each rank takes what can start first; a W where it would wait otherwise, or where
+    memory is full.
+    """
 
     def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
         self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
@@ -32,29 +34,14 @@ class ListScheduler:
         ended = self.ended.get((kind, before, i))
         return None if ended is None else ended + self.t_comm
 
-    def run(self) -> Schedule:
-        """The whole schedule."""
-        for _ in range(3 * self.p * self.m):
-            start, order, rank = min(
-                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
-            )
-            kind = "IFW"[order]
-            i = self.done[rank][kind]
-            self.done[rank][kind] += 1
-            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
-            self.schedule[rank].append(Action(kind, rank, i))
-        return self.schedule
-
-
-class Greedy(ListScheduler):
-    """Each rank takes what can start first; a W where it would wait otherwise, or where memory is full."""
-
+    # exercise 09.14
     def options(self, rank: int) -> dict:
-        """What the rank could do next: F, I or W, and when it could begin.
+        """Return what the rank could do next, F, I or W, each with the time when it could begin.
 
-        self.m: micro-batches; self.done[rank]: how many F, I, W are done; self.free[rank]: when the last of them ends;
-        self.times[kind][rank]: how long one takes. At most self.live are held, and self.ahead[rank] F's ahead of I's; a
-        W wants a gap of self.fill times its own length, or no memory left.
+        An F if micro-batches are left, fewer than self.live are held, and F's are fewer than self.ahead[rank] ahead of
+        I's; an I if its own F is done; both only where it is known when what they need arrives. A W if an I is without
+        one and, besides, self.live are held or the rank would wait, for a gap of self.fill times a W or more.
+        self.done[rank]: how many F, I, W are done; self.free[rank]: when the last of them ends.
         """
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
@@ -67,6 +54,19 @@ class Greedy(ListScheduler):
         if w < i and (f - w >= self.live or wait > 0 and wait >= self.fill * self.times["W"][rank]):
             found["W"] = self.free[rank]
         return found
+
+    def run(self) -> Schedule:
+        """The whole schedule."""
+        for _ in range(3 * self.p * self.m):
+            start, order, rank = min(
+                (start, "IFW".index(kind), rank) for rank in range(self.p) for kind, start in self.options(rank).items()
+            )
+            kind = "IFW"[order]
+            i = self.done[rank][kind]
+            self.done[rank][kind] += 1
+            self.free[rank] = self.ended[kind, rank, i] = start + self.times[kind][rank]
+            self.schedule[rank].append(Action(kind, rank, i))
+        return self.schedule
 
 
 def without_dominated(ways: list[tuple]) -> list[tuple]:

@@ -50,13 +50,14 @@ class Simulation:
         return validate(self.schedule)
 
 
+# exercise 09.7
 def simulate(
     schedule: Schedule, t_f: Times = 1, t_i: Times = 1, t_w: Times = 1, t_comm: float = 0, t_pair: float | None = None
 ) -> Simulation:
     """Play a schedule in time: B takes t_i + t_w; what another rank has made arrives t_comm later.
 
-    t_pair: time of an Overlapped forward and the backward after it, which begin and end together; None: the sum of
-    both. Raises ValueError for a deadlock."""
+    t_pair: time of an Overlapped pair, which begins and ends together; None: the sum. Raises ValueError for a deadlock.
+    """
     m, stages = (1 + max(action[i] for actions in schedule for action in actions) for i in (2, 1))
     by_stage = [time if isinstance(time, Sequence) else [time] * stages for time in (t_f, t_i, t_w)]
     times = dict(zip("FIW", by_stage, strict=True)) | {"B": [i + w for i, w in zip(*by_stage[1:], strict=True)]}

@@ -30,6 +30,7 @@ from course_lib.tensor_parallel.regions import OnceDifferentiable
 from course_lib.zero.sharded_models import places_of
 
 
+# exercise 09.11
 class Linear(torch.autograd.Function):
     """x · weightᵀ + bias, whose backward makes the gradients that it is asked for, and no others."""
 
@@ -41,6 +42,10 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
+        """Return the gradients of x, weight and bias, each None where it is not asked for; gradient: [..., out].
+
+        Under autocast gradient and x are BF16, and the weight is float32: products are in the gradient's dtype.
+        """
         x, weight = ctx.saved_tensors
         rows = gradient.flatten(0, -2)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad
@@ -168,9 +173,11 @@ class Later:
                 torch.autograd.backward([edge], [found[i]], retain_graph=True)
 
 
-class InputFirst(StagePass):
-    """A StagePass whose backward stops at the input's gradient; `laters` has what is left, in the same order on all
-    ranks that run the same stage (it may communicate).
+class SplitPass(StagePass):
+    """A StagePass whose backward is input_gradient and, any time after it, weight_gradients.
+
+    `laters` has what is left for the second half, in the same order on all ranks that run the same stage (it may
+    communicate); `weights` and `stand_ins` are those of the stage, in one order.
     """
 
     def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
@@ -217,13 +224,15 @@ class InputFirst(StagePass):
         self.edge, self.leaves, self.x.grad, gradient = None, (), None, self.x.grad
         return gradient
 
-
-class SplitPass(InputFirst):
-    """A StagePass whose backward is input_gradient and, any time after it, weight_gradients."""
-
+    # exercise 09.12
     @torch.no_grad()
     def weight_gradients(self) -> None:
-        """W: adds to the weights' gradients, and fires their hooks."""
+        """W: add to the weights' gradients, and fire their hooks, once for each weight.
+
+        Run each of `self.laters` once, and take its gradients along their edges to the stand-ins; then give each weight
+        the gradient of its stand-in, as backward would. A weight whose stand-in has none stays as it is. Afterwards
+        `laters` is empty.
+        """
         weight_of, halves = dict(zip(self.stand_ins, self.weights, strict=True)), []
         uses = collections.Counter(stand_in for later in self.laters for _, stand_in in later.edges.values())
 

@@ -18,11 +18,13 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 
+# exercise 09.1
 def split_layers(layers: int, stages: int) -> list[range]:
-    """Which layers each stage has, in order; the embedding and the head count as a layer each, larger stages are in the
-    middle.
+    """Return which layers each stage has, in order; the embedding and the head count as a layer each.
 
-    Raises ValueError where there are fewer things than stages.
+    The sizes of two stages differ by one at most, and the larger ones are in the middle: the first is none of them, and
+    the last only where all between them are. A stage without a layer has an empty range. Raises ValueError, with
+    `stages` in its message, where that is below 1 or more than layers + 2.
     """
     if not 1 <= stages <= layers + 2:
         raise ValueError(f"{layers} layers, an embedding and a head do not fill {stages} stages")
@@ -32,13 +34,16 @@ def split_layers(layers: int, stages: int) -> list[range]:
     return [range(max(0, first - 1), min(layers, end - 1)) for first, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
+# exercise 09.2
 def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
-    """The p·v stages of a `Transformer`, in order; v: stages a rank. They share its layers, under the same names.
+    """Return the p·v stages of a `Transformer`, in order; v: stages of each rank.
 
-    After tensor, sequence, expert and context parallelism; the model may be on the meta device. `blocks` of a stage has
-    gaps: iterate over it, or look a layer up by name. A weight that is both
-    embedding and head gets the attribute `stages`, (0, p·v - 1). Raises ValueError where p or v is below 1 and where
-    there are too few layers.
+    They share its layers, under the same names, and the model stays as it is; it may be on the meta device. Hooks that
+    are set on a stage afterwards are its own. What a stage lacks of embedding, norm and head is None: the first stage
+    has the embedding, the last one norm and head.
+    `blocks` of a stage has gaps: iterate over it, or look a layer up by name. With more stages than one, a weight that
+    is both embedding and head gets the attribute `stages`, (0, p·v - 1). Call it after tensor, sequence, expert and
+    context parallelism. Raises ValueError where p or v is below 1 and where there are too few layers.
     """
     if p < 1 or v < 1:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
@@ -63,7 +68,15 @@ class StagePass:
     (positions); `out`: what finish(stage(x, *more)) is, without its graph, to be sent and dropped.
     """
 
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
+    # exercise 09.3
+    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more) -> None:
+        """Run the stage on a leaf `self.x` with the values of x; its graph reaches no further back.
+
+        x: tokens [b, s] or hidden states [b, s, h]; more: the stage's other arguments, passed on to self.run.
+        Sets `self.out`, the values of finish(self.run(stage, *more)) without a graph, and `self.edge`, their place in
+        the graph (None where they need no gradient). A leaf of floating-point numbers requires a gradient, tokens do
+        not.
+        """
         self.x = x.detach().requires_grad_(x.is_floating_point())
         out = finish(self.run(stage, *more))
         self.out, self.edge = out.detach(), get_gradient_edge(out) if out.requires_grad else None
@@ -72,8 +85,13 @@ class StagePass:
         """The stage's output."""
         return stage(self.x, *more)
 
+    # exercise 09.3
     def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Adds to the weights' gradients; gradient: of `out`. Returns that of x [b, s, h], None for tokens."""
+        """Add to the weights' gradients, and return the gradient of x [b, s, h], None for tokens.
+
+        gradient: of `out`. Needs no second forward. Afterwards the pass keeps neither the graph nor that gradient. If
+        `edge` is None there is nothing to do.
+        """
         if self.edge is not None:  # else everything up to here is frozen
             torch.autograd.backward([self.edge], [gradient])
         self.edge, self.x.grad, gradient = None, None, self.x.grad

@@ -70,6 +70,7 @@ class Mail:
         self.arriving, self.leaving, self.sent = {}, {}, deque()
         self.sends = {t[:3] for batches in plan for batch in batches for t in batch if t.source == self.rank}
 
+    # notebook 09, cell mail
     def put(self, kind: str, stage: int, micro_batch: int, tensor: torch.Tensor) -> None:
         """Hand over what this rank has made for another rank, or for itself."""
         key = kind, stage, micro_batch
@@ -78,6 +79,7 @@ class Mail:
         else:
             self.arriving[key] = None, tensor
 
+    # notebook 09, cell mail
     def take(self, kind: str, stage: int, micro_batch: int) -> torch.Tensor:
         """What has come for this rank; waits for it."""
         work, tensor = self.arriving.pop((kind, stage, micro_batch))

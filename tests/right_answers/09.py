@@ -1,21 +1,7 @@
 """Right answers in another style than the solutions, that the checks of notebook 09 must accept."""
 
-
 # %% 09.1 sizes first
-import copy
-import itertools
-
-import torch
-from torch import nn
-from torch.autograd.graph import get_gradient_edge
-
-
 def split_layers(layers: int, stages: int) -> list[range]:
-    """Which layers each stage has, in order; the embedding and the head count as a layer each, larger stages are in the
-    middle.
-
-    Raises ValueError where there are fewer things than stages.
-    """
     things = layers + 2
     if stages < 1 or stages > things:
         raise ValueError(f"{stages} stages for {things} things, the embedding and the head among them: make it 1 to {things}")
@@ -30,16 +16,8 @@ def split_layers(layers: int, stages: int) -> list[range]:
         begin += size
     return found
 
-
 # %% 09.2 a new object for each stage
 def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
-    """The p·v stages of a `Transformer`, in order; v: stages a rank. They share its layers, under the same names.
-
-    After tensor, sequence, expert and context parallelism; the model may be on the meta device. `blocks` of a stage has
-    gaps: iterate over it, or look a layer up by name. A weight that is both
-    embedding and head gets the attribute `stages`, (0, p·v - 1). Raises ValueError where p or v is below 1 and where
-    there are too few layers.
-    """
     if p < 1 or v < 1:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
     count = p * v
@@ -64,41 +42,27 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         model.head.weight.stages = 0, count - 1
     return stages
 
-
 # %% 09.3 by the type of x
-class StagePass:
-    """One micro-batch in one stage. x: tokens [b, s] or hidden states [b, s, h]; more: the stage's other arguments
-    (positions); `out`: what finish(stage(x, *more)) is, without its graph, to be sent and dropped.
-    """
+def __init__(self: StagePass, stage: nn.Module, x: torch.Tensor, finish, *more):
+    self.x = x.detach()
+    if self.x.is_floating_point():
+        self.x.requires_grad = True
+    result = finish(self.run(stage, *more))
+    self.edge = get_gradient_edge(result) if result.requires_grad else None
+    self.out = result.detach()
 
-    def __init__(self, stage: nn.Module, x: torch.Tensor, finish, *more):
-        self.x = x.detach()
-        if self.x.is_floating_point():
-            self.x.requires_grad = True
-        result = finish(self.run(stage, *more))
-        self.edge = get_gradient_edge(result) if result.requires_grad else None
-        self.out = result.detach()
 
-    def run(self, stage: nn.Module, *more) -> torch.Tensor:
-        """The stage's output."""
-        return stage(self.x, *more)
-
-    def backward(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Adds to the weights' gradients; gradient: of `out`. Returns that of x [b, s, h], None for tokens."""
-        edge, self.edge = self.edge, None
-        if edge is None:
-            return None
-        torch.autograd.backward(edge, gradient)
-        found = self.x.grad
-        self.x.grad = None
-        return found
-
+def backward(self: StagePass, gradient: torch.Tensor) -> torch.Tensor | None:
+    edge, self.edge = self.edge, None
+    if edge is None:
+        return None
+    torch.autograd.backward(edge, gradient)
+    found = self.x.grad
+    self.x.grad = None
+    return found
 
 # %% 09.4 one list, forwards taken when due
 def in_turn(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> list[Action]:
-    """`ahead` forwards (all, where there are fewer), then a forward and a backward in turn, then the other backwards;
-    there are as many of both.
-    """
     count = len(forwards)
     ahead = min(count, ahead)
     order = list(forwards[:ahead])
@@ -110,7 +74,6 @@ def in_turn(forwards: list[Action], backwards: list[list[Action]], ahead: int) -
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """One forward, one backward: rank r begins with p - 1 - r forwards. Narayanan et al. 2021, §2.2."""
     check_sizes(p, m)
     schedule = []
     for rank in range(p):
@@ -119,51 +82,27 @@ def one_f_one_b(p: int, m: int) -> Schedule:
         schedule.append(in_turn(forwards, backwards, ahead=p - rank - 1))
     return schedule
 
-
 # %% 09.5 what is wanted, in order
-class Progress:
-    """What of a schedule is done."""
-
-    def __init__(self, schedule: Schedule):
-        self.m = 1 + max(action.micro_batch for actions in schedule for action in actions)
-        self.last = max(action.stage for actions in schedule for action in actions)
-        entries = (self.last + 1) * self.m  # one for each stage and micro-batch, a stage's micro-batches together
-        self.forward, self.backward = bytearray(entries), bytearray(entries)
-
-    def mark(self, action: Action) -> None:
-        """It is done. (Nothing waits for a W.)"""
-        kind, stage, micro_batch = action
-        if kind != "W":
-            done = self.forward if kind == "F" else self.backward
-            done[stage * self.m + micro_batch] = 1
-
-    def missing(self, action: Action) -> tuple[bool, int, int] | None:
-        """What must be done before and is not: (whether that is a forward, stage, micro-batch); None: nothing."""
-        kind, stage, micro_batch = action
-        wanted = []
-        if kind == "F":
-            if stage:
-                wanted.append((True, stage - 1, micro_batch))
-        elif kind == "W":
-            wanted.append((False, stage, micro_batch))
-        else:
-            wanted.append((True, stage, micro_batch))
-            if stage < self.last:
-                wanted.append((False, stage + 1, micro_batch))
-        for forward, of_stage, number in wanted:
-            done = self.forward if forward else self.backward
-            if not done[of_stage * self.m + number]:
-                return forward, of_stage, number
-        return None
-
+def missing(self: Progress, action: Action) -> tuple[bool, int, int] | None:
+    kind, stage, micro_batch = action
+    wanted = []
+    if kind == "F":
+        if stage:
+            wanted.append((True, stage - 1, micro_batch))
+    elif kind == "W":
+        wanted.append((False, stage, micro_batch))
+    else:
+        wanted.append((True, stage, micro_batch))
+        if stage < self.last:
+            wanted.append((False, stage + 1, micro_batch))
+    for forward, of_stage, number in wanted:
+        done = self.forward if forward else self.backward
+        if not done[of_stage * self.m + number]:
+            return forward, of_stage, number
+    return None
 
 # %% 09.6 counts by stage
 def validate(schedule: Schedule, m: int | None = None) -> list[int]:
-    """How many micro-batches' activations each rank holds at most, those of each of its stages counted apart.
-
-    m: how many micro-batches there are; None: as many as the largest number says. Raises ValueError where a stage does
-    not do each of them once, on one rank, as F and B or as F, I and W, and where the ranks end in a deadlock.
-    """
     actions = [(rank, action) for rank, each in enumerate(schedule) for action in each]
     if not actions:
         raise ValueError("there is no action in the schedule")
@@ -195,100 +134,68 @@ def validate(schedule: Schedule, m: int | None = None) -> list[int]:
         most.append(highest)
     return most
 
-
 # %% 09.7 the source first
-def simulate(schedule: Schedule, t_f=1, t_i=1, t_w=1, t_comm=0, t_pair=None) -> Simulation:
-    """Play a schedule in time: B takes t_i + t_w; what another rank has made arrives t_comm later.
-
-    Times are numbers, those of an action in any stage, or sequences with one for each stage. t_pair: time of an
-    Overlapped forward and the backward after it, which begin and end together; None: the sum of both. Raises
-    ValueError for a deadlock.
-    """
-    m, stages = (1 + max(action[i] for actions in schedule for action in actions) for i in (2, 1))
-    by_stage = [time if isinstance(time, Sequence) else [time] * stages for time in (t_f, t_i, t_w)]
-    times = dict(zip("FIW", by_stage, strict=True)) | {"B": [i + w for i, w in zip(*by_stage[1:], strict=True)]}
-    ended_f, ended_b, on = ([0] * (stages * m) for _ in range(3))
-    free, busy = [0] * len(schedule), [0] * len(schedule)
-    starts, ends = ([[] for _ in schedule] for _ in range(2))
-    for rank, first, end in play(schedule):
-        start, duration = free[rank], 0
-        for kind, stage, micro_batch in schedule[rank][first:end]:
-            duration, place = duration + times[kind][stage], stage * m + micro_batch
-            source = None
-            if kind == "F":
-                on[place] = rank
-                if stage > 0:
-                    source, ended = place - m, ended_f
-            elif kind != "W" and stage < stages - 1:
-                source, ended = place + m, ended_b
-            if source is not None:
-                arrives = ended[source] + (t_comm if on[source] != rank else 0)
-                start = max(start, arrives)
-        duration = t_pair if t_pair is not None and end > first + 1 else duration
-        free[rank] = finish = start + duration
-        busy[rank] += duration
-        for kind, stage, micro_batch in schedule[rank][first:end]:
-            if kind != "W":
-                (ended_f if kind == "F" else ended_b)[stage * m + micro_batch] = finish
-            starts[rank].append(start)
-            ends[rank].append(finish)
-    return Simulation(schedule, starts, ends, busy)
-
+duration, place = duration + times[kind][stage], stage * m + micro_batch
+=>
+duration, place = duration + times[kind][stage], stage * m + micro_batch
+source = None
+---
+    if stage == 0:
+        continue
+    source, there = place - m, ended_f[place - m]
+elif kind == "W" or stage == stages - 1:
+    continue
+else:
+    source, there = place + m, ended_b[place + m]
+there = there if on[source] == rank else there + t_comm
+start = there if there > start else start
+=>
+    if stage > 0:
+        source, ended = place - m, ended_f
+elif kind != "W" and stage < stages - 1:
+    source, ended = place + m, ended_b
+if source is not None:
+    arrives = ended[source] + (t_comm if on[source] != rank else 0)
+    start = max(start, arrives)
 
 # %% 09.8 counted up
 # Set micro_batches and slower.
 micro_batches = next(m for m in range(1, 1000) if 10 * 15 <= m + 15)
 slower = 1 - 39 / 47
 
-
 # %% 09.9 case by case
-class PipelineRunner(PipelineSteps):
-    """Runs a schedule on this rank's stages. Its constructor is collective over the default group.
+def run(self: PipelineRunner, action: Action) -> None:
+    kind, stage, number = action
+    first, final = stage == 0, stage == self.last
 
-    stages: all or this rank's own, a list or by number; group: the pipeline's ranks, in order; loss_of(what the last
-    stage returns, targets): the sum of the losses; dp_group: see the module. `stages` is a ModuleDict of its own ones.
-    Raises ValueError where stages, schedule and group do not fit.
-    """
+    def send_back(gradient):
+        if not first:
+            self.mail.put("B", stage - 1, number, gradient)
 
-    def run(self, action: Action) -> None:
-        """Carry out one action: take what it needs from `self.mail`, and put there what it makes for others."""
-        kind, stage, number = action
-        first, final = stage == 0, stage == self.last
-
-        def send_back(gradient):
-            if not first:
-                self.mail.put("B", stage - 1, number, gradient)
-
-        match kind:
-            case "F":
-                x = self.inputs[number] if first else self.mail.take("F", stage, number)
-                cls = SplitPass if (stage, number) in self.split else StagePass
-                with self.autocast:
-                    passed = cls(self.stages[f"{stage}"], x, self.finish(stage, number), *self.more[number])
-                self.passes[stage, number] = passed
-                out, passed.out = passed.out, None
-                if final:
-                    self.loss.add_(out)
-                else:
-                    self.mail.put("F", stage + 1, number, out)
-            case "W":
-                passed = self.passes.pop((stage, number))
-                passed.weight_gradients()
-            case "I":
-                gradient = self.loss.new_ones(()) if final else self.mail.take("B", stage, number)
-                send_back(self.passes[stage, number].input_gradient(gradient))
-            case "B":
-                gradient = self.loss.new_ones(()) if final else self.mail.take("B", stage, number)
-                send_back(self.passes.pop((stage, number)).backward(gradient))
-
+    match kind:
+        case "F":
+            x = self.inputs[number] if first else self.mail.take("F", stage, number)
+            cls = SplitPass if (stage, number) in self.split else StagePass
+            with self.autocast:
+                passed = cls(self.stages[f"{stage}"], x, self.finish(stage, number), *self.more[number])
+            self.passes[stage, number] = passed
+            out, passed.out = passed.out, None
+            if final:
+                self.loss.add_(out)
+            else:
+                self.mail.put("F", stage + 1, number, out)
+        case "W":
+            passed = self.passes.pop((stage, number))
+            passed.weight_gradients()
+        case "I":
+            gradient = self.loss.new_ones(()) if final else self.mail.take("B", stage, number)
+            send_back(self.passes[stage, number].input_gradient(gradient))
+        case "B":
+            gradient = self.loss.new_ones(()) if final else self.mail.take("B", stage, number)
+            send_back(self.passes.pop((stage, number)).backward(gradient))
 
 # %% 09.10 run by run
 def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
-    """1F1B with v stages a rank: stage s is on rank s mod p. Narayanan et al. 2021, §2.2; Llama Team 2024, §3.3.2.
-
-    run: micro-batches in a row that go through a stage before the next one; p, also the default: depth first; m:
-    breadth first. With v = 1 it is one_f_one_b. Raises ValueError where a run is shorter than p or does not divide m.
-    """
     check_sizes(p, m, v)
     run = p if run is None else run
     if v == 1:
@@ -306,25 +213,10 @@ def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
         schedule.append(in_turn(forwards, backwards, 2 * (p - rank - 1) + run * (v - 1)))
     return schedule
 
-
 # %% 09.11 one gradient at a time
-import collections
-import weakref
-
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
-from torch.overrides import TorchFunctionMode
-
-
 class Linear(torch.autograd.Function):
-    """x · weightᵀ + bias, whose backward makes the gradients that it is asked for, and no others."""
-
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x: [..., in]; weight: [out, in]; bias: [out]; returns [..., out], all in x's dtype (of autocast)."""
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight.to(x.dtype), bias if bias is None else bias.to(x.dtype))
 
@@ -342,41 +234,34 @@ class Linear(torch.autograd.Function):
                 found[2] = flat.sum(dim=0)
         return tuple(found)
 
-
 # %% 09.12 names what is asked
-class SplitPass(InputFirst):
-    """A StagePass whose backward is input_gradient and, any time after it, weight_gradients."""
-
-    @torch.no_grad()
-    def weight_gradients(self) -> None:
-        """W: adds to the weights' gradients, and fires their hooks."""
-        weights = {stand_in: weight for stand_in, weight in zip(self.stand_ins, self.weights)}
-        uses = {}
-        for later in self.laters:
-            for _, behind in later.edges.values():
-                uses[behind] = uses.get(behind, 0) + 1
-        while len(self.laters) > 0:
-            later = self.laters.pop()
-            gradients = later.run()
-            for number in later.edges:
-                gradient, (edge, behind) = gradients[number], later.edges[number]
-                if gradient is None:
-                    continue
-                target = edge
-                if hasattr(edge.node, "variable"):
-                    gradient = gradient.to(behind.dtype)
-                    if uses[behind] == 1 and behind.grad is None:
-                        target = weights[behind]
-                torch.autograd.backward(target, gradient, retain_graph=True)
-        for stand_in in weights:
-            if stand_in.grad is not None:
-                torch.autograd.backward(weights[stand_in], stand_in.grad)
-        self.stand_ins, self.weights = (), ()
-
+@torch.no_grad()
+def weight_gradients(self: SplitPass) -> None:
+    weights = {stand_in: weight for stand_in, weight in zip(self.stand_ins, self.weights)}
+    uses = {}
+    for later in self.laters:
+        for _, behind in later.edges.values():
+            uses[behind] = uses.get(behind, 0) + 1
+    while len(self.laters) > 0:
+        later = self.laters.pop()
+        gradients = later.run()
+        for number in later.edges:
+            gradient, (edge, behind) = gradients[number], later.edges[number]
+            if gradient is None:
+                continue
+            target = edge
+            if hasattr(edge.node, "variable"):
+                gradient = gradient.to(behind.dtype)
+                if uses[behind] == 1 and behind.grad is None:
+                    target = weights[behind]
+            torch.autograd.backward(target, gradient, retain_graph=True)
+    for stand_in in weights:
+        if stand_in.grad is not None:
+            torch.autograd.backward(weights[stand_in], stand_in.grad)
+    self.stand_ins, self.weights = (), ()
 
 # %% 09.13 the W's that are due
 def put_off(p: int, m: int, k: int) -> Schedule:
-    """1F1B with k times as many forwards ahead, whose rank r does its W's k r micro-batches late."""
     check_sizes(p, m)
     schedule = []
     for rank in range(p):
@@ -390,39 +275,24 @@ def put_off(p: int, m: int, k: int) -> Schedule:
         schedule.append(in_turn(forwards, backwards, k * (p - rank - 1)) + waiting)
     return schedule
 
-
-def zero_bubble_h1(p: int, m: int) -> Schedule:
-    """ZB-H1: a third of 1F1B's bubble where F, I, W take the same time; a rank holds p. Qi et al. 2023, §2.1."""
-    return put_off(p, m, 1)
-
-
-def zero_bubble_h2(p: int, m: int) -> Schedule:
-    """ZB-H2: no bubble where F, I, W take the same time, m is at least 2p - 1; a rank holds 2p - 1. Qi et al., §2.2."""
-    return put_off(p, m, 2)
-
-
 # %% 09.14 one kind after the other
-class Greedy(ListScheduler):
-    def options(self, rank: int) -> dict:
-        """What the rank could do next: F, I or W, and when it could begin."""
-        done, now = self.done[rank], self.free[rank]
-        possible = {}
-        held = done["F"] - done["W"]
-        may_forward = done["F"] < self.m and held < self.live and done["F"] - done["I"] < self.ahead[rank]
-        for kind, may in (("F", may_forward), ("I", done["I"] < done["F"])):
-            arrival = self.arrival(kind, rank, done[kind]) if may else None
-            if arrival is not None:
-                possible[kind] = max(arrival, now)
-        if done["W"] < done["I"]:
-            idle = min(possible.values()) - now if possible else math.inf
-            if held >= self.live or (idle > 0 and idle >= self.fill * self.times["W"][rank]):
-                possible["W"] = now
-        return possible
-
+def options(self: Greedy, rank: int) -> dict:
+    done, now = self.done[rank], self.free[rank]
+    possible = {}
+    held = done["F"] - done["W"]
+    may_forward = done["F"] < self.m and held < self.live and done["F"] - done["I"] < self.ahead[rank]
+    for kind, may in (("F", may_forward), ("I", done["I"] < done["F"])):
+        arrival = self.arrival(kind, rank, done[kind]) if may else None
+        if arrival is not None:
+            possible[kind] = max(arrival, now)
+    if done["W"] < done["I"]:
+        idle = min(possible.values()) - now if possible else math.inf
+        if held >= self.live or (idle > 0 and idle >= self.fill * self.times["W"][rank]):
+            possible["W"] = now
+    return possible
 
 # %% 09.15 sets of stages
 def holders(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks of the pipeline that have one of these stages, in order."""
     found = []
     for rank in range(len(schedule)):
         if {action.stage for action in schedule[rank]} & set(stages):
@@ -431,9 +301,6 @@ def holders(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def final_backwards(stages: nn.ModuleDict, actions: list[Action]) -> set[int]:
-    """Indices of the actions after which weights have their whole gradient: the last B or W of each stage; of stages
-    that share a weight, the last of all.
-    """
     ends = {}
     for place, action in enumerate(actions):
         if action.kind in ("B", "W"):
@@ -446,34 +313,25 @@ def final_backwards(stages: nn.ModuleDict, actions: list[Action]) -> set[int]:
             found.add(place)
     return found
 
-
 # %% 09.16 by keyword
 # Set who, a dict of four letters.
 who = dict(A="scaled", B="cut", C="lost", D="sound")
 
-
 # %% 09.17 two times
 def pipeline_ratio(hidden: int, layers: float, bandwidth: float, peak: float, number_bytes: float = 2) -> float:
-    """Time to send a hidden state over that of the next stage's forward; up to 1 it can be hidden. Tokens cancel.
-
-    layers: of the stage; bandwidth: bytes a second of the link; peak: floating-point operations a second. The
-    Ultra-Scale Playbook, appendix A3 (16 h² weights a layer), corrected: bytes, not numbers.
-    """
     sent_s = hidden * number_bytes / bandwidth
     computed_s = 2 * 16 * hidden**2 * layers / peak
     return sent_s / computed_s
 
-
 # %% 09.12 two loops, and a call for each gradient
-class SplitPass(InputFirst):
-    @torch.no_grad()
-    def weight_gradients(self) -> None:
-        for later in self.laters:
-            found = later.run()
-            for i, (edge, _) in later.edges.items():
-                if found[i] is not None:
-                    torch.autograd.backward([edge], [found[i]], retain_graph=True)
-        self.laters = []
-        for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
-            if stand_in.grad is not None:
-                torch.autograd.backward([weight], [stand_in.grad])
+@torch.no_grad()
+def weight_gradients(self: SplitPass) -> None:
+    for later in self.laters:
+        found = later.run()
+        for i, (edge, _) in later.edges.items():
+            if found[i] is not None:
+                torch.autograd.backward([edge], [found[i]], retain_graph=True)
+    self.laters = []
+    for weight, stand_in in zip(self.weights, self.stand_ins, strict=True):
+        if stand_in.grad is not None:
+            torch.autograd.backward([weight], [stand_in.grad])

@@ -1,0 +1,66 @@
+"""Check of exercise 09.2: `split_stages` makes stages that share the model's layers, under their names."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from course_kit.labs.pipeline.models import TINY, batch_of
+from course_lib.pipeline import stages
+from course_lib.single_gpu.model import Transformer
+
+
+def layers_of(number: int, count: int) -> list[str]:
+    """The names of a stage's layers where 6 of them, embedding and head divide evenly."""
+    each = 8 // count
+    return [str(thing - 1) for thing in range(number * each, (number + 1) * each) if 0 < thing < 7]
+
+
+def hooks_elsewhere(own: list, model: Transformer, tokens: torch.Tensor) -> int:
+    """How often hooks that are set on the last stage alone run when the first one, or the model, runs."""
+    calls, last = [], own[-1]
+    add = last.register_forward_pre_hook, last.register_forward_hook
+    handles = [register(lambda *_: calls.append(1)) for register in add]
+    with torch.no_grad():
+        model(tokens)
+        own[0](tokens)
+    for handle in handles:
+        handle.remove()
+    return len(calls)
+
+
+def check() -> None:
+    """Assert names, sharing, outputs and the note on the tied weight, for five p and v; and that hooks are apart."""
+    model = Transformer(TINY)
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    tokens = batch_of()[0]
+    for p, v in ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2)):
+        own = stages.split_stages(model, p, v)
+        assert len(own) == p * v, f"p = {p}, v = {v}: there should be p v stages, and are {len(own)}"
+        assert [name for name, _ in model.named_parameters(remove_duplicate=False)] == names, (
+            "the model itself has changed: its copy shares its dictionary of submodules"
+        )
+        found = [name for stage in own for name, _ in stage.named_parameters(remove_duplicate=False)]
+        assert sorted(found) == sorted(names), (
+            f"p = {p}, v = {v}: the stages' names are not the model's: {sorted(found)[:3]} …"
+        )
+        for number, stage in enumerate(own):
+            has, wanted = [name for name, _ in stage.blocks.named_children()], layers_of(number, p * v)
+            assert has == wanted, f"p = {p}, v = {v}: stage {number} has layers {has}, and split_layers says {wanted}"
+        with torch.no_grad():
+            x = tokens
+            for stage in own:
+                x = stage(x)
+            whole = model(tokens)
+        assert torch.equal(x, whole), f"p = {p}, v = {v}: the stages, one after the other, are not the model"
+        weights = {id(each) for stage in own for each in stage.parameters()}
+        assert weights == {id(each) for each in model.parameters()}, "a stage has copies of weights: share the layers"
+        note, wanted = getattr(own[-1].head.weight, "stages", None), (0, p * v - 1) if p * v > 1 else None
+        assert note == wanted, f"p = {p}, v = {v}: the tied weight's attribute `stages` is {note}, not {wanted}"
+    assert not hooks_elsewhere(own, model, tokens), (
+        "a hook on the last stage runs with the first one or with the model too: they share a dictionary of hooks"
+    )
+    with torch.device("meta"):
+        untied = stages.split_stages(Transformer(dataclasses.replace(TINY, tied=False)), 2)
+    assert not hasattr(untied[1].head.weight, "stages"), "untied: there is nothing to note"

@@ -1,0 +1,47 @@
+"""Check of exercise 09.11: the backward of `Linear` makes the gradients that it is asked for, and no others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from course_kit.labs.pipeline.halves import flops
+from course_kit.labs.pipeline.models import relative_error
+from course_lib.pipeline import split_backward
+
+NEEDS = (
+    ((True, False, False), 1),
+    ((False, True, False), 1),
+    ((True, True, True), 2),
+    ((False, False, True), 0),
+)  # of x, weight and bias, and how many products
+
+
+def check() -> None:
+    """Assert gradients against F.linear, FLOPs for four wishes, and dtypes as under autocast."""
+    x, weight, bias = (torch.randn(*shape, dtype=torch.float64) for shape in ((2, 5, 3), (4, 3), (4,)))
+    inputs = [each.requires_grad_() for each in (x, weight, bias)]
+    gradient = torch.randn(2, 5, 4, dtype=torch.float64)
+    functions = split_backward.Linear.apply, nn.functional.linear
+    found, expected = (torch.autograd.grad(function(*inputs), inputs, gradient) for function in functions)
+    for name, got, wanted in zip(("x", "weight", "bias"), found, expected, strict=True):
+        assert relative_error(got, wanted) < 1e-12, f"the gradient of {name} is not that of F.linear"
+    for needs, products in NEEDS:
+        context = SimpleNamespace(saved_tensors=(x.detach(), weight.detach()), needs_input_grad=needs)
+        found, count = flops(lambda context=context: split_backward.Linear.backward(context, gradient))
+        assert count == products * 2 * 10 * 3 * 4, (
+            f"asked for {needs} (x, weight, bias): {count} FLOPs, a product has 240"
+        )
+        assert [each is not None for each in found] == list(needs), (
+            f"asked for {needs} (x, weight, bias): gives {[each is not None for each in found]}; the others are None"
+        )
+    saved = x.detach().bfloat16(), weight.detach().float()
+    context = SimpleNamespace(saved_tensors=saved, needs_input_grad=(True, True, True))
+    try:
+        found = split_backward.Linear.backward(context, gradient.bfloat16())
+    except RuntimeError as error:
+        raise AssertionError(f"x and gradient in BF16, weight in float32: cast the weight; {error}") from None
+    dtypes = [each.dtype for each in found[:2]]
+    assert dtypes == [torch.bfloat16] * 2, f"under autocast products are in the gradient's dtype, BF16, not {dtypes}"

@@ -1,0 +1,58 @@
+"""Check of exercise 09.14: `Greedy.options` says what a rank could do next, and when."""
+
+from __future__ import annotations
+
+from course_kit.checks.pipeline.lists import cost, fault, held
+from course_lib.pipeline import search
+
+BY_HAND = ((2, 4, (1, 1, 1), 1), (4, 8, (3, 3, 2), 1), (4, 8, (1, 1, 1), 2), (8, 16, (2, 3, 1), 1))  # p, m, times, k
+
+
+def expect(probe, rank: int, wanted: dict, why: str) -> None:
+    """Assert what a rank's options are."""
+    found = probe.options(rank)
+    assert found == wanted, f"rank {rank}: {why}: the options are {wanted}, not {found}"
+
+
+def check_options() -> None:
+    """Assert the options of two ranks, from the start on."""
+    probe = search.Greedy(2, 3, {kind: [2, 2] for kind in "FIW"}, 1, 2, [2, 2], 0.5)
+    expect(probe, 0, {"F": 0}, "at the start rank 0 can do its first F")
+    expect(probe, 1, {}, "at the start rank 1 can do nothing: no F has come, and an I needs its own F")
+    probe.done[0]["F"], probe.free[0], probe.ended["F", 0, 0] = 1, 2, 2
+    expect(probe, 1, {"F": 3}, "rank 1's first F begins when it arrives, t_comm after its end")
+    expect(probe, 0, {"F": 2}, "nobody knows when the gradient comes: I is no option yet")
+    probe.done[0]["F"], probe.free[0] = 2, 4
+    expect(probe, 0, {}, "two are live, and two ahead: no F")
+    probe.ended["I", 1, 0] = 8
+    expect(probe, 0, {"I": 9}, "I begins when its gradient arrives")
+    probe.done[0].update(F=2, I=1)
+    probe.free[0] = 11
+    probe.ended["I", 1, 1] = 12
+    expect(probe, 0, {"I": 13, "W": 11}, "a W, since memory is full, and the next I comes at 13")
+    probe.fill = 1.5
+    expect(probe, 0, {"I": 13, "W": 11}, "memory is full: a W, however short the gap is")
+    probe.live = 3
+    expect(probe, 0, {"F": 11, "I": 13}, "not full, and an F can start at once: no W")
+    probe.fill = 0
+    expect(probe, 0, {"F": 11, "I": 13}, "an F can start at once, so there is no gap, and no W with a fill of 0 either")
+    probe.fill = 1.5
+    probe.ahead = [1, 1]
+    expect(probe, 0, {"I": 13}, "a gap of 2 is below 1.5 times a W of 2")
+    del probe.ended["I", 1, 1]
+    expect(probe, 0, {"W": 11}, "nobody knows when the next I can begin: a W")
+
+
+def check() -> None:
+    """Assert options, and the cost of four schedules against those by hand."""
+    check_options()
+    for p, m, times, k in BY_HAND:
+        live, (t_f, t_i, t_w) = k * (p - 1) + 1, times
+        ahead = [min(live, k * (p - 1 - rank) + 1) for rank in range(p)]
+        by_kind = {kind: [time] * p for kind, time in zip("FIW", times, strict=True)}
+        schedule = search.Greedy(p, m, by_kind, 0, live, ahead, 0.0).run()
+        wrong = fault(schedule, p, m)
+        assert not wrong, f"p = {p}, m = {m}: {wrong}"
+        assert max(held(schedule)) <= live, f"p = {p}, m = {m}: holds {max(held(schedule))}, and may hold {live}"
+        by_hand, found = m * sum(times) + (p - 1) * (t_f + t_i - k * t_w), cost(schedule, *times)
+        assert found <= 1.1 * by_hand, f"p = {p}, m = {m}, times {times}: cost {found}, by hand {by_hand}"

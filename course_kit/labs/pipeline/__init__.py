@@ -1,0 +1,46 @@
+"""Labs of notebook 09: runs against one process, a pretend device, halves of a backward, faults, PyTorch's pipeline."""
+
+from __future__ import annotations
+
+from course_kit.labs.pipeline.device import timed
+from course_kit.labs.pipeline.faults import lab_runs
+from course_kit.labs.pipeline.halves import flops_of_halves, ms_of_halves, times_of
+from course_kit.labs.pipeline.models import (
+    DEEP,
+    TINY,
+    WIDE,
+    batch_of,
+    naive_step,
+    one_process,
+    peaks_of_steps,
+    relative_error,
+    there_and_back,
+)
+from course_kit.labs.pipeline.overlap import forward_and_backward
+from course_kit.labs.pipeline.rivals import against_torch
+from course_kit.labs.pipeline.same import check_order, check_same
+from course_kit.labs.pipeline.training import beside_one_process, on_two_pipelines, three_steps
+
+__all__ = [
+    "DEEP",
+    "TINY",
+    "WIDE",
+    "against_torch",
+    "batch_of",
+    "beside_one_process",
+    "check_order",
+    "check_same",
+    "flops_of_halves",
+    "forward_and_backward",
+    "lab_runs",
+    "ms_of_halves",
+    "naive_step",
+    "on_two_pipelines",
+    "one_process",
+    "peaks_of_steps",
+    "relative_error",
+    "there_and_back",
+    "three_steps",
+    "timed",
+    "times_of",
+]

@@ -1,0 +1,93 @@
+"""A pretend device that takes set times and no core, and when a pipeline of four ranks on it does what."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_kit.labs.pipeline.models import common_zero
+from course_kit.ranks import Ranks
+from course_lib.pipeline import simulation
+from course_lib.pipeline.runner import PipelineRunner
+from course_lib.pipeline.schedules import Schedule
+
+Span = tuple[str, int, int, float, float]  # kind, stage, micro-batch, start, end; in ms
+
+
+class Device(torch.autograd.Function):
+    """x plus weight; each pass takes as long as a product on a device that needs no core of this machine."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, times: list[float]) -> torch.Tensor:
+        ctx.times = times
+        time.sleep(times[0])
+        return x + weight
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor) -> tuple:
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            time.sleep(ctx.times[1])
+            grad_x = gradient
+        if ctx.needs_input_grad[1]:
+            time.sleep(ctx.times[2])
+            grad_weight = gradient.sum(0)
+        return grad_x, grad_weight, None
+
+
+class Sleeper(nn.Module):
+    """A stage on the pretend device; times of F, I and W in s."""
+
+    def __init__(self, times: list[float]):
+        super().__init__()
+        self.times, self.norm, self.weight = times, nn.RMSNorm(8), nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Device.apply(self.norm(x), self.weight, self.times)
+
+
+class Timed(PipelineRunner):
+    """Notes when each action begins, its mail in hand, and when it ends."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.spans = []
+
+    def run(self, action) -> None:
+        take, key = self.mail.take, ("F" if action.kind == "F" else "B", *action[1:])
+        if key in self.mail.arriving:  # wait here, outside of the time that is noted
+            self.mail.arriving[key] = None, take(*key)
+        start = time.time()
+        super().run(action)
+        self.spans.append((*action, start, time.time()))
+
+
+def timed_steps(schedule: Schedule, times_ms: tuple[float, ...]) -> list[list[Span]]:
+    """On a rank: its actions in each of three steps. times_ms: of F, I and W of a whole rank."""
+    own = sorted({action.stage for action in schedule[dist.get_rank()]})
+    scale = [each / 1e3 / len(own) for each in times_ms]
+    runner = Timed({stage: Sleeper(scale) for stage in own}, schedule, loss_of=lambda out, _: out.square().sum())
+    batch = torch.randn(1 + max(action.micro_batch for action in schedule[0]), 8)
+    rounds = []
+    for _ in range(3):
+        runner.spans.clear()
+        zero = common_zero()
+        runner.step(batch, batch, tokens=1)
+        rounds.append([(*each[:3], 1e3 * (each[3] - zero), 1e3 * (each[4] - zero)) for each in runner.spans])
+    return rounds
+
+
+def timed(
+    ranks: Ranks, schedule: Schedule, times_ms: tuple[float, ...] = (12, 12, 12)
+) -> tuple[simulation.Simulation, list[list[Span]]]:
+    """A schedule simulated, and what the ranks did with it, by rank: the step in which the last rank was done first.
+
+    times_ms: of F, I and W of a whole rank; a rank's stages take equal shares of them.
+    """
+    per_rank = len({action.stage for action in schedule[0]})
+    simulated = simulation.simulate(schedule, *(each / per_rank for each in times_ms))
+    rounds = zip(*ranks(timed_steps, schedule, times_ms), strict=True)
+    return simulated, list(min(rounds, key=lambda each: max(row[-1][-1] for row in each)))
