@@ -25,21 +25,14 @@ import warnings
 import measure
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from course_kit.labs.five_d.rivals import tensor_plan
 from course_kit.ranks import Ranks
 from course_lib.checkpoint.program import build_mesh, parallelize
 from course_lib.five_d.layouts import Layout
@@ -68,27 +61,6 @@ RIVALS = {  # ranks, whether FSDP2 sends gradients once a step, layout
 
 
 # PyTorch's own, composed.
-
-
-def tensor_plan(blocks: nn.ModuleList) -> dict:
-    """Which layer DTensor splits how: hidden states between the layers are [b, s / tp, h]."""
-    split, whole = Shard(1), Replicate()
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=split),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
-    }
-    for number, _ in blocks.named_children():
-        block = f"blocks.{number}"
-        for part, more in (("attention", (None, None)), ("mlp", ())):
-            plan[f"{block}.{part}_norm"] = SequenceParallel()
-            layouts = {"input_layouts": (split, *more), "desired_input_layouts": (whole, *more)}
-            plan[f"{block}.{part}"] = PrepareModuleInput(**layouts)
-        for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
-            plan[f"{block}.{name}"] = ColwiseParallel()
-        for name in ("attention.o_proj", "mlp.down_proj"):
-            plan[f"{block}.{name}"] = RowwiseParallel(output_layouts=split)
-    return plan
 
 
 def torch_build(model: Transformer, layout: Layout, m: int, prefetch: bool = False) -> tuple:

@@ -102,9 +102,10 @@ def described(flight: Flight) -> str:
     )
 
 
+# exercise 10.12
 def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> list[str]:
-    """What keeps the ranks from going on: a line for each group whose ranks do not agree, about its first collective on
-    which they do not. Groups of one rank, and those in step, are left out.
+    """Return a line for each group whose ranks do not agree, about its first collective on which they do not. Groups of
+    one rank, and those in sync, are left out.
 
     groups: their ranks, by name; records: of each rank, in the order of issue. A rank without records counts as
     one that has come to nothing.
@@ -128,10 +129,11 @@ def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) 
     return found
 
 
+# exercise 10.14
 def lateness(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> dict[int, float]:
-    """For how many seconds others have waited for each rank: of each collective that all ranks of a group of two or
-    more have come to, from the median of the times at which they came to the last one's, which is charged with it. The
-    hosts' clocks have to agree.
+    """Return for how many seconds others have waited for each rank: of each collective that all ranks of a group of two
+    or more have come to, from the median of the times at which they came to the last one's, which is charged with it.
+    The hosts' clocks have to agree.
     """
     late, came = dict.fromkeys(records, 0.0), {}
     for rank, flights in records.items():

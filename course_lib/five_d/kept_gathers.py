@@ -17,11 +17,12 @@ from course_lib.zero.full_sharding import FullyShard
 from course_lib.zero.sharded_parameters import ShardedParameters, Unit
 
 
-class KeptUnits(FullyShard):
-    """FullyShard whose units in `open` are whole, and have gradients of a step that have not been sent.
+class KeptGathers(FullyShard):
+    """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish().
 
-    They are sent from the last unit to the first, on all ranks: each when all of its gradients are final, or by
-    finish(), as those in `late` are. What backward makes inside no_sync() is not final.
+    From gather() on, the units in `open` have their full parameters, and gradients of the step that have not been sent.
+    These are sent from the last unit to the first, on all ranks: a unit's when all of them are final, or by finish(),
+    as for the units in `late`. Gradients that backward makes inside no_sync() are not final.
     """
 
     def __init__(self, *args):
@@ -34,6 +35,27 @@ class KeptUnits(FullyShard):
                 for weight in part.whole if part.trained else ():
                     hook = lambda weight, unit=unit, part=part: weak().take(weight, unit, part)  # noqa: E731
                     weight.register_post_accumulate_grad_hook(hook)
+
+    # exercise 10.10
+    def gather(self) -> None:
+        """Start all all-gathers, in the order of forward; before a step, on all ranks. The stages have full parameters
+        from here on, whose values may still be on their way; those of the root are there. All units are open then, in
+        the order of forward.
+        """
+        for part in (part for unit in [self.root, *self.units] for part in unit.parts):
+            part.buffer.gather()
+            part.register(part.whole)
+        self.open = list(self.units)
+        self.before_forward(self.root)  # its weights are in no unit, or in two: nobody waits for them later
+
+    # exercise 10.10
+    def before_forward(self, unit: Unit) -> None:
+        """Wait until the unit's values are there; leave its parameters alone: a split pass has stand-ins there."""
+        for part in unit.parts:
+            part.buffer.wait()
+
+    def backward_begins(self, unit: Unit) -> None:
+        """Everything is there."""
 
     @staticmethod
     def trained(unit: Unit) -> set[nn.Parameter]:
@@ -74,25 +96,3 @@ class KeptUnits(FullyShard):
         under_way = any(part.buffer.gathered for part in self.root.parts)
         self.send([*reversed(self.open), *[self.root] * under_way])
         self.open, self.final = [], False
-
-
-class KeptGathers(KeptUnits):
-    """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
-
-    def gather(self) -> None:
-        """Before a step, on all ranks: start all all-gathers, in the order of forward. The stages have whole parameters
-        from here on, whose values may still be on their way. All units are open then, in the order of forward.
-        """
-        for part in (part for unit in [self.root, *self.units] for part in unit.parts):
-            part.buffer.gather()
-            part.register(part.whole)
-        self.open = list(self.units)
-        self.before_forward(self.root)  # its weights are in no unit, or in two: nobody waits for them later
-
-    def before_forward(self, unit: Unit) -> None:
-        """Wait until the unit's values are there; leave its parameters alone: a split pass has stand-ins there."""
-        for part in unit.parts:
-            part.buffer.wait()
-
-    def backward_begins(self, unit: Unit) -> None:
-        """Everything is there."""

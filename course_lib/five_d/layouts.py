@@ -94,16 +94,18 @@ WORDS |= {name: ("recompute", name) for name in ("selective", "full")}
 WORDS |= {name: ("cp_method", name) for name in METHODS} | {name: ("cp_order", name) for name in ORDERS}
 
 
+# exercise 10.1
 def coordinates(rank: int, layout: Layout) -> dict[str, int]:
-    """Where a rank stands on each axis, {"dp": …, "pp": …, "cp": …, "tp": …}: dp outermost, tp innermost."""
+    """Return where a rank stands on each axis, {"dp": …, "pp": …, "cp": …, "tp": …}: dp outermost, tp innermost."""
     found = {}
     for axis in ("tp", "cp", "pp", "dp"):
         rank, found[axis] = divmod(rank, getattr(layout, axis))
     return {axis: found[axis] for axis in ("dp", "pp", "cp", "tp")}
 
 
+# exercise 10.1
 def groups_along(layout: Layout, *axes: str) -> list[list[int]]:
-    """The ranks in groups, ascending: in a group are those that differ in these axes alone. E.g. ("dp", "cp")."""
+    """Return all groups of ranks that differ in these axes alone, such as ("dp", "cp"); ascending in each group."""
     groups = {}
     for rank in range(layout.ranks):
         fixed = tuple(place for axis, place in coordinates(rank, layout).items() if axis not in axes)
@@ -111,6 +113,7 @@ def groups_along(layout: Layout, *axes: str) -> list[list[int]]:
     return list(groups.values())
 
 
+# exercise 10.2
 def check_ranks(layout: Layout, world_size: int) -> None:
     """Raise ValueError where a number is below 1, or the degrees do not make up the ranks that there are.
 
@@ -129,6 +132,7 @@ def check_ranks(layout: Layout, world_size: int) -> None:
         raise ValueError(f"ep {layout.ep} does not divide dp {layout.dp}, whose ranks share the experts: change ep")
 
 
+# exercise 10.2
 def check_pairs(layout: Layout) -> None:
     """Raise ValueError where two settings do not go together. The message names both, and which one to change."""
     stage, pp = layout.zero_stage, layout.pp

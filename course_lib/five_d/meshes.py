@@ -41,8 +41,9 @@ class Mesh(NamedTuple):
     tokens: dist.ProcessGroup
 
 
+# exercise 10.3
 def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
-    """The groups of a layout over all ranks of the default group: dp outermost, then pp, cp, tp. Collective.
+    """Make the groups of a layout over all ranks of the default group: dp outermost, then pp, cp, tp. Collective.
 
     From the inside out that is Llama 3's order: tp, cp, pp, dp (Llama Team 2024, §3.3.2). Raises ValueError where the
     degrees do not make up the ranks.

@@ -50,10 +50,11 @@ from course_lib.zero.optimizer import ZeroOptimizer
 from course_lib.zero.sharded_models import fully_shard
 
 
+# exercise 10.5
 def split_model(
     config: ModelConfig, layout: Layout, mesh: Mesh, extra: Iterable[Callable] = (), moe: dict | None = None
 ) -> nn.Module:
-    """A `Transformer` on the meta device, split over tp, ep and cp by the verbs of notebooks 06 to 08, in their order.
+    """Make a `Transformer` on the meta device, split over tp, ep and cp by the verbs of notebooks 06 to 08, in order.
 
     extra: verbs of your own, called on the split model; moe: arguments of apply_moe.
     """
@@ -107,8 +108,9 @@ def is_set(flag: torch.Tensor) -> bool:
     return bool(flag)
 
 
-class ParallelSteps:
-    """A rank's part of a model: its stages, what sends their gradients, and its optimizer.
+class ParallelModel:
+    """A rank's part of a model: its stages, what sends their gradients, and its optimizer. `parallelize` returns it:
+    `loss, norm = parallel.step(inputs, targets)`.
 
     dtype: of weights as the stages compute with them, and so of hidden states and what stages send. Each weight is cast
     once a step; under ZeRO-3 without a pipeline, a rank's piece of it before each gather. Values, states, and gradients
@@ -157,12 +159,9 @@ class ParallelSteps:
             inner.__dict__.pop("found_inf", None)
         return loss, norm
 
-
-class ParallelModel(ParallelSteps):
-    """What `parallelize` returns: `loss, norm = parallel.step(inputs, targets)`."""
-
+    # exercise 10.6
     def gradients(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward and backward: the gradient of the mean loss over all target tokens of the whole batch.
+        """Run forward and backward: the gradient of the mean loss over all target tokens of the whole batch.
 
         inputs, targets: each [b / dp, s], b / dp a multiple of the layout's micro-batch. Returns that loss, the same on
         all ranks. Raises ValueError where sequences, tokens or micro-batches do not come out.
@@ -210,6 +209,7 @@ def summed_loss_over(tp: dist.ProcessGroup, vocab: int) -> Callable:
     return functools.partial(vocab_parallel_cross_entropy, group=tp, vocab=vocab, reduction="sum")
 
 
+# exercise 10.7
 def parallelize(
     config: ModelConfig,
     layout: Layout,
@@ -222,9 +222,9 @@ def parallelize(
     optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
     **settings,
 ) -> ParallelModel:
-    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
+    """Build this rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
 
-    extra: verbs that change the split model (kernels, FP8); moe: of apply_moe; dtype: see ParallelSteps; settings: the
+    extra: verbs that change the split model (kernels, FP8); moe: of apply_moe; dtype: see ParallelModel; settings: the
     optimizer's. A rank has its part (and a gathered block, or buckets) and one whole tensor at a time. Raises
     ValueError where the layout does not fit the ranks or the model.
     """

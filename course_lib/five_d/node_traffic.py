@@ -22,8 +22,9 @@ def slots_of(layout: Layout, order: tuple[str, ...] = ("dp", "pp", "cp", "tp")) 
     return found
 
 
+# exercise 10.15
 def bytes_across(traffic: Traffic, slots: list[int], ranks_per_node: int) -> int:
-    """Bytes of `traffic` that leave a node. slots: by rank; node n has the slots from n · ranks_per_node on.
+    """Return the bytes of `traffic` that leave a node. slots: by rank; node n has the slots from n · ranks_per_node on.
 
     all_reduce, all_gather, reduce_scatter: a rank sends all of its bytes to the next slot of its group, the last one to
     the first. send: to its peer. Anything else: evenly to the others of its group.

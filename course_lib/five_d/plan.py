@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 
 
+# exercise 10.11
 def learning_rate(step: int, peak: float, warmup: int, steps: int, least: float = 0.1) -> float:
-    """The learning rate of a step, which count from 1: linear up to `peak` at step `warmup`, then a half cosine down to
-    least · peak at step `steps`.
+    """Return the learning rate of a step; steps count from 1. It rises linearly to `peak` at step `warmup`, then falls
+    along half a cosine to least · peak at step `steps`, and stays there.
     """
     if step < warmup:
         return peak * step / warmup
@@ -21,9 +22,10 @@ def learning_rate(step: int, peak: float, warmup: int, steps: int, least: float 
     return peak * (least + (1 - least) * (1 + math.cos(math.pi * min(1.0, done))) / 2)
 
 
+# exercise 10.11
 def batch_at(step: int, start: int, full: int, ramp: int) -> int:
-    """Sequences of a step, which count from 1: `start` at step 1, growing evenly to `full` after `ramp` steps, rounded
-    down to a multiple of `start`: no layout has a say in it.
+    """Return the sequences of a step; steps count from 1. `start` at step 1, growing evenly to `full` after `ramp`
+    steps, rounded down to a multiple of `start`: no layout has a say in it.
     """
     if step > ramp:
         return full

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_kit.checks.watchers import NoHostReads
 from course_lib.collectives.traffic import count_traffic
-from course_lib.five_d.kept_gathers import KeptGathers, KeptUnits
+from course_lib.five_d.kept_gathers import KeptGathers
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize, whole_weights
@@ -185,14 +185,14 @@ def test_kept_units_are_sent_while_the_last_backward_runs(ranks):
 
 def sums(words: str) -> tuple[int, set[torch.dtype]]:
     """On a rank: gradients that a step's backwards have made; what holds their sums: a .grad of 16 bits, or more."""
-    parallel, taken, take = parallel_of(words), [], KeptUnits.take
+    parallel, taken, take = parallel_of(words), [], KeptGathers.take
 
     def noted(kept, weight, unit, part) -> None:
         take(kept, weight, unit, part)
         sum_of = part.gradients.buffer if weight.grad is None else weight.grad
         taken.extend([] if sum_of is None else [sum_of.dtype])  # None: it was the last, and all have been sent
 
-    with mock.patch.object(KeptUnits, "take", noted):
+    with mock.patch.object(KeptGathers, "take", noted):
         parallel.step(*own_batch(parallel, 0))
     return len(taken), set(taken)
 

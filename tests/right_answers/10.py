@@ -1,8 +1,10 @@
 """Right answers in another style than the solutions, that the checks of notebook 10 must accept."""
 
 # %% 10.1 by strides, and by a view of all ranks
+from course_lib.five_d.cast_weights import torch
+
+
 def coordinates(rank: int, layout: Layout) -> dict[str, int]:
-    """Where a rank stands on each axis, {"dp": …, "pp": …, "cp": …, "tp": …}: dp outermost, tp innermost."""
     return dict(
         dp=rank // (layout.pp * layout.cp * layout.tp),
         pp=rank // (layout.cp * layout.tp) % layout.pp,
@@ -12,7 +14,6 @@ def coordinates(rank: int, layout: Layout) -> dict[str, int]:
 
 
 def groups_along(layout: Layout, *axes: str) -> list[list[int]]:
-    """The ranks in groups, ascending: in a group are those that differ in these axes alone. E.g. ("dp", "cp")."""
     order = ("dp", "pp", "cp", "tp")
     ranks = torch.arange(layout.ranks).view([getattr(layout, axis) for axis in order])
     fixed = [place for place, axis in enumerate(order) if axis not in axes]
@@ -22,10 +23,8 @@ def groups_along(layout: Layout, *axes: str) -> list[list[int]]:
         size //= ranks.shape[place]
     return ranks.permute(*fixed, *moving).reshape(-1, size).tolist()
 
-
 # %% 10.2 rules in a list, in other words
 def check_ranks(layout: Layout, world_size: int) -> None:
-    """Raise ValueError where a number is below 1, or the degrees do not make up the ranks that there are."""
     for name in ("dp", "pp", "cp", "tp", "ep", "micro_batch", "virtual"):
         if getattr(layout, name) < 1:
             raise ValueError(f"{name} is {getattr(layout, name)}: make it 1 or more")
@@ -41,7 +40,6 @@ def check_ranks(layout: Layout, world_size: int) -> None:
 
 
 def check_pairs(layout: Layout) -> None:
-    """Raise ValueError where two settings do not go together. The message names both, and which one to change."""
     stage, pipeline = layout.zero_stage, layout.pp > 1
     rules = [
         (stage not in range(4), f"zero_stage is {stage}: choose 0, 1, 2 or 3"),
@@ -67,10 +65,8 @@ def check_pairs(layout: Layout) -> None:
         if broken:
             raise ValueError(message)
 
-
 # %% 10.3 the groups of several axes made rank by rank
 def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
-    """The groups of a layout over all ranks of the default group: dp outermost, then pp, cp, tp. Collective."""
     check_ranks(layout, dist.get_world_size())
     if device_type is None:
         device_type = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
@@ -91,10 +87,8 @@ def build_mesh(layout: Layout, device_type: str | None = None) -> Mesh:
     pp, cp, tp, ep = (cube.get_group(axis) for axis in ("pp", "cp", "tp", "ep"))
     return Mesh(cube, joined("copies", "ep"), pp, cp, tp, ep, replicas, joined("copies", "cp"), tokens)
 
-
 # %% 10.4 kind by kind
 def copies(kind, layout):
-    """(ranks that have the same numbers, ranks over which their gradient is summed) of matrix, norm, router, expert."""
     replicas = layout.dp * layout.cp
     if kind == "matrix":
         return replicas, replicas
@@ -102,12 +96,10 @@ def copies(kind, layout):
         return replicas // layout.ep, replicas // layout.ep
     return replicas * layout.tp, replicas * (layout.tp if layout.sequence_parallel else 1)
 
-
 # %% 10.5 a table of verbs
 def split_model(
     config: ModelConfig, layout: Layout, mesh: Mesh, extra: Iterable[Callable] = (), moe: dict | None = None
 ) -> nn.Module:
-    """A `Transformer` on the meta device, split over tp, ep and cp by the verbs of notebooks 06 to 08, in their order."""
     with torch.device("meta"):
         model = Transformer(config)
     cut, mixed = layout.tp > 1, moe is not None
@@ -125,35 +117,29 @@ def split_model(
         verb(model)
     return model
 
-
 # %% 10.6 counts ranks by the world's size
-class ParallelModel(ParallelSteps):
-    """What `parallelize` returns: `loss, norm = parallel.step(inputs, targets)`."""
-
-    def gradients(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Forward and backward: the gradient of the mean loss over all target tokens of the whole batch."""
-        layout, mesh, runner = self.layout, self.mesh, self.runner
-        sequences, length = inputs.shape
-        check_sizes(layout, None, length)
-        micro_batches, rest = divmod(sequences, layout.micro_batch)
-        if rest:
-            raise ValueError(f"micro_batch {layout.micro_batch} does not divide {sequences} sequences")
-        if micro_batches != runner.m:
-            runner.use(schedule_of(layout, micro_batches))
-        for router in routers_of(runner.stages):
-            router.loss_weight = 1 / micro_batches
-        inputs = shard_sequence(inputs, mesh.cp, layout.order)
-        targets = shard_sequence(targets, mesh.cp, layout.order)
-        count = targets.ne(IGNORED).sum(dtype=torch.float32)
-        dist.all_reduce(count, group=mesh.replicas)
-        mean_count = torch.clamp(count, min=1).div(dist.get_world_size(mesh.replicas))
-        quiet = None if layout.zero_stage >= 2 else self.sharding.no_sync
-        places = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
-        loss = runner.step(inputs, targets, self.dtype, mean_count, quiet, places)
-        self.sharding.finish()
-        dist.all_reduce(loss)
-        return loss * mesh.pp.size() / dist.get_world_size()
-
+def gradients(self: ParallelModel, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    layout, mesh, runner = self.layout, self.mesh, self.runner
+    sequences, length = inputs.shape
+    check_sizes(layout, None, length)
+    micro_batches, rest = divmod(sequences, layout.micro_batch)
+    if rest:
+        raise ValueError(f"micro_batch {layout.micro_batch} does not divide {sequences} sequences")
+    if micro_batches != runner.m:
+        runner.use(schedule_of(layout, micro_batches))
+    for router in routers_of(runner.stages):
+        router.loss_weight = 1 / micro_batches
+    inputs = shard_sequence(inputs, mesh.cp, layout.order)
+    targets = shard_sequence(targets, mesh.cp, layout.order)
+    count = targets.ne(IGNORED).sum(dtype=torch.float32)
+    dist.all_reduce(count, group=mesh.replicas)
+    mean_count = torch.clamp(count, min=1).div(dist.get_world_size(mesh.replicas))
+    quiet = None if layout.zero_stage >= 2 else self.sharding.no_sync
+    places = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
+    loss = runner.step(inputs, targets, self.dtype, mean_count, quiet, places)
+    self.sharding.finish()
+    dist.all_reduce(loss)
+    return loss * mesh.pp.size() / dist.get_world_size()
 
 # %% 10.7 stage by stage of ZeRO
 def parallelize(
@@ -168,7 +154,6 @@ def parallelize(
     optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
     **settings,
 ) -> ParallelModel:
-    """This rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group."""
     schedule, own = own_stages(config, layout, mesh, extra, moe)
     init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
@@ -197,54 +182,41 @@ def parallelize(
                 runner.prepare = sharding.gather
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
 
-
 # %% 10.8 computed from the sizes
 batch, seq, hidden, heads = 2, 16, 32, 4
 apart = [batch, seq // 2, hidden]
 shapes = {name: list(apart) for name in ("attention_norm", "o_proj", "mlp_norm", "mlp")}
 shapes["core"] = [batch, seq, heads // 2, hidden // heads]
 
-
 # %% 10.9 shortened
 def weights_over_activations(params, hidden, tokens, ranks):
-    """Numbers sent by ZeRO-3 over those of a pipeline, on `ranks` ranks with a micro-batch of `tokens` tokens each."""
     return 1.5 * params / (hidden * tokens * ranks)
 
-
 # %% 10.10 unit by unit
-class KeptGathers(KeptUnits):
-    """What fully_shard makes of a ModuleDict of stages: gather(); the stages' passes, in any order; finish()."""
+def gather(self: KeptGathers) -> None:
+    self._start(self.root)
+    for unit in self.units:
+        self._start(unit)
+    self.open = [unit for unit in self.units]
+    for part in self.root.parts:
+        part.buffer.wait()
 
-    def gather(self) -> None:
-        """Before a step, on all ranks: start all all-gathers, in the order of forward."""
-        self._start(self.root)
-        for unit in self.units:
-            self._start(unit)
-        self.open = [unit for unit in self.units]
-        for part in self.root.parts:
-            part.buffer.wait()
 
-    def _start(self, unit: Unit) -> None:
-        for part in unit.parts:
-            part.buffer.gather()
-            part.register(part.whole)
+def _start(self: KeptGathers, unit: Unit) -> None:
+    for part in unit.parts:
+        part.buffer.gather()
+        part.register(part.whole)
 
-    def before_forward(self, unit: Unit) -> None:
-        """Wait until the unit's values are there; leave its parameters alone: a split pass has stand-ins there."""
-        for buffer in [part.buffer for part in unit.parts]:
-            buffer.wait()
 
-    def backward_begins(self, unit: Unit) -> None:
-        """Everything is there."""
-
+def before_forward(self: KeptGathers, unit: Unit) -> None:
+    for buffer in [part.buffer for part in unit.parts]:
+        buffer.wait()
 
 # %% 10.11 by the square of a cosine, and by exact fractions
-import math
 from fractions import Fraction
 
 
 def learning_rate(step: int, peak: float, warmup: int, steps: int, least: float = 0.1) -> float:
-    """The learning rate of a step, which count from 1."""
     if step >= steps > warmup:
         return least * peak
     if step >= warmup:
@@ -254,16 +226,13 @@ def learning_rate(step: int, peak: float, warmup: int, steps: int, least: float 
 
 
 def batch_at(step: int, start: int, full: int, ramp: int) -> int:
-    """Sequences of a step, which count from 1."""
     if ramp < step:
         return full
     grown = math.floor(start + (full - start) * Fraction(step - 1, ramp))
     return grown - grown % start
 
-
 # %% 10.12 a group at a time, by a function of its own
 def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> list[str]:
-    """What keeps the ranks from going on: a line for each group whose ranks do not agree."""
     began = {rank: min((flight.time_ns for flight in flights), default=0) for rank, flights in records.items()}
 
     def line_of(name: str, ranks: list[int]) -> str | None:
@@ -292,17 +261,14 @@ def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) 
     lines = (line_of(name, ranks) for name, ranks in groups.items())
     return [line for line in lines if line]
 
-
 # %% 10.13 the ranks of the circle in another order
 verdict = dict(A=("left", [7]), B=("circle", [4, 1]), C=("alone", [7]))
-
 
 # %% 10.14 sorts those that came
 from collections import defaultdict
 
 
 def lateness(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> dict[int, float]:
-    """For how many seconds others have waited for each rank."""
     arrivals = defaultdict(list)
     for rank in records:
         for flight in records[rank]:
@@ -317,10 +283,8 @@ def lateness(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> 
         waited[came[-1][1]] += (came[-1][0] - middle) * 1e-9
     return waited
 
-
 # %% 10.15 a function for who is reached
 def bytes_across(traffic: Traffic, slots: list[int], ranks_per_node: int) -> int:
-    """Bytes of `traffic` that leave a node. slots: by rank; node n has the slots from n · ranks_per_node on."""
     node = [slot // ranks_per_node for slot in slots]
 
     def leaving(record) -> int:

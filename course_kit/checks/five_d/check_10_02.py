@@ -1,0 +1,62 @@
+"""Check of exercise 10.2: layouts that cannot be are refused, and the message names the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from course_lib.five_d import layouts
+
+WRONG_RANKS = (
+    ("dp2,pp2,tp2", 16, ["8", "16", "dp 4"]),
+    ("dp2,pp2,tp2", 12, ["8", "12", "dp 3"]),
+    ("pp2,cp2,tp2", 12, ["12", "divi"]),
+    ("dp4,ep3", 4, ["ep 3", "dp 4"]),
+    ("dp2,pp2,ep4", 4, ["ep 4", "dp 2"]),
+    ("dp2,cp2,ep4", 4, ["ep 4", "dp 2"]),
+)
+RIGHT_RANKS = ("dp2,pp2,tp2", "dp8,ep4", "dp2,ep2,cp4")  # eight
+WRONG_PAIRS = (
+    ("zero4", ["zero_stage"]),
+    ("dp2,sp", ["tp"]),
+    ("dp2,pp2,zero3", ["zero_stage", "pp 2", "keep"]),
+    ("dp2,pp2,zero1,keep", ["keep"]),
+    ("dp2,zero3,keep", ["keep"]),
+    ("dp2,pp2,zero3,keep,dualpipe", ["dualpipe", "zero_stage"]),
+    ("cp2,selective", ["selective", "cp 2"]),
+)
+RIGHT_PAIRS = (
+    "dp2,pp2,zero3,keep,zb-v",
+    "dp2,tp2,zero3",
+    "tp2,sp",
+    "cp2,full",
+    "tp2,selective",
+    "pp2,dualpipe",
+    "zero2,pp2",
+)
+
+
+def message_of(call: Callable, *arguments) -> str | None:
+    """Return what a ValueError of the call says; None where it raises none."""
+    try:
+        call(*arguments)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check() -> None:
+    """Assert which layouts raise ValueError, what the message says, and which layouts pass."""
+    for text, world, words in WRONG_RANKS:
+        said = message_of(layouts.check_ranks, layouts.Layout.parse(text), world)
+        assert said, f"{text} on {world} ranks should raise ValueError"
+        assert all(word in said for word in words), f"{text} on {world} ranks: the message should have {words}: {said}"
+    for text in RIGHT_RANKS:
+        said = message_of(layouts.check_ranks, layouts.Layout.parse(text), 8)
+        assert said is None, f"{text} is right for 8 ranks: {said}"
+    for text, words in WRONG_PAIRS:
+        said = message_of(layouts.check_pairs, layouts.Layout.parse(text))
+        assert said, f"{text} should raise ValueError"
+        assert all(word in said for word in words), f"{text}: the message should have {words}: {said}"
+    for text in RIGHT_PAIRS:
+        said = message_of(layouts.check_pairs, layouts.Layout.parse(text))
+        assert said is None, f"{text} goes together: {said}"

@@ -1,0 +1,74 @@
+"""Check of exercise 10.5: local shapes, groups of gradients and hooks of a split model on the meta device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from course_kit.labs.five_d.models import MOE, SHALLOW
+from course_kit.ranks import shared
+from course_lib.five_d import meshes, model
+from course_lib.five_d.layouts import Layout
+
+
+class Told(NamedTuple):
+    """A rank's report on a split model."""
+
+    weights: dict[str, tuple[tuple[int, ...], list[int] | None]]  # shape, and the ranks that sum the gradient
+    on_meta: bool
+    core: str  # of attention, and under cp its order
+    hooks: int  # before the model's forward
+    called: list[str]  # what `extra` was called on
+
+
+def split_trial(text: str, moe: dict | None) -> Told:
+    """On a rank: build a split model and report on it."""
+    layout, called = Layout.parse(text), []
+    mesh = meshes.build_mesh(layout)
+    split = model.split_model(SHALLOW, layout, mesh, [lambda each: called.append(type(each).__name__)], moe)
+    block, weights = split.blocks[1], {}
+    for name, weight in split.named_parameters():
+        group = getattr(weight, "reduce_group", None)
+        weights[name] = tuple(weight.shape), group and dist.get_process_group_ranks(group)
+    core = getattr(block.attention.core, "func", block.attention.core).__name__
+    core += f", {getattr(block.attention.core, 'keywords', {}).get('order', 'zigzag')}" * (layout.cp > 1)
+    on_meta = all(weight.is_meta for weight in split.parameters())
+    return Told(weights, on_meta, core, len(split._forward_pre_hooks), called)
+
+
+def told(text: str, moe: dict | None) -> Told:
+    """Return the report of rank 0 of eight."""
+    with shared(8).within(40):
+        return shared(8)(split_trial, text, moe)[0]
+
+
+def check() -> None:
+    """Assert what three layouts make of the model."""
+    found = told("dp2,cp2,tp2,ulysses,contiguous", MOE)
+    group = found.weights["blocks.1.mlp.router.weight"][1]
+    assert group == [0, 2, 4, 6], f"ep 1: the router's gradient is summed over dp and cp all the same, not over {group}"
+    assert found.core == "ulysses_attention, contiguous", (
+        f"the layout asks for ulysses and contiguous, and attention's core is {found.core}: that would mask the wrong "
+        "keys"
+    )
+    found = told("dp2,ep2,cp2,tp2,sp", MOE)
+    weights = found.weights
+    assert found.on_meta, "the model should stay on the meta device: nothing has values yet"
+    assert found.called == ["Transformer"], "extra verbs should be called once, on the model"
+    shape, _ = weights["blocks.1.attention.q_proj.weight"]
+    assert shape == (16, 32), f"q_proj has {shape}: tensor parallelism halves its 32 rows"
+    shape, group = weights["blocks.1.mlp.experts.up_proj.weight"]
+    assert shape == (2, 24, 32), f"the experts have {shape}: ep 2 leaves 2 of 4, tp 2 halves their width 48"
+    assert group == [0, 2], f"an expert's gradient is summed over {group}: dp 2 is all ep, so over cp alone, [0, 2]"
+    _, group = weights["blocks.1.attention_norm.weight"]
+    assert group == list(range(8)), f"a norm's gradient under sp is summed over all that see other tokens: {group}"
+    assert weights["blocks.1.mlp.router.weight"][1] == list(range(8)), (
+        "the router sees a rank's own tokens, as a norm does"
+    )
+    assert found.core == "ring_attention, zigzag", (
+        f"attention's core is {found.core}: context parallelism should have replaced it"
+    )
+    assert found.hooks >= 1, "a model with a part of the sequence asks for positions: its verbs set a hook"
+    found = told("dp8", None)
+    assert found.core == "causal_attention" and found.hooks == 0, "dp alone changes nothing in the model"

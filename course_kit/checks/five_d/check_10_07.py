@@ -1,0 +1,116 @@
+"""Check of exercise 10.7: memory, states, dtypes and steps of what `parallelize` builds."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from course_kit.labs.five_d.models import ADAMW, MOE, SHALLOW, TINY, Steps, after_steps, differences
+from course_kit.ranks import shared
+from course_lib.five_d import model
+from course_lib.five_d.layouts import Layout
+from course_lib.five_d.meshes import Mesh, build_mesh
+from course_lib.single_gpu.memory import param_count
+from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.profile import MemoryProfile
+
+CASES = (
+    ("cp2,tp2,sp,zero2,mb8", None, SHALLOW, 1),
+    ("dp2,pp2,mb2", None, TINY, 1),
+    ("dp2,pp2,zero3,keep,mb2", None, TINY, 1),
+    ("dp4,ep2,zero1,mb2", MOE, SHALLOW, 2),
+)
+
+
+class Narrow(NamedTuple):
+    """Dtypes and optimizer of a model in bfloat16 with SGD."""
+
+    used: set[torch.dtype]  # of the weights that the stages compute with
+    kept: set[torch.dtype]  # of gradients' sums, and of what the optimizer updates
+    optimizer: tuple[str, float, float]  # its class, lr and weight_decay
+
+
+class Told(NamedTuple):
+    """A rank's report on its model."""
+
+    peak: int  # bytes, while a deep model is built; 0 of a shallow one
+    own: int  # bytes of its parameters
+    states: int  # elements of the optimizer's states
+    most: float  # as many of them as there may be
+    stage: int | None  # of ZeRO
+    summed: int  # over how many ranks a weight's gradient is summed, at most
+    narrow: Narrow
+    steps: Steps
+
+
+def narrowed(layout: Layout, mesh: Mesh, config: ModelConfig, moe: dict | None) -> Narrow:
+    """On a rank: build the model in bfloat16 with SGD, and report on it."""
+    settings = {"dtype": torch.bfloat16, "optimizer_cls": torch.optim.SGD, "lr": 0.25, "weight_decay": 0.5}
+    parallel = model.parallelize(config, layout, mesh, moe=moe, **settings)
+    if layout.zero_stage == 3:
+        parts = [part for unit in getattr(parallel.sharding, "units", ()) for part in unit.parts]
+        used, summed = {part.buffer.values.dtype for part in parts}, {part.reduce_dtype for part in parts}
+    else:
+        used = {weight.dtype for weight in parallel.stages.parameters()}
+        summed = {each.gradient.dtype for each in getattr(parallel.sharding, "gradients", ())}
+    inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)
+    updated = {weight.dtype for group in inner.param_groups for weight in group["params"]}
+    group = inner.param_groups[0]
+    return Narrow(used, summed | updated, (type(inner).__name__, group["lr"], group["weight_decay"]))
+
+
+def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: int) -> Told:
+    """On a rank: build the model, train it for some steps, and build it again in 16 bits."""
+    layout = Layout.parse(text)
+    mesh = build_mesh(layout)
+    with MemoryProfile(nn.Linear(1, 1)) if config.layers > 2 else contextlib.nullcontext() as profile:
+        parallel = model.parallelize(config, layout, mesh, moe=moe, **ADAMW)
+    weights = [weight.numel() for weight in parallel.stages.parameters()]
+    summed = max(getattr(weight, "reduce_group", mesh.replicas).size() for weight in parallel.stages.parameters())
+    found = after_steps(parallel, steps)
+    inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)  # that of a ZeroOptimizer
+    states = sum(each.numel() for state in inner.state.values() for each in state.values() if each.dim())
+    share = mesh.experts.size() if layout.zero_stage in (1, 2) else 1  # experts are on the fewest ranks
+    most = 2 * sum(weights) / share + 16 * len(weights)  # Adam has two, and shards are padded
+    stage = getattr(parallel.sharding, "stage", None)
+    peak = sum(profile.peak().values()) if profile else 0
+    narrow = narrowed(layout, mesh, config if layout.zero_stage else SHALLOW, moe)
+    return Told(peak, 4 * sum(weights), states, most, stage, summed, narrow, found)
+
+
+def check() -> None:
+    """Assert four layouts on four ranks."""
+    for text, moe, config, steps in CASES:
+        with shared(4).within(40):
+            of_ranks = shared(4)(parallelize_trial, text, moe, config, steps)
+        full, zero = param_count(config) * 4, Layout.parse(text).zero_stage
+        for rank, told in enumerate(of_ranks):
+            at = f"{text}, rank {rank}"
+            share = 4 if zero == 3 else 2  # of the two layouts where memory is measured
+            limit = 2 * full / share + 12 * config.vocab * config.hidden  # twice its parts, and three full matrices
+            assert config is SHALLOW or told.peak <= limit, (
+                f"{at}: {told.peak:,} bytes at the peak, for parts of {told.own:,}; the whole model has {full:,}"
+            )
+            assert told.states <= told.most, (
+                f"{at}: {told.states:,} numbers in the optimizer's states; with the states shared out, "
+                f"{told.most:,.0f} at most"
+            )
+            assert text != "dp2,pp2,mb2" or told.summed == 4, (
+                f"{at}: dp 2 x the two stages that have the embedding add up its gradient, not {told.summed} ranks"
+            )
+            assert zero not in (1, 2) or told.stage == zero, f"{at}: gradients are shared out as in stage {told.stage}"
+            used, kept, (name, lr, weight_decay) = told.narrow
+            assert (name, lr, weight_decay) == ("SGD", 0.25, 0.5), (
+                f"{at}: for optimizer_cls=torch.optim.SGD, lr=0.25, weight_decay=0.5 it makes {name}, with lr "
+                f"{lr} and weight_decay {weight_decay}: are optimizer_cls and **settings passed on?"
+            )
+            assert not zero or used == {torch.bfloat16} and kept == {torch.float32}, (
+                f"{at}, dtype bfloat16: the stages compute with {used}; gradients' sums and the optimizer's weights "
+                f"are {kept}, not float32"
+            )
+        numbers, weights = differences([told.steps for told in of_ranks], text, moe, steps, config)
+        assert numbers < 1e-5, f"{text}: losses or norms are {numbers:.1e} away from one process's"
+        assert weights < 1e-5, f"{text}: weights after step {steps} are {weights:.1e} away from one process's"

@@ -1,0 +1,63 @@
+"""Check of exercise 10.10: `KeptGathers` gathers once a step, and frees the full weights after it."""
+
+from __future__ import annotations
+
+from course_kit.labs.five_d.models import ADAMW, TINY, built, one_process, own_batch
+from course_kit.ranks import shared
+from course_lib.collectives.traffic import count_traffic
+from course_lib.five_d.kept_gathers import KeptGathers
+from course_lib.five_d.layouts import Layout
+
+
+def check_gather(kept: KeptGathers) -> None:
+    """Assert that gather() starts everything and waits for nothing, and that before_forward() waits."""
+    kept.gather()
+    parts = [part for unit in kept.units for part in unit.parts]
+    late = sum(part.buffer.work is None for part in parts)
+    assert late == 0, f"after gather() {late} of {len(parts)} parts are not on their way: start all, and wait for none"
+    for part in [*parts, *kept.root.parts]:
+        for whole, places in zip(part.whole, part.places, strict=True):
+            for path, module, name in places:
+                assert module._parameters[name] is whole, (
+                    f"after gather() {path} is not whole in its module: register()"
+                )
+    for unit in kept.units:
+        kept.before_forward(unit)
+    late = sum(part.buffer.work is not None for part in parts)
+    assert late == 0, f"before_forward has not waited for {late} of {len(parts)} parts"
+    kept.finish()
+
+
+def kept_trial(text: str) -> tuple[list[float], list[int], int, int]:
+    """On a rank: losses of two steps, gathers and scatters of the second, bytes of weights left after it, parts."""
+    layout, mesh, parallel = built(text, TINY, **ADAMW)
+    parallel.runner.prepare = parallel.sharding.gather
+    check_gather(parallel.sharding)
+    parallel.optimizer.zero_grad()
+    own = own_batch(layout, mesh)
+    losses = [parallel.step(*own, max_norm=0.5)[0].item()]
+    with count_traffic() as traffic:
+        losses.append(parallel.step(*own, max_norm=0.5)[0].item())
+    parts = [part for unit in [*parallel.sharding.units, parallel.sharding.root] for part in unit.parts]
+    left = sum(part.buffer.values.untyped_storage().nbytes() for part in parts)
+    calls = [traffic.select(name).calls for name in ("all_gather", "reduce_scatter")]
+    return losses, calls, left, len(parts)
+
+
+def check() -> None:
+    """Assert two schedules on four ranks."""
+    wanted = one_process(Layout.parse("dp2,pp2,mb2"), steps=1)[0][0][0]
+    for text, m in (("dp2,pp2,zero3,keep,mb2", 2), ("dp2,pp2,zero3,keep,zb-v", 4)):
+        with shared(4).within(40):
+            of_ranks = shared(4)(kept_trial, text)
+        for rank, (losses, calls, left, parts) in enumerate(of_ranks):
+            assert calls == [parts, parts], (
+                f"{text}, m = {m}, rank {rank}: {calls[0]} all-gathers, {calls[1]} reduce-scatters for {parts} parts; "
+                "each should be sent once a step, however many micro-batches there are"
+            )
+            assert left == 0, f"{text}, rank {rank}: {left} bytes of whole weights are left after the step"
+            off = abs(losses[0] - wanted) / wanted
+            assert off < 1e-5, f"{text}, rank {rank}: loss {losses[0]}, and of one process {wanted}"
+            assert losses[1] < losses[0], (
+                f"{text}, rank {rank}: the same batch a second time: {losses}; weights do not move"
+            )

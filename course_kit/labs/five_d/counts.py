@@ -1,0 +1,126 @@
+"""Counts of what ranks hold and send: copies of a weight, norms, local shapes, bytes by axis and by step."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_kit.labs.five_d.models import MOE, SHALLOW, TINY, built, own_batch
+from course_lib.collectives.traffic import Record, count_traffic
+from course_lib.pipeline.norm import clip_grad_norm_
+from course_lib.single_gpu.model import ModelConfig
+
+KINDS = {
+    "blocks.1.attention.q_proj.weight": "matrix",
+    "blocks.1.attention_norm.weight": "norm",
+    "blocks.1.mlp.router.weight": "router",
+    "blocks.1.mlp.experts.up_proj.weight": "expert",
+}
+FLAT = ModelConfig(6, 32, 4, 4, 64, 32)  # small ends: nearly all parameters are in the layers
+COUNTS = 64  # bytes; messages up to this size are counts, shapes, losses and norms
+
+
+def counted_copies(text: str) -> dict[str, tuple[int, int]]:
+    """On a rank: for each kind of weight, the ranks that have the same bits, and how many sum its gradient."""
+    _, mesh, parallel = built(text, SHALLOW, MOE)
+    found, of_all = {}, [None] * dist.get_world_size()
+    for stage in parallel.stages.values():
+        for name, weight in stage.named_parameters():
+            if name in KINDS:
+                group = getattr(weight, "reduce_group", mesh.replicas)
+                found[KINDS[name]] = (weight.detach().numpy().tobytes(), group.size())
+    dist.all_gather_object(of_all, found)
+    return {
+        kind: (sum(other.get(kind, (None,))[0] == bits for other in of_all), size)
+        for kind, (bits, size) in found.items()
+    }
+
+
+def three_norms(text: str) -> tuple[float, float, float]:
+    """On a rank: the norm of its own gradients, of all ranks' squares summed, and the true one."""
+    layout, mesh, parallel = built(text, SHALLOW)
+    parallel.gradients(*own_batch(layout, mesh))
+    own = sum(weight.grad.square().sum() for weight in parallel.stages.parameters())
+    summed = own.clone()
+    dist.all_reduce(summed)
+    return own.sqrt().item(), summed.sqrt().item(), clip_grad_norm_(parallel.runner, 1e9).item()
+
+
+class Layer(NamedTuple):
+    """A rank's notes on its first layer, and on the traffic of a forward and backward."""
+
+    shapes: dict[str, list[int]]  # that leave the modules
+    weights: dict[str, list[int]]  # local shapes
+    sent: dict[str, tuple[int, int]]  # calls and bytes by group of the mesh
+    messages: list[int]  # bytes of each send to another stage
+    records: list[Record]
+    groups: dict[str, tuple[int, ...]]  # the ranks of each group of the mesh
+
+
+def local_shapes(text: str, moe: dict | None, batch: int = 4, seq: int = 32) -> Layer:
+    """On a rank: the shapes that leave the modules of its first layer, its weights' shapes, what is sent."""
+    layout, mesh, parallel = built(text, SHALLOW, moe)
+    block, found = next(block for stage in parallel.stages.values() for block in stage.blocks), {}
+
+    def note(name: str, module: nn.Module, args: tuple, out: torch.Tensor) -> None:
+        found.setdefault(name, list(out.shape))
+
+    for name, module in block.named_modules():
+        if name in ("attention_norm", "attention.o_proj", "mlp_norm", "mlp", "mlp.router", "mlp.experts"):
+            module.register_forward_hook(functools.partial(note, name.split(".")[-1]))
+    core = block.attention.core
+
+    def noted_core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        found.setdefault("q", list(q.shape)), found.setdefault("k", list(k.shape))
+        out = core(q, k, v)
+        found.setdefault("core", list(out.shape))
+        return out
+
+    block.attention.core = noted_core
+    own = own_batch(layout, mesh, batch, seq)
+    parallel.runner.shapes = {}
+    with count_traffic() as traffic:
+        parallel.gradients(*own)
+    weights = {name: list(weight.shape) for name, weight in block.named_parameters()}
+    groups = {
+        name: tuple(dist.get_process_group_ranks(g)) for name, g in mesh._asdict().items() if name != "device_mesh"
+    }
+    sent = {name: traffic.select(group=group) for name, group in groups.items() if len(group) > 1}
+    calls = {name: (each.calls, each.bytes) for name, each in sent.items()}
+    messages = [record.bytes for record in traffic.select("send").records]
+    return Layer(found, weights, calls, messages, traffic.records, groups)
+
+
+def by_axis(layer: Layer) -> dict[str, int]:
+    """Return the bytes that a rank has sent over each axis; over several of them: for "replicas", else "other"."""
+    names = {layer.groups[name]: name for name in ("replicas", "ep", "pp", "cp", "tp") if len(layer.groups[name]) > 1}
+    found = dict.fromkeys(("tp", "cp", "ep", "pp", "replicas", "other"), 0)
+    for record in layer.records:
+        found[names.get(record.group, "other")] += record.bytes
+    return found
+
+
+def sent_in_a_step(text: str, counts: list[int], seq: int = 32) -> list[int]:
+    """On a rank: bytes that steps of so many micro-batches send, without counts, shapes, losses and norms."""
+    layout, mesh, parallel = built(text, FLAT)
+    sent = []
+    for m in counts:
+        parallel.optimizer.zero_grad()
+        own = own_batch(layout, mesh, m * layout.dp, seq, FLAT.vocab)
+        with count_traffic() as traffic:
+            parallel.gradients(*own)
+        sent.append(sum(record.bytes for record in traffic.records if record.bytes > COUNTS))
+    return sent
+
+
+def sent_by_all(text: str) -> list[Record]:
+    """On a rank: the records of one forward and backward."""
+    layout, mesh, parallel = built(text, TINY)
+    own = own_batch(layout, mesh, 8, 32)
+    with count_traffic() as traffic:
+        parallel.gradients(*own)
+    return traffic.records

@@ -1,0 +1,111 @@
+"""PyTorch's FSDP2, DTensor and pipelining composed: dp2, pp2, tp2 with sequence parallelism, and ours beside it.
+
+DTensor comes first, then `fully_shard` on each block and on the stage. Every stage takes positions as an argument,
+because its hidden states are a part of the sequence. The norm of the stages' DTensors is summed over stages by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from course_kit.labs.five_d.models import built
+from course_lib.pipeline.stages import split_stages
+from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+
+OURS = "dp2,pp2,tp2,sp,zero3,keep,mb2"
+
+
+def tensor_plan(blocks: nn.ModuleList) -> dict:
+    """Return which layer DTensor splits how: hidden states between the layers are [b, s / tp, h]."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+
+    split, whole = Shard(1), Replicate()
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=split),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=split, output_layouts=Shard(-1), use_local_output=False),
+    }
+    for number, _ in blocks.named_children():
+        block = f"blocks.{number}"
+        for part, more in (("attention", (None, None)), ("mlp", ())):
+            plan[f"{block}.{part}_norm"] = SequenceParallel()
+            layouts = {"input_layouts": (split, *more), "desired_input_layouts": (whole, *more)}
+            plan[f"{block}.{part}"] = PrepareModuleInput(**layouts)
+        for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            plan[f"{block}.{name}"] = ColwiseParallel()
+        for name in ("attention.o_proj", "mlp.down_proj"):
+            plan[f"{block}.{name}"] = RowwiseParallel(output_layouts=split)
+    return plan
+
+
+def torch_parallel(config: ModelConfig, settings: dict, m: int) -> tuple[int, Callable]:
+    """Return the dp coordinate of this rank, and step(inputs, targets) of PyTorch's classes: loss and norm."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+    from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+    number = mesh["pp"].get_local_rank()
+    stage = split_stages(Transformer(config), 2)[number]
+    has = {name for name, module in stage.named_modules() if module is not None}
+    parallelize_module(stage, mesh["tp"], {name: how for name, how in tensor_plan(stage.blocks).items() if name in has})
+    for part in [*stage.blocks, stage]:
+        fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
+    part = PipelineStage(stage, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule, optimizer = Schedule1F1B(part, m, loss_fn=loss), torch.optim.AdamW(stage.parameters(), **settings)
+
+    def step(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        positions, losses = torch.arange(inputs.shape[1]).expand_as(inputs), []
+        with loss_parallel():
+            ends = {"target": targets, "losses": losses} if number == 1 else {}
+            schedule.step(*[inputs] * (number == 0), positions=positions, **ends, return_outputs=False)
+        square = get_total_norm([weight.grad for weight in stage.parameters()]).full_tensor().square()
+        dist.all_reduce(square, group=mesh["pp"].get_group())
+        clip_grads_with_norm_(stage.parameters(), 1.0, square.sqrt())
+        optimizer.step()
+        part = torch.stack([each.detach().full_tensor() for each in losses]).mean() if losses else torch.zeros(())
+        dist.all_reduce(part)
+        return part / 4, square.sqrt()
+
+    return mesh["dp"].get_local_rank(), step
+
+
+def against_torch(pairs: int = 2) -> tuple[list[list[list[float]]], list[list[float]]]:
+    """On a rank: losses and norms of both, and the seconds of steps in alternation, theirs twice, after one of each."""
+    config = dataclasses.replace(PRESETS["small"], layers=2, tied=False)
+    settings = {"lr": 1e-3, "eps": 1e-4, "fused": True}
+    _, _, parallel = built(OURS, config, **settings)
+    place, theirs = torch_parallel(config, settings, 2)
+    batch = torch.randint(config.vocab, (2, 8, 32), generator=torch.Generator().manual_seed(1))
+    inputs, targets = batch[:, 4 * place : 4 * place + 4]
+    numbers, times = {parallel.step: [], theirs: []}, []
+    for step in [parallel.step, theirs] + pairs * [parallel.step, theirs, theirs]:
+        dist.barrier()
+        start = time.perf_counter()
+        found = step(inputs, targets)
+        dist.barrier()
+        times.append(time.perf_counter() - start)
+        numbers[step].append([each.item() for each in found])
+    return list(numbers.values()), [times[first : first + 3] for first in range(2, len(times), 3)]
+
+
+def compare(numbers: list[list[list[float]]], times: list[list[float]]) -> None:
+    """Print how far losses and norms are apart, and the times of ours over PyTorch's and of PyTorch's over its own."""
+    steps = list(zip(*numbers, strict=False))  # theirs has gone further
+    off = max(abs(a - b) / b for mine, other in steps for a, b in zip(mine, other, strict=True))
+    print(f"{len(steps)} steps: losses and norms apart at most {off:.0e}")
+    for name, (a, b) in {"ours / PyTorch": (0, 1), "PyTorch / itself": (2, 1)}.items():
+        ratios = sorted(row[a] / row[b] for row in times)
+        ms, middle = 1e3 * statistics.median(row[a] for row in times), statistics.median(ratios)
+        print(f"{name:17s} {ms:4.0f} ms, ratio {middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
