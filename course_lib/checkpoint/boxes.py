@@ -27,8 +27,9 @@ class Box(NamedTuple):
     values: torch.Tensor
 
 
+# exercise 10.18
 def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
+    """Return elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
 
     At most 2 d - 1 boxes, where the tensor has d dimensions.
     """
@@ -140,6 +141,7 @@ def split_large(box: Box, most: int = 2**26) -> list[Box]:
     return [Box((first + rows * i, *others), box.whole, part) for i, part in enumerate(parts)]
 
 
+# exercise 10.19
 def fill(wanted: list[Box], saved: list[Box]) -> None:
     """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
     for box in wanted:

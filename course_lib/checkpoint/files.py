@@ -91,6 +91,7 @@ def check_there(saving: Path, files: dict[str, list]) -> None:
             raise CheckpointError(f"{saving.parent} has not got {name} of another rank: all ranks must see one folder")
 
 
+# exercise 10.20
 def commit(saving: Path, about: dict, keep: int) -> Path:
     """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
 

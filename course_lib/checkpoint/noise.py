@@ -7,9 +7,10 @@ import zlib
 import torch
 
 
+# exercise 10.17
 def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
+    """Return `inputs` [b, s], on the host, with a share `rate` of them replaced by random tokens. Row i is sample
+    number first + i of the run: what is drawn depends on the seed and on that number alone.
     """
     out = inputs.clone()
     for i, row in enumerate(out):

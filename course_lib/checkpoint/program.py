@@ -1,4 +1,4 @@
-"""The program that trains in any layout, by a TOML file and flags; and the names of this notebook in one place.
+"""The program that trains in any layout, by a TOML file and flags.
 
     launch_nb_torchrun.py notebooks/10_5d.ipynb --nproc-per-node 8 -- --layout dp2,tp2,pp2 --out log.jsonl
 

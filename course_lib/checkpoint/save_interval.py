@@ -13,12 +13,14 @@ from __future__ import annotations
 import math
 
 
+# exercise 10.16
 def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
+    """Return the seconds of work between two saves: Young's optimum. Good while it is well below mtbf_s."""
     return math.sqrt(2 * save_s * mtbf_s)
 
 
+# exercise 10.16
 def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
+    """Return the share of a long run's time that is no work: saves, work done again, restarts. Failures are random."""
     took = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
     return 1 - interval_s / took

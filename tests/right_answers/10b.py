@@ -1,29 +1,20 @@
 """Right answers in another style than the solutions, that the checks of notebook 10b must accept."""
 
 # %% 10.16 by powers and exponentials
-import math
-
-
 def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
     return (2 * save_s * mtbf_s) ** 0.5
 
 
 def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
     rate = 1 / mtbf_s
     useful = rate * interval_s * math.exp(-rate * restart_s) / math.expm1(rate * (interval_s + save_s))
     return 1 - useful
 
-
 # %% 10.17 rows put together, seeds by another hash
 import hashlib
 
-import torch
-
 
 def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens."""
     rows = []
     for number, row in enumerate(inputs, start=first):
         generator = torch.Generator()
@@ -32,10 +23,8 @@ def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first:
         rows.append(torch.where(chosen, torch.randint(0, vocab, row.shape, generator=generator), row))
     return torch.stack(rows)
 
-
 # %% 10.18 the largest aligned box first
 def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     boxes, at = [], first
     while at < last:
@@ -50,10 +39,8 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
             return [((), ())]  # a tensor without dimensions
     return boxes
 
-
 # %% 10.19 narrows both, a dimension at a time
 def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
     for target in wanted:
         for source in saved:
             into, out_of = target.values, source.values
@@ -66,10 +53,8 @@ def fill(wanted: list[Box], saved: list[Box]) -> None:
             else:
                 into.copy_(out_of)
 
-
 # %% 10.20 with open and replace
 def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`."""
     root, final = saving.parent, saving.parent / saving.stem
     with open(saving / ABOUT, "w") as out:
         out.write(sealed(about))
@@ -84,7 +69,6 @@ def commit(saving: Path, about: dict, keep: int) -> Path:
     for folder in sorted(root.glob("*" + DELETING)):
         shutil.rmtree(folder, ignore_errors=True)
     return final
-
 
 # %% 10.21 one at a time
 forgot = {}

@@ -1,415 +1,89 @@
 """Wrong answers that the checks of notebook 10b must catch. Those that hang end at the check's own deadline."""
 
 # %% 10.16 no factor of 2 in the interval
-import math
-
-
 def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
     return math.sqrt(save_s * mtbf_s)
 
-
-def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
-    took = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
-    return 1 - interval_s / took
-
-
 # %% 10.16 the interval from save to save, the save in it
-import math
-
-
 def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
     return math.sqrt(2 * save_s * mtbf_s) - save_s
 
-
-def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
-    took = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
-    return 1 - interval_s / took
-
-
 # %% 10.16 an interval that does not depend on failures
-import math
-
-
 def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
     return 600 * math.sqrt(save_s / 30)
 
-
-def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
-    took = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
-    return 1 - interval_s / took
-
-
 # %% 10.16 the two shares of Young's sum
-import math
-
-
-def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
-    return math.sqrt(2 * save_s * mtbf_s)
-
-
 def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
     return save_s / interval_s + (interval_s / 2 + restart_s) / mtbf_s
 
-
 # %% 10.16 Young's sum with the save in the interval
-import math
-
-
-def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
-    return math.sqrt(2 * save_s * mtbf_s)
-
-
 def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
     return save_s / (interval_s + save_s) + (interval_s / 2 + restart_s) / mtbf_s
 
-
 # %% 10.16 no restart
-import math
-
-
-def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
-    return math.sqrt(2 * save_s * mtbf_s)
-
-
-def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
-    took = mtbf_s * math.expm1((interval_s + save_s) / mtbf_s)
-    return 1 - interval_s / took
-
+math.exp(restart_s / mtbf_s) * math.expm1 => math.expm1
 
 # %% 10.16 no failures in a restart
-import math
-
-
-def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
-    return math.sqrt(2 * save_s * mtbf_s)
-
-
-def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
-    took = mtbf_s * (1 + restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
-    return 1 - interval_s / took
-
+math.exp(restart_s / mtbf_s) => (1 + restart_s / mtbf_s)
 
 # %% 10.16 the save is no loss
-import math
-
-
-def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
-    return math.sqrt(2 * save_s * mtbf_s)
-
-
-def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
-    took = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + save_s) / mtbf_s)
-    return 1 - (interval_s + save_s) / took
-
+return 1 - interval_s / took => return 1 - (interval_s + save_s) / took
 
 # %% 10.16 a save can't fail
-import math
-
-
-def save_interval(save_s: float, mtbf_s: float) -> float:
-    """Seconds of work between two saves, Young's optimum. Good while it is well below mtbf_s."""
-    return math.sqrt(2 * save_s * mtbf_s)
-
-
-def lost_share(interval_s: float, save_s: float, mtbf_s: float, restart_s: float = 0.0) -> float:
-    """The share of a long run's time that is no work: saves, work done again, restarts. For failures at random."""
-    took = mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1(interval_s / mtbf_s) + save_s
-    return 1 - interval_s / took
-
+((interval_s + save_s) / mtbf_s) => (interval_s / mtbf_s) + save_s
 
 # %% 10.17 one generator for the batch
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} sample {first}".encode()))
-    for row in out:
-        dropped = torch.rand(len(row), generator=generator) < rate
-        others = torch.randint(vocab, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+for i, row in enumerate(out):
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} sample {first + i}".encode()))
+=>
+generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} sample {first}".encode()))
+for row in out:
 
 # %% 10.17 the rank's own generator, sown anew for each sample
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        torch.manual_seed(zlib.crc32(f"{seed} sample {first + i}".encode()))
-        dropped = torch.rand(len(row)) < rate
-        others = torch.randint(vocab, (len(row),))
-        row[dropped] = others[dropped]
-    return out
-
+generator = torch.Generator().manual_seed => torch.manual_seed
+(row), generator=generator => (row)
+(len(row),), generator=generator => (len(row),)
 
 # %% 10.17 writes into the batch that it was given
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} sample {first + i}".encode()))
-        dropped = torch.rand(len(row), generator=generator) < rate
-        others = torch.randint(vocab, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+out = inputs.clone() => out = inputs
 
 # %% 10.17 the row's number instead of the sample's
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} sample {i}".encode()))
-        dropped = torch.rand(len(row), generator=generator) < rate
-        others = torch.randint(vocab, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+{first + i} => {i}
 
 # %% 10.17 no seed
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"sample {first + i}".encode()))
-        dropped = torch.rand(len(row), generator=generator) < rate
-        others = torch.randint(vocab, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+{seed} sample => sample
 
 # %% 10.17 seed and number added up
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed(seed + first + i)
-        dropped = torch.rand(len(row), generator=generator) < rate
-        others = torch.randint(vocab, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+zlib.crc32(f"{seed} sample {first + i}".encode()) => seed + first + i
 
 # %% 10.17 seed and number run into each other
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}{first + i}".encode()))
-        dropped = torch.rand(len(row), generator=generator) < rate
-        others = torch.randint(vocab, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+{seed} sample {first + i} => {seed}{first + i}
 
 # %% 10.17 the seed above the 32 bits that the generator looks at
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed((seed << 32) + first + i)
-        dropped = torch.rand(len(row), generator=generator) < rate
-        others = torch.randint(vocab, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+zlib.crc32(f"{seed} sample {first + i}".encode()) => (seed << 32) + first + i
 
 # %% 10.17 Python's own hash, another one in each process
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed(hash(f"{seed} sample {first + i}"))
-        dropped = torch.rand(len(row), generator=generator) < rate
-        others = torch.randint(vocab, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+zlib.crc32(f"{seed} sample {first + i}".encode()) => hash(f"{seed} sample {first + i}")
 
 # %% 10.17 the rate is the share that is kept
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} sample {first + i}".encode()))
-        dropped = torch.rand(len(row), generator=generator) > rate
-        others = torch.randint(vocab, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+(len(row), generator=generator) < rate => (len(row), generator=generator) > rate
 
 # %% 10.17 the same positions in all samples
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} sample {first + i}".encode()))
-        dropped = torch.rand(len(row), generator=torch.Generator().manual_seed(seed)) < rate
-        others = torch.randint(vocab, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+(row), generator=generator => (row), generator=torch.Generator().manual_seed(seed)
 
 # %% 10.17 one replacement for the whole row
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} sample {first + i}".encode()))
-        dropped = torch.rand(len(row), generator=generator) < rate
-        others = torch.randint(vocab, (1,), generator=generator).expand(len(row))
-        row[dropped] = others[dropped]
-    return out
-
+(vocab, (len(row),), generator=generator) => (vocab, (1,), generator=generator).expand(len(row))
 
 # %% 10.17 the last token of the vocabulary is never drawn
-import zlib
-
-import torch
-
-
-def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """inputs [b, s] on the host, a share `rate` of them replaced by random tokens. Row i is sample number first + i of
-    the run: what is drawn depends on the seed and on that number alone.
-    """
-    out = inputs.clone()
-    for i, row in enumerate(out):
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} sample {first + i}".encode()))
-        dropped = torch.rand(len(row), generator=generator) < rate
-        others = torch.randint(vocab - 1, (len(row),), generator=generator)
-        row[dropped] = others[dropped]
-    return out
-
+vocab, (len(row),) => vocab - 1, (len(row),)
 
 # %% 10.18 row by row
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
-
-    At most 2 d - 1 boxes, where the tensor has d dimensions.
-    """
-    if first >= last:
-        return []
-    if len(shape) < 2:
-        return [((first,) * len(shape), (last - first,) * len(shape))]
-    row = math.prod(shape[1:])
-    top, bottom = -(-first // row), last // row  # rows top … bottom - 1 are in it whole
-
-    def part(i: int, begin: int, end: int) -> list:
-        """Elements begin … end - 1 of row i."""
-        return [((i, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_span(shape[1:], begin, end)]
-
-    if top > bottom:
-        return part(bottom, first - bottom * row, last - bottom * row)
-    before = part(top - 1, first - (top - 1) * row, row) if first < top * row else []
-    whole = [((i,) + (0,) * (len(shape) - 1), (1, *shape[1:])) for i in range(top, bottom)]
-    return before + whole + part(bottom, 0, last - bottom * row)
-
+whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
+=>
+whole = [((i,) + (0,) * (len(shape) - 1), (1, *shape[1:])) for i in range(top, bottom)]
 
 # %% 10.18 element by element
 def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
-
-    At most 2 d - 1 boxes, where the tensor has d dimensions.
-    """
     offsets = []
     for i in range(first, last):
         place = []
@@ -419,106 +93,32 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
         offsets.append(tuple(place))
     return [(place, (1,) * len(shape)) for place in offsets]
 
-
 # %% 10.18 always three parts, and some of them empty
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
-
-    At most 2 d - 1 boxes, where the tensor has d dimensions.
-    """
-    if len(shape) < 2:
-        return [((first,) * len(shape), (last - first,) * len(shape))] if first < last else []
-    row = math.prod(shape[1:])
-    top, bottom = -(-first // row), last // row
-
-    def part(i: int, begin: int, end: int) -> list:
-        return [((i, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_span(shape[1:], begin, end)]
-
-    if top > bottom:
-        return part(bottom, first - bottom * row, last - bottom * row)
-    before = part(top - 1, first - (top - 1) * row, row) if first < top * row else []
-    whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))]
-    return before + whole + part(bottom, 0, last - bottom * row)
-
+if first >= last:
+    return []
+=>
+---
+return [((first,) * len(shape), (last - first,) * len(shape))]
+=>
+return [((first,) * len(shape), (last - first,) * len(shape))] if first < last else []
+---
+"""Elements begin … end - 1 of row i.""" =>
+---
+whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
+=>
+whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))]
 
 # %% 10.18 the first row is never in the whole ones
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
-
-    At most 2 d - 1 boxes, where the tensor has d dimensions.
-    """
-    if first >= last:
-        return []
-    if len(shape) < 2:
-        return [((first,) * len(shape), (last - first,) * len(shape))]
-    row = math.prod(shape[1:])
-    top, bottom = first // row + 1, last // row
-
-    def part(i: int, begin: int, end: int) -> list:
-        """Elements begin … end - 1 of row i."""
-        return [((i, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_span(shape[1:], begin, end)]
-
-    if top > bottom:
-        return part(bottom, first - bottom * row, last - bottom * row)
-    before = part(top - 1, first - (top - 1) * row, row) if first < top * row else []
-    whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
-    return before + whole + part(bottom, 0, last - bottom * row)
-
+-(-first // row), last // row  # rows top … bottom - 1 are in it whole => first // row + 1, last // row
 
 # %% 10.18 one short at a row's end
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
-
-    At most 2 d - 1 boxes, where the tensor has d dimensions.
-    """
-    if first >= last:
-        return []
-    if len(shape) < 2:
-        return [((first,) * len(shape), (last - first,) * len(shape))]
-    row = math.prod(shape[1:])
-    top, bottom = -(-first // row), last // row  # rows top … bottom - 1 are in it whole
-
-    def part(i: int, begin: int, end: int) -> list:
-        """Elements begin … end - 1 of row i."""
-        return [((i, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_span(shape[1:], begin, end)]
-
-    if top > bottom:
-        return part(bottom, first - bottom * row, last - bottom * row)
-    before = part(top - 1, first - (top - 1) * row, row - 1) if first < top * row else []
-    whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
-    return before + whole + part(bottom, 0, last - bottom * row)
-
+row, row => row, row - 1
 
 # %% 10.18 whole rows first
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
-
-    At most 2 d - 1 boxes, where the tensor has d dimensions.
-    """
-    if first >= last:
-        return []
-    if len(shape) < 2:
-        return [((first,) * len(shape), (last - first,) * len(shape))]
-    row = math.prod(shape[1:])
-    top, bottom = -(-first // row), last // row  # rows top … bottom - 1 are in it whole
-
-    def part(i: int, begin: int, end: int) -> list:
-        """Elements begin … end - 1 of row i."""
-        return [((i, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_span(shape[1:], begin, end)]
-
-    if top > bottom:
-        return part(bottom, first - bottom * row, last - bottom * row)
-    before = part(top - 1, first - (top - 1) * row, row) if first < top * row else []
-    whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
-    return whole + before + part(bottom, 0, last - bottom * row)
-
+before + whole => whole + before
 
 # %% 10.18 matrices alone, others as one row
 def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
-
-    At most 2 d - 1 boxes, where the tensor has d dimensions.
-    """
     if first >= last:
         return []
     if len(shape) != 2:
@@ -532,13 +132,8 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
     after = [((bottom, 0), (1, last - bottom * row))] if last > bottom * row else []
     return before + whole + after
 
-
 # %% 10.18 no tensor without dimensions
 def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
-
-    At most 2 d - 1 boxes, where the tensor has d dimensions.
-    """
     if not shape:
         return []
     if first >= last:
@@ -558,13 +153,8 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
     whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
     return before + whole + part(bottom, 0, last - bottom * row)
 
-
 # %% 10.18 one box around all of it
 def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
-
-    At most 2 d - 1 boxes, where the tensor has d dimensions.
-    """
     if first >= last:
         return []
     if len(shape) < 2:
@@ -573,41 +163,17 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
     top, bottom = first // row, -(-last // row)
     return [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))]
 
-
 # %% 10.19 writes into the saved ones
-def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
-    for box in wanted:
-        for other in saved:
-            sides = list(zip(box.offsets, box.values.shape, other.offsets, other.values.shape, strict=True))
-            begins = [max(a, b) for a, _, b, _ in sides]
-            ends = [min(a + n, b + m) for a, n, b, m in sides]
-            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
-                spans = list(zip(begins, ends, strict=True))
-                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, box.offsets, strict=True))
-                theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
-                other.values[theirs] = box.values[own]
-
+box.values[own] = other.values[theirs] => other.values[theirs] = box.values[own]
 
 # %% 10.19 stops at the first box that overlaps
-def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
-    for box in wanted:
-        for other in saved:
-            sides = list(zip(box.offsets, box.values.shape, other.offsets, other.values.shape, strict=True))
-            begins = [max(a, b) for a, _, b, _ in sides]
-            ends = [min(a + n, b + m) for a, n, b, m in sides]
-            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
-                spans = list(zip(begins, ends, strict=True))
-                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, box.offsets, strict=True))
-                theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
-                box.values[own] = other.values[theirs]
-                break
-
+box.values[own] = other.values[theirs]
+=>
+box.values[own] = other.values[theirs]
+break
 
 # %% 10.19 a new tensor instead of the box's own memory
 def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
     for number, box in enumerate(wanted):
         values = box.values.clone()
         for other in saved:
@@ -621,71 +187,27 @@ def fill(wanted: list[Box], saved: list[Box]) -> None:
                 values[own] = other.values[theirs]
         wanted[number] = box._replace(values=values)
 
-
 # %% 10.19 a slice of it gets another name, nothing is written
-def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
-    for box in wanted:
-        for other in saved:
-            sides = list(zip(box.offsets, box.values.shape, other.offsets, other.values.shape, strict=True))
-            begins = [max(a, b) for a, _, b, _ in sides]
-            ends = [min(a + n, b + m) for a, n, b, m in sides]
-            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
-                spans = list(zip(begins, ends, strict=True))
-                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, box.offsets, strict=True))
-                theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
-                part = box.values[own].clone()
-                part.copy_(other.values[theirs])
-
+box.values[own] = other.values[theirs]
+=>
+part = box.values[own].clone()
+part.copy_(other.values[theirs])
 
 # %% 10.19 saved boxes that are wholly inside alone
-def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
-    for box in wanted:
-        for other in saved:
-            sides = list(zip(box.offsets, box.values.shape, other.offsets, other.values.shape, strict=True))
-            begins = [max(a, b) for a, _, b, _ in sides]
-            ends = [min(a + n, b + m) for a, n, b, m in sides]
-            if all(a <= b and b + m <= a + n for a, n, b, m in sides):
-                spans = list(zip(begins, ends, strict=True))
-                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, box.offsets, strict=True))
-                theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
-                box.values[own] = other.values[theirs]
-
+if all(begin < end for begin, end in zip(begins, ends, strict=True)):
+=>
+if all(a <= b and b + m <= a + n for a, n, b, m in sides):
 
 # %% 10.19 no boxes without dimensions
-def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
-    for box in wanted:
-        for other in saved:
-            sides = list(zip(box.offsets, box.values.shape, other.offsets, other.values.shape, strict=True))
-            begins = [max(a, b) for a, _, b, _ in sides]
-            ends = [min(a + n, b + m) for a, n, b, m in sides]
-            if sides and all(begin < end for begin, end in zip(begins, ends, strict=True)):
-                spans = list(zip(begins, ends, strict=True))
-                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, box.offsets, strict=True))
-                theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
-                box.values[own] = other.values[theirs]
-
+all => sides and all
 
 # %% 10.19 the saved box is read from its beginning
-def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
-    for box in wanted:
-        for other in saved:
-            sides = list(zip(box.offsets, box.values.shape, other.offsets, other.values.shape, strict=True))
-            begins = [max(a, b) for a, _, b, _ in sides]
-            ends = [min(a + n, b + m) for a, n, b, m in sides]
-            if all(begin < end for begin, end in zip(begins, ends, strict=True)):
-                spans = list(zip(begins, ends, strict=True))
-                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, box.offsets, strict=True))
-                theirs = tuple(slice(0, end - begin) for begin, end in spans)
-                box.values[own] = other.values[theirs]
-
+theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
+=>
+theirs = tuple(slice(0, end - begin) for begin, end in spans)
 
 # %% 10.19 by way of the whole tensor, gaps and all
 def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
     for box in wanted:
         whole = torch.zeros(box.whole, dtype=box.values.dtype)
         for other in saved:
@@ -694,166 +216,64 @@ def fill(wanted: list[Box], saved: list[Box]) -> None:
         sides = zip(box.offsets, box.values.shape, strict=True)
         box.values.copy_(whole[tuple(slice(offset, offset + size) for offset, size in sides)])
 
-
 # %% 10.19 no look at whether they overlap
-def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
-    for box in wanted:
-        for other in saved:
-            sides = list(zip(box.offsets, box.values.shape, other.offsets, other.values.shape, strict=True))
-            begins = [max(a, b) for a, _, b, _ in sides]
-            ends = [min(a + n, b + m) for a, n, b, m in sides]
-            if True:
-                spans = list(zip(begins, ends, strict=True))
-                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, box.offsets, strict=True))
-                theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
-                box.values[own] = other.values[theirs]
-
+if all(begin < end for begin, end in zip(begins, ends, strict=True)):
+=>
+if True:
 
 # %% 10.20 named first, then checkpoint.json
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    final = saving.with_suffix("")
-    saving.rename(final)
-    (final / ABOUT).write_text(sealed(about))
-    flush(final / ABOUT)
-    flush(final)
-    flush(final.parent)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        old.rename(old.with_suffix(DELETING))
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return final
-
+file, final = saving / ABOUT, saving.with_suffix("")
+file.write_text(sealed(about))
+flush(file)
+flush(saving)
+=>
+final = saving.with_suffix("")
+---
+saving.rename(final)
+=>
+saving.rename(final)
+(final / ABOUT).write_text(sealed(about))
+flush(final / ABOUT)
+flush(final)
 
 # %% 10.20 checkpoint.json never waits for the disk
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    file.write_text(sealed(about))
-    flush(saving)
-    saving.rename(final)
-    flush(final.parent)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        old.rename(old.with_suffix(DELETING))
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return final
-
+flush(file) =>
 
 # %% 10.20 the names in the folder never wait for the disk
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    file.write_text(sealed(about))
-    flush(file)
-    saving.rename(final)
-    flush(final.parent)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        old.rename(old.with_suffix(DELETING))
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return final
-
+flush(saving) =>
 
 # %% 10.20 the new name never waits for the disk
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    file.write_text(sealed(about))
-    flush(file)
-    flush(saving)
-    saving.rename(final)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        old.rename(old.with_suffix(DELETING))
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return final
-
+flush(final.parent) =>
 
 # %% 10.20 waits for the disk after the rename alone
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    file.write_text(sealed(about))
-    saving.rename(final)
-    flush(final / ABOUT)
-    flush(final)
-    flush(final.parent)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        old.rename(old.with_suffix(DELETING))
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return final
-
+flush(file)
+flush(saving)
+=>
+---
+saving.rename(final)
+=>
+saving.rename(final)
+flush(final / ABOUT)
+flush(final)
 
 # %% 10.20 fsync while the text is still in Python's buffer
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    with open(file, "w") as opened:
-        json.dump({"format": FORMAT, "version": VERSION} | about, opened)
-        os.fsync(opened.fileno())
-    flush(saving)
-    saving.rename(final)
-    flush(final.parent)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        old.rename(old.with_suffix(DELETING))
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return final
-
+file.write_text(sealed(about))
+flush(file)
+=>
+with open(file, "w") as opened:
+    json.dump({"format": FORMAT, "version": VERSION} | about, opened)
+    os.fsync(opened.fileno())
 
 # %% 10.20 waits for the folder before checkpoint.json is in it
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    flush(saving)
-    file.write_text(sealed(about))
-    flush(file)
-    saving.rename(final)
-    flush(final.parent)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        old.rename(old.with_suffix(DELETING))
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return final
-
+file, final = saving / ABOUT, saving.with_suffix("")
+=>
+file, final = saving / ABOUT, saving.with_suffix("")
+flush(saving)
+---
+flush(saving) =>
 
 # %% 10.20 waits for the parent once the old ones are gone
 def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
     file, final = saving / ABOUT, saving.with_suffix("")
     file.write_text(sealed(about))
     flush(file)
@@ -867,13 +287,8 @@ def commit(saving: Path, about: dict, keep: int) -> Path:
     flush(final.parent)
     return final
 
-
 # %% 10.20 the old ones first
 def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
     file, final = saving / ABOUT, saving.with_suffix("")
     file.write_text(sealed(about))
     flush(file)
@@ -888,119 +303,39 @@ def commit(saving: Path, about: dict, keep: int) -> Path:
         shutil.rmtree(leaving, ignore_errors=True)
     return final
 
-
 # %% 10.20 old ones are deleted under their good names
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    file.write_text(sealed(about))
-    flush(file)
-    flush(saving)
-    saving.rename(final)
-    flush(final.parent)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        shutil.rmtree(old)
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return final
-
+old.rename(old.with_suffix(DELETING))
+=>
+shutil.rmtree(old)
 
 # %% 10.20 one too many is kept
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    file.write_text(sealed(about))
-    flush(file)
-    flush(saving)
-    saving.rename(final)
-    flush(final.parent)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep)]:
-        old.rename(old.with_suffix(DELETING))
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return final
-
+keep + 1 => keep
 
 # %% 10.20 those on their way out stay
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    file.write_text(sealed(about))
-    flush(file)
-    flush(saving)
-    saving.rename(final)
-    flush(final.parent)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        old.rename(old.with_suffix(DELETING))
-    return final
-
+for leaving in final.parent.glob(f"step-*{DELETING}"):
+    shutil.rmtree(leaving, ignore_errors=True)
+=>
 
 # %% 10.20 returns the folder's old name
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    file.write_text(sealed(about))
-    flush(file)
-    flush(saving)
-    saving.rename(final)
-    flush(final.parent)
-    others = [folder for folder in complete(final.parent).values() if folder != final]
-    for old in others[: max(0, len(others) - keep + 1)]:
-        old.rename(old.with_suffix(DELETING))
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return saving
-
+return final => return saving
 
 # %% 10.20 the last ones by number: the new one may not be among them
-def commit(saving: Path, about: dict, keep: int) -> Path:
-    """Make a folder whose files are on the disk a complete checkpoint, then remove all but the last `keep`.
-
-    about: for checkpoint.json. Returns the checkpoint, which stays in any case.
-    """
-    file, final = saving / ABOUT, saving.with_suffix("")
-    file.write_text(sealed(about))
-    flush(file)
-    flush(saving)
-    saving.rename(final)
-    flush(final.parent)
-    for old in list(complete(final.parent).values())[:-keep]:
-        old.rename(old.with_suffix(DELETING))
-    for leaving in final.parent.glob(f"step-*{DELETING}"):
-        shutil.rmtree(leaving, ignore_errors=True)
-    return final
-
+others = [folder for folder in complete(final.parent).values() if folder != final]
+for old in others[: max(0, len(others) - keep + 1)]:
+=>
+for old in list(complete(final.parent).values())[:-keep]:
 
 # %% 10.21 A and B the other way round
 forgot = {"A": "step", "B": "optimizer", "C": "position"}  # "optimizer", "position" or "step"
 
-
 # %% 10.21 A and C the other way round
 forgot = {"A": "position", "B": "step", "C": "optimizer"}  # "optimizer", "position" or "step"
-
 
 # %% 10.21 B and C the other way round
 forgot = {"A": "optimizer", "B": "position", "C": "step"}  # "optimizer", "position" or "step"
 
-
 # %% 10.21 all in a ring
 forgot = {"A": "step", "B": "position", "C": "optimizer"}  # "optimizer", "position" or "step"
-
 
 # %% 10.21 one answer for all
 forgot = {"A": "optimizer", "B": "optimizer", "C": "optimizer"}  # "optimizer", "position" or "step"

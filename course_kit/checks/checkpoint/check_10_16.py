@@ -1,0 +1,44 @@
+"""Check of exercise 10.16: Young's interval, and the lost share against failures that are played out."""
+
+from __future__ import annotations
+
+import random
+
+from course_lib.checkpoint import save_interval
+
+CASES = (600, 30, 6000, 0), (600, 30, 6000, 300), (3000, 30, 6000, 300), (100, 60, 1000, 1000)
+
+
+def simulated_share(
+    interval_s: float, save_s: float, mtbf_s: float, restart_s: float, seed: int = 0, intervals: int = 4000
+) -> float:
+    """Return the lost share, by playing failures: an interval is done again until none comes in it."""
+    draw, took = random.Random(seed), 0.0
+    for _ in range(intervals):
+        needed, ahead = interval_s + save_s, 0.0
+        while (until := draw.expovariate(1 / mtbf_s)) < ahead + needed:
+            took += until
+            ahead = restart_s
+        took += ahead + needed
+    return 1 - intervals * interval_s / took
+
+
+def check() -> None:
+    """Assert the interval at three points, and the share against a quiet machine and four simulations."""
+    interval, share = save_interval.save_interval, save_interval.lost_share
+    assert abs(interval(30, 6000) - 600) < 1e-6, (
+        f"30 s a save, a failure in 6,000 s: 600 s, and not {interval(30, 6000)}"
+    )
+    assert abs(interval(120, 6000) - 1200) < 1e-6, "four times the cost, twice the interval"
+    assert abs(interval(30, 24000) - 1200) < 1e-6, "a quarter of the failures, twice the interval"
+    quiet = share(600, 30, 1e12, 100)
+    assert abs(quiet - 30 / 630) < 1e-6, (
+        f"nothing ever fails: 30 of 630 s are for saves, {30 / 630:.4f}, and not {quiet:.4f}"
+    )
+    for case in CASES:
+        played, found = simulated_share(*case), share(*case)
+        assert abs(played - found) < 0.02, (
+            f"interval, save, MTBF, restart {case}: played out, {played:.3f} is lost, and you say {found:.3f}"
+        )
+    shares = {tau: share(tau, 30, 6000, 300) for tau in (200, 400, 600, 900, 1800)}
+    assert min(shares, key=shares.get) == 600, f"the least is near Young's 600 s: {shares}"
