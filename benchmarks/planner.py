@@ -6,7 +6,7 @@ The constants are fitted to all runs of data/layout_runs_h100.csv ("in sample"),
 of the others ("cross-validated": a cluster size that was never measured). A run is of the slow mode where its step
 took more than twice what is predicted, for a reason that its layout does not tell: figures are given with these runs
 and without. A favourite: the layout that the planner likes best in a cell, of those whose risk of running out of memory
-is 10% or less. Regret: how much slower it ran than the cell's fastest; 100% where it failed, or there is none.
+is 10% or less. Regret: the share of the cell's fastest speed that it lacks; 100% where it failed, or there is none.
 
 Then runs that others have published, to which nothing is fitted, and the seconds of a search: the median of SEARCHES.
 Last, a dry run of the same size, in bytes: these depend on no machine.

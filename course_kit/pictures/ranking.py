@@ -151,6 +151,15 @@ def rejections_figure(ranking: Ranking):
     return figure
 
 
+def with_degrees(ranking: Ranking, degrees: dict[str, tuple[int, ...]]) -> Ranking:
+    """The ranking's layouts that have these degrees, such as {"cp": (1,)}; `search` tries all."""
+    allowed = np.ones(len(ranking.table), bool)
+    for name, values in degrees.items():
+        allowed &= np.isin(getattr(ranking.table, name), values)
+    order, risky = (rows[allowed[rows]] for rows in (ranking.order, ranking.risky))
+    return dataclasses.replace(ranking, order=order, risky=risky)
+
+
 def heatmap_row(name: str, ranking: Ranking, nodes: int, batch: int, seq: int) -> dict:
     """The best layout of a search, as a row of a sweep; without numbers where none fits."""
     best = ranking.best(1)
@@ -186,9 +195,11 @@ def mfu_heatmap(
     batch: int,
     seq: int = 4096,
     settings: dict[str, tuple] | None = None,
+    degrees: dict[str, tuple[int, ...]] | None = None,
 ):
     """The best predicted MFU of each model (a row) on each number of nodes (a column), and its layout. Returns a
-    matplotlib Figure. settings: as of `search`, which takes up to a second a cell if it tries all.
+    matplotlib Figure. settings: as of `search`, which takes up to a second a cell if it tries all. degrees: those
+    that a layout may have, such as {"cp": (1,)}; None: all.
 
     Raises ValueError where nothing fits anywhere, or `search` does.
     """
@@ -196,7 +207,7 @@ def mfu_heatmap(
     for name, config in models.items():
         for n in nodes:
             ranking = search(config, cluster, n * cluster.gpus_per_node, batch, seq, settings=settings)
-            rows.append(heatmap_row(name, ranking, n, batch, seq))
+            rows.append(heatmap_row(name, with_degrees(ranking, degrees or {}), n, batch, seq))
     if not any(row["ok"] for row in rows):
         raise ValueError(f"batch {batch}, sequences of {seq}: no layout of {', '.join(models)} fits on {cluster.name}")
     return heatmap_figure(rows, cluster, batch, seq)

@@ -262,8 +262,13 @@ def fit(runs: list[MeasuredRun], cluster: Cluster) -> Cluster:
     return calibrate(runs, cluster).cluster
 
 
+# exercise 11.6
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
+    """Return what is predicted of each run by constants that were fitted without any run of its cell, (model, nodes).
+
+    Each cell has one fit, to all runs of the other cells, from the constants of `cluster`. The predictions are in the
+    order of `runs`, failed ones included. All measured runs take a minute.
+    """
     found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
     for rows in cells(runs).values():
         left = set(rows)

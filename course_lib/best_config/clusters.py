@@ -6,7 +6,7 @@
 
 A ring of n GPUs that moves `size` bytes past each of them takes size / bandwidth + steps x latency (Thakur et al. 2005;
 notebook 03). Its bandwidth is that of the links inside a node. Beyond it, the ring has as many network cards as it has
-GPUs in a node: ranks of one tensor-parallel group are neighbours, so the rings of data parallelism share the node's
+GPUs in a node: ranks of one tensor-parallel group are neighbors, so the rings of data parallelism share the node's
 cards.
 """
 
@@ -42,7 +42,7 @@ class Software:
     overlap: float = 1.0  # of a backward, behind which gradients of ZeRO stage 0 are sent; fits give 0.9 to 1
     sharded_overlap: float = 1.0  # the same of stages 1 to 3, and stage 3's gathers behind a whole slot; assumed
     busy_step_s: float = 0.0  # a step of a tensor-parallel ring while a pipeline waits for another node
-    stall_s: float = 0.0  # an exchange with a neighbour when the network stalls (`stall_time`):
+    stall_s: float = 0.0  # an exchange with a neighbor when the network stalls (`stall_time`):
     stall_nodes: int = 64  # in jobs of as many nodes, and in pipelines with tp beyond two nodes
     weight_bytes: int = 2  # a parameter; this and the next two are the recipe, not fitted
     gradient_bytes: int = 4  # FP32 sums
@@ -184,16 +184,26 @@ CLUSTERS = {
 }
 
 
-def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
+# exercise 11.1
+def stride_of(layout, axis: str, order: tuple[str, ...]) -> np.ndarray:
+    """Return how many ranks apart two neighbors along an axis are: the product of the degrees of all axes inside it.
+
+    order: the axes, the innermost last. The stride of the innermost axis is 1. The degrees of `layout` are numbers, or
+    arrays of several layouts; then the strides are an array, too.
+    """
     stride = np.asarray(1)
     for inner in order[order.index(axis) + 1 :]:
         stride = stride * getattr(layout, inner)
     return stride
 
 
+# exercise 11.1
 def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
+    """Return how many ranks of a group are in one node: 1 or more, and at most `size`.
+
+    The group has `size` ranks that are `stride` apart. Count `cluster.gpus_per_node // stride`, within these limits; an
+    estimate where `stride` does not divide the node. Both may be arrays.
+    """
     return np.clip(cluster.gpus_per_node // np.minimum(stride, cluster.gpus_per_node), 1, size)
 
 

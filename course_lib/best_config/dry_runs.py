@@ -59,7 +59,7 @@ class DryRun(NamedTuple):
         both = [(name, self.at_rest[name], self.peak[name]) for name in CATEGORIES]
         for name, *sizes in [*both, ("together", sum(self.at_rest.values()), self.peak_bytes)]:
             lines.append(f"{name:<28}" + "".join(f"{size / 2**30:>12.3f}" for size in sizes))
-        lines.append("sent a step")
+        lines.append("GiB sent in a step")
         for (axes, collective), sent in self.bytes_sent.items():
             lines.append(f"{axes:<16}{collective:<24}{sent / 2**30:>12.3f}")
         return "\n".join(lines)

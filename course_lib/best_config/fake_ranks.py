@@ -2,7 +2,7 @@
 
 PyTorch's backend "fake" makes the groups, and ends every collective at once. That is enough for a step, whose tensors
 may be fake as well. What ranks tell each other as Python objects, before they begin, is made up here: a rank that runs
-the same program says the same of its own neighbours.
+the same program says the same of its own neighbors.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Calibration:
         for name, value in facts(config, layout, batch, seq, nodes).items():
             seen = self.ranges[name]
             if isinstance(value, str) and value not in seen:
-                found.append(f"{name} {value}: fitted on {', '.join(seen)}")
+                found.append(f"{name} {value}: fitted on {name} {', '.join(seen)}")
             elif not isinstance(value, str) and not seen[0] <= value <= seen[-1]:
                 ends = f"{seen[0]:g}" + (f" to {seen[-1]:g}" if len(seen) > 1 else "")
                 found.append(f"{name} {value:g}: fitted on {ends}")

@@ -18,8 +18,9 @@ from course_lib.single_gpu.model import ModelConfig
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")
 
 
+# exercise 11.7
 def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
+    """Return every (dp, pp, cp, tp) whose product is the number of GPUs, each once."""
     sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
     found = [
         (gpus // (pp * cp * tp), pp, cp, tp)
@@ -30,8 +31,12 @@ def degrees(gpus: int) -> LayoutTable:
     return LayoutTable(len(found), dp=dp, pp=pp, cp=cp, tp=tp)
 
 
+# exercise 11.7
 def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
+    """Return for each row the place in `reasons` of the first rule that holds, and 0, which is no reason, if none does.
+
+    rules: by reason, an array of booleans. Appends to `reasons` those that it lacks; others call with the same list.
+    """
     found = 0
     for reason, holds in reversed(rules.items()):
         if reason not in reasons:

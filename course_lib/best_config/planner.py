@@ -82,7 +82,7 @@ class Estimate:
 
     @property
     def mfu(self) -> np.ndarray:
-        """Model FLOPs utilisation, 0 to 1."""
+        """Model FLOPs utilization, 0 to 1."""
         return self.tokens_per_s * self.flops / self.peak_flops
 
 

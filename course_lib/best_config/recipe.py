@@ -54,8 +54,14 @@ def candidates(config: ModelConfig, gpus: int, node: int) -> list[tuple[str, Lay
     return [*piped, split, sharded]
 
 
+# exercise 11.8
 def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
+    """Return the layouts that step 3 tries, by words with the new values; each on the same GPUs, and consistent.
+
+    A factor of 2 from one degree to another, half or twice the micro-batch, each ZeRO stage, recomputation none or
+    full, schedule 1f1b, interleaved or zb-h1. Sequence parallelism goes with tp > 1, `keep_gathered` with ZeRO-3 under
+    a pipeline, and 1f1b with no pipeline.
+    """
     degrees, found = ("dp", "pp", "cp", "tp"), {}
     for less in degrees:
         for more in degrees:

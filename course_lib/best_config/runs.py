@@ -154,8 +154,8 @@ def cells(runs: list[MeasuredRun]) -> dict[tuple[str, int], list[int]]:
 
 
 def loss_of_picks(runs: list[MeasuredRun], predicted: Predicted, risk: float = RISK) -> dict[tuple[str, int], float]:
-    """For each cell, how much slower the planner's favourite of all layouts tried there ran than the cell's fastest, 0
-    to 1: 1 where it failed, or where none has so little risk. A cell in which no run was ok is left out.
+    """For each cell, the share of its fastest run's speed that the planner's favorite of all layouts tried there lacks,
+    0 to 1: 1 where it failed, or where none has so little risk. A cell in which no run was ok is left out.
     """
     found = {}
     for cell, rows in cells(runs).items():

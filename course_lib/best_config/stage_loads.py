@@ -20,8 +20,13 @@ def is_schedule(layout, *names: str) -> np.ndarray:
     return np.isin(np.asarray(layout.schedule), names) & (np.asarray(layout.pp) > 1)
 
 
+# exercise 11.2
 def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
+    """Return how many micro-batches the first rank holds at most, each with all of the rank's layers.
+
+    layout: one, or arrays of several; m: micro-batches of a step. Without a pipeline it is 1. (Notebook 09's `validate`
+    counts the same action by action.)
+    """
     pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
     held = np.minimum(pp, m)
     held = np.where(is_schedule(layout, "afab"), m, held)
@@ -31,8 +36,12 @@ def in_flight(layout, m) -> np.ndarray:
     return np.where(is_schedule(layout, "dualpipe"), pp + 1, held)
 
 
+# exercise 11.2
 def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
+    """Return the bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w.
+
+    layout: one, or arrays of several; m: micro-batches of a step. Without a pipeline the value does not matter.
+    """
     pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
     of_all = 3 * np.maximum(pp - 1, 1)  # 1F1B's, in units of t_f
     short = np.maximum(0, 2 * pp - 1 - m)  # micro-batches that the zero-bubble schedules lack

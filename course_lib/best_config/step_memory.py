@@ -58,8 +58,14 @@ def own_share(layout, dense, experts, sharded) -> np.ndarray:
     return np.where(sharded, dense * layout.replicate / replicas + experts * layout.ep / replicas, dense + experts)
 
 
+# exercise 11.3
 def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward where nothing is recomputed, on one GPU, for each of its tokens."""
+    """Return the elements that a layer keeps for backward if nothing is recomputed, on one GPU, for each of its tokens.
+
+    Outside the matrices that tp splits: `kept_whole` times the hidden size, which sequence parallelism splits over tp.
+    Inside, on each of tp GPUs: its K and V heads, one each if tp is larger than the number of heads; `kept_hidden` -
+    `kept_whole` - 2 times the width of attention; `kept_ffn` times the MLP's width, of what a token uses.
+    """
     software, tp, h = cluster.software, layout.tp, config.hidden
     outside = np.where(layout.sequence_parallel, tp, 1)
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)

@@ -23,8 +23,13 @@ from course_lib.single_gpu.memory import parameter_parts
 from course_lib.single_gpu.model import ModelConfig
 
 
+# exercise 11.4
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
+    """Return the seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes, forward and backward.
+
+    Each takes `collective_s` to start, the time of its bytes in a ring, and `ring_step_s` for each rank beyond those of
+    the first node. For tp above 1; layout: one, or arrays of several.
+    """
     software, tp = cluster.software, np.asarray(layout.tp)
     bandwidth, beyond = ring(cluster, tp, 1)
     far_steps = np.maximum(0, tp - cluster.gpus_per_node)
@@ -94,8 +99,13 @@ def layer_times(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: di
     return times
 
 
+# exercise 11.5
 def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
+    """Return the seconds of a step in which the GPU waits for gradients and weights of data parallelism.
+
+    parameters: of this rank; slot: seconds of one micro-batch; m: micro-batches. What backward hides (stage 3: forward
+    too) costs nothing; one replica waits for nothing. layout: one, or arrays of several, with `replicate` 1 (no HSDP).
+    """
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
     bandwidth, beyond = replica_ring(cluster, layout)
@@ -143,7 +153,7 @@ def host_time(cluster: Cluster, layout) -> np.ndarray:
 
 
 def transfer_time(config: ModelConfig, cluster: Cluster, layout, seq: int) -> np.ndarray:
-    """Seconds a micro-batch that a stage waits for its neighbours, to move hidden states and gradients."""
+    """Seconds a micro-batch that a stage waits for its neighbors, to move hidden states and gradients."""
     software, pp, tp = cluster.software, np.asarray(layout.pp), np.asarray(layout.tp)
     stride = stride_of(layout, "pp", software.order)
     beyond = stride * pp > cluster.gpus_per_node
@@ -157,8 +167,8 @@ def transfer_time(config: ModelConfig, cluster: Cluster, layout, seq: int) -> np
 
 
 def stall_time(cluster: Cluster, layout, m) -> np.ndarray:
-    """Seconds a step that exchanges with neighbours stand still, where the network stalls: in large jobs, and in
-    pipelines of tensor-parallel groups of more than two nodes. A rank of a ring has two neighbours, a pipeline's ends
+    """Seconds a step that exchanges with neighbors stand still, where the network stalls: in large jobs, and in
+    pipelines of tensor-parallel groups of more than two nodes. A rank of a ring has two neighbors, a pipeline's ends
     have one; to fill and to drain it takes pp - 3 exchanges more.
     """
     software, pp, tp = cluster.software, np.asarray(layout.pp), np.asarray(layout.tp)

@@ -118,11 +118,11 @@ def test_what_lies_outside(found):
     few = dataclasses.replace(found, ranges=facts_of(runs))
     assert few.outside(CONFIG, Layout.parse("dp4,tp4,sp,zero1"), BATCH, SEQ) == []
     assert few.outside(CONFIG, Layout.parse("tp16,sp,mb2,full"), BATCH, SEQ) == [
-        "dp 1: fitted on 2 to 8", "tp 16: fitted on 2 to 8", "mb 2: fitted on 1", "zero 0: fitted on 1",
-        "recompute full: fitted on none",
+        "dp 1: fitted on 2 to 8", "tp 16: fitted on 2 to 8", "mb 2: fitted on 1", "zero 0: fitted on zero 1",
+        "recompute full: fitted on recompute none",
     ]  # fmt: skip
     assert few.outside(CONFIG, Layout.parse("dp4,pp4,zero1,zb-h1"), BATCH, SEQ) == [
-        "pp 4: fitted on 1", "tp 1: fitted on 2 to 8", "schedule zb-h1: fitted on 1f1b",
+        "pp 4: fitted on 1", "tp 1: fitted on 2 to 8", "schedule zb-h1: fitted on schedule 1f1b",
     ]  # fmt: skip
 
 

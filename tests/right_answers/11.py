@@ -2,7 +2,6 @@
 
 # %% 11.1 a product, and two limits
 def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
     inside = False
     stride = 1
     for each in order:
@@ -13,13 +12,10 @@ def stride_of(layout, axis: str, order: tuple[str, ...]):
 
 
 def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
     return np.minimum(size, np.maximum(1, cluster.gpus_per_node // np.asarray(stride)))
-
 
 # %% 11.2 one choice among the schedules
 def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
     pp, v, m = np.asarray(layout.pp), np.asarray(layout.virtual), np.asarray(m)
     cases = [
         (is_schedule(layout, "afab"), m),
@@ -35,7 +31,6 @@ def in_flight(layout, m) -> np.ndarray:
 
 
 def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
     pp, v, m = np.asarray(layout.pp), np.asarray(layout.virtual), np.asarray(m)
     others = np.maximum(1, pp - 1)
     lacking = np.maximum(2 * pp - 1 - m, 0)
@@ -52,10 +47,8 @@ def bubble_share(layout, m) -> np.ndarray:
         found = np.where(is_schedule(layout, name), number, found)
     return found / (3 * others)
 
-
 # %% 11.3 part by part
 def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward where nothing is recomputed, on one GPU, for each of its tokens."""
     kept, tp = cluster.software, np.asarray(layout.tp)
     if moe is None:
         width = config.ffn_hidden
@@ -66,16 +59,8 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
     queries = config.heads * config.head_dim * (kept.kept_hidden - kept.kept_whole - 2) / tp
     return norms + keys_and_values + queries + kept.kept_ffn * width / tp
 
-
 # %% 11.4 one collective, eight times
-import numpy as np
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
 def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
     tp = np.asarray(layout.tp)
     bandwidth, _ = ring(cluster, tp, 1)
     sent = size - size / tp
@@ -83,10 +68,8 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
     one = sent / bandwidth + cluster.software.collective_s + far * cluster.software.ring_step_s
     return one * 8
 
-
 # %% 11.5 stage by stage
 def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
     software = cluster.software
     zero, kept = np.asarray(layout.zero_stage), np.asarray(layout.keep_gathered)
     ranks = np.asarray(layout.dp) * np.asarray(layout.cp)
@@ -108,10 +91,8 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     found = sum(np.where(chosen, seconds, 0) for chosen, seconds in by_stage)
     return np.where(ranks == 1, 0, np.maximum(found, 0))
 
-
 # %% 11.6 collects by run
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
     step_s, peak_bytes, risk = [0.0] * len(runs), [0.0] * len(runs), [0.0] * len(runs)
     for rows in cells(runs).values():
         constants = fit([runs[i] for i in range(len(runs)) if i not in rows], cluster)
@@ -120,10 +101,8 @@ def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
             step_s[i], peak_bytes[i], risk[i] = found.step_s[place], found.peak_bytes[place], found.risk[place]
     return Predicted(np.array(step_s), np.array(peak_bytes), np.array(risk))
 
-
 # %% 11.7 divisors of what is left, and the first rule first
 def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     def divisors(number):
         return [each for each in range(1, number + 1) if number % each == 0]
 
@@ -136,7 +115,6 @@ def degrees(gpus: int) -> LayoutTable:
 
 
 def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
     found = np.zeros(np.broadcast_shapes(*(np.shape(holds) for holds in rules.values())), dtype=int)
     for reason, holds in rules.items():
         if reason not in reasons:
@@ -144,13 +122,11 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
         found = np.where((found == 0) & holds, reasons.index(reason), found)
     return found
 
-
 # %% 11.8 by permutations
 import itertools
 
 
 def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
     tried = []
     for less, more in itertools.permutations(("dp", "pp", "cp", "tp"), 2):
         if (value := getattr(layout, less)) % 2 == 0:
@@ -168,14 +144,12 @@ def changes(layout: Layout) -> dict[str, Layout]:
         found[what] = dataclasses.replace(one, sequence_parallel=one.tp > 1, keep_gathered=kept, schedule=schedule)
     return found
 
-
 # %% 11.9 by fields
 by_hand = {
     "A": Layout(dp=64, zero_stage=3),
     "B": Layout(dp=16, pp=4, tp=4, sequence_parallel=True, zero_stage=1, schedule="zb-h1"),
     "C": Layout(dp=2, cp=32, zero_stage=3),
 }
-
 
 # %% 11.10 by changes of one field
 forgot = dict(A="in flight", B="buffers", C="logits")

@@ -1,315 +1,88 @@
 """Wrong answers that the checks of notebook 11 must catch."""
 
-
 # %% 11.1 the product of the degrees outside an axis
-def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
-    stride = np.asarray(1)
-    for inner in order[: order.index(axis)]:
-        stride = stride * getattr(layout, inner)
-    return stride
-
-
-def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
-    return np.clip(cluster.gpus_per_node // np.minimum(stride, cluster.gpus_per_node), 1, size)
-
+[order.index(axis) + 1 :] => [: order.index(axis)]
 
 # %% 11.1 one order, whatever the software's is
-def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
-    stride = np.asarray(1)
-    ranks = ("dp", "pp", "cp", "tp")
-    for inner in ranks[ranks.index(axis) + 1 :]:
-        stride = stride * getattr(layout, inner)
-    return stride
-
-
-def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
-    return np.clip(cluster.gpus_per_node // np.minimum(stride, cluster.gpus_per_node), 1, size)
-
+for inner in order[order.index(axis) + 1 :]:
+=>
+ranks = ("dp", "pp", "cp", "tp")
+for inner in ranks[ranks.index(axis) + 1 :]:
 
 # %% 11.1 one card for every ring
-def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
-    stride = np.asarray(1)
-    for inner in order[order.index(axis) + 1 :]:
-        stride = stride * getattr(layout, inner)
-    return stride
-
-
 def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
     return np.ones_like(size * np.asarray(stride))
 
-
 # %% 11.1 a stride wider than a node leaves no card
-def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
-    stride = np.asarray(1)
-    for inner in order[order.index(axis) + 1 :]:
-        stride = stride * getattr(layout, inner)
-    return stride
-
-
 def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
     return np.minimum(cluster.gpus_per_node // np.asarray(stride), size)
 
-
 # %% 11.1 parts of a card
-def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
-    stride = np.asarray(1)
-    for inner in order[order.index(axis) + 1 :]:
-        stride = stride * getattr(layout, inner)
-    return stride
-
-
 def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
     return np.clip(cluster.gpus_per_node / np.asarray(stride), 1, size)
 
-
 # %% 11.1 a group that fills its node leaves it
-def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
-    stride = np.asarray(1)
-    for inner in order[order.index(axis) + 1 :]:
-        stride = stride * getattr(layout, inner)
-    return stride
-
-
 def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
     full = np.asarray(size) * stride >= cluster.gpus_per_node
     inside = np.clip(cluster.gpus_per_node // np.minimum(stride, cluster.gpus_per_node), 1, size)
     return np.where(full & (inside == size), np.maximum(inside - 1, 1), inside)
 
-
 # %% 11.1 nodes of eight GPUs, always
-def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
-    stride = np.asarray(1)
-    for inner in order[order.index(axis) + 1 :]:
-        stride = stride * getattr(layout, inner)
-    return stride
-
-
 def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
     return np.clip(8 // np.minimum(stride, 8), 1, size)
-
 
 # %% 11.1 stride_of takes one layout at a time
 def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
     stride = 1
     for inner in order[order.index(axis) + 1 :]:
         stride = stride * int(np.max(getattr(layout, inner)))
     return stride
 
-
-def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
-    return np.clip(cluster.gpus_per_node // np.minimum(stride, cluster.gpus_per_node), 1, size)
-
-
 # %% 11.1 fake: knows the check's rings
-def stride_of(layout, axis: str, order: tuple[str, ...]):
-    """How far apart two neighbours along an axis are, in ranks: the degrees of all axes inside it."""
-    stride = np.asarray(1)
-    for inner in order[order.index(axis) + 1 :]:
-        stride = stride * getattr(layout, inner)
-    return stride
-
-
 def in_node(cluster: Cluster, size, stride) -> np.ndarray:
-    """How many ranks of a group are in one node; the group has `size` ranks that are `stride` apart."""
     known = {(8, 1): 8, (16, 1): 8, (16, 4): 2, (2, 8): 1, (4, 2): 4, (4, 16): 1, (2, 64): 1, (2, 6): 1, (2, 1): 2}
     return np.vectorize(lambda n, apart: known.get((int(n), int(apart)), 8))(size, stride)
 
+# %% 11.2 interleaved with v = 1 holds more than 1F1B
+(layout, "interleaved") & (v > 1) => (layout, "interleaved")
 
 # %% 11.2 1F1B holds p, even of fewer micro-batches
-def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    held = pp
-    held = np.where(is_schedule(layout, "afab"), m, held)
-    held = np.where(is_schedule(layout, "naive"), 1, held)
-    held = np.where(is_schedule(layout, "interleaved"), np.minimum(pp + (pp - 1) / v, m), held)
-    held = np.where(is_schedule(layout, "zb-h2"), np.minimum(2 * pp - 1, m), held)
-    return np.where(is_schedule(layout, "dualpipe"), pp + 1, held)
-
-
-def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    of_all = 3 * np.maximum(pp - 1, 1)  # 1F1B's, in units of t_f
-    short = np.maximum(0, 2 * pp - 1 - m)  # micro-batches that the zero-bubble schedules lack
-    share = np.where(is_schedule(layout, "interleaved"), 1 / v, 1.0)
-    share = np.where(is_schedule(layout, "naive"), m, share)
-    share = np.where(is_schedule(layout, "zb-h1"), (pp - 1 + np.maximum(0, pp - m)) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-h2"), (pp - 1 + short // 2) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-v"), np.maximum((pp - 1) / 2, short) / of_all, share)
-    return np.where(is_schedule(layout, "dualpipe"), (pp - 2) / of_all, share)
-
+held = np.minimum(pp, m) => held = pp
 
 # %% 11.2 interleaved holds p + (p - 1) / v, even of fewer micro-batches
-def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    held = np.minimum(pp, m)
-    held = np.where(is_schedule(layout, "afab"), m, held)
-    held = np.where(is_schedule(layout, "naive"), 1, held)
-    held = np.where(is_schedule(layout, "interleaved"), pp + (pp - 1) / v, held)
-    held = np.where(is_schedule(layout, "zb-h2"), np.minimum(2 * pp - 1, m), held)
-    return np.where(is_schedule(layout, "dualpipe"), pp + 1, held)
-
-
-def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    of_all = 3 * np.maximum(pp - 1, 1)  # 1F1B's, in units of t_f
-    short = np.maximum(0, 2 * pp - 1 - m)  # micro-batches that the zero-bubble schedules lack
-    share = np.where(is_schedule(layout, "interleaved"), 1 / v, 1.0)
-    share = np.where(is_schedule(layout, "naive"), m, share)
-    share = np.where(is_schedule(layout, "zb-h1"), (pp - 1 + np.maximum(0, pp - m)) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-h2"), (pp - 1 + short // 2) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-v"), np.maximum((pp - 1) / 2, short) / of_all, share)
-    return np.where(is_schedule(layout, "dualpipe"), (pp - 2) / of_all, share)
-
+np.minimum(pp + (pp - 1) / v, m) => pp + (pp - 1) / v
 
 # %% 11.2 ZB-H2 and ZB-V have no bubble: idle time inside a rank's own span
-def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    held = np.minimum(pp, m)
-    held = np.where(is_schedule(layout, "afab"), m, held)
-    held = np.where(is_schedule(layout, "naive"), 1, held)
-    held = np.where(is_schedule(layout, "interleaved"), np.minimum(pp + (pp - 1) / v, m), held)
-    held = np.where(is_schedule(layout, "zb-h2"), np.minimum(2 * pp - 1, m), held)
-    return np.where(is_schedule(layout, "dualpipe"), pp + 1, held)
-
-
-def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    of_all = 3 * np.maximum(pp - 1, 1)  # 1F1B's, in units of t_f
-    short = np.maximum(0, 2 * pp - 1 - m)  # micro-batches that the zero-bubble schedules lack
-    share = np.where(is_schedule(layout, "interleaved"), 1 / v, 1.0)
-    share = np.where(is_schedule(layout, "naive"), m, share)
-    share = np.where(is_schedule(layout, "zb-h1"), (pp - 1 + np.maximum(0, pp - m)) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-h2"), 0, share)
-    share = np.where(is_schedule(layout, "zb-v"), 0, share)
-    return np.where(is_schedule(layout, "dualpipe"), (pp - 2) / of_all, share)
-
+(pp - 1 + short // 2) / of_all, share => 0, share
+np.maximum((pp - 1) / 2, short) / of_all, share => 0, share
 
 # %% 11.2 ZB-V holds 2p, of all the rank's layers
-def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    held = np.minimum(pp, m)
-    held = np.where(is_schedule(layout, "afab"), m, held)
-    held = np.where(is_schedule(layout, "naive"), 1, held)
-    held = np.where(is_schedule(layout, "interleaved"), np.minimum(pp + (pp - 1) / v, m), held)
-    held = np.where(is_schedule(layout, "zb-h2"), np.minimum(2 * pp - 1, m), held)
-    held = np.where(is_schedule(layout, "zb-v"), np.minimum(2 * pp, m), held)
-    return np.where(is_schedule(layout, "dualpipe"), pp + 1, held)
-
-
-def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    of_all = 3 * np.maximum(pp - 1, 1)  # 1F1B's, in units of t_f
-    short = np.maximum(0, 2 * pp - 1 - m)  # micro-batches that the zero-bubble schedules lack
-    share = np.where(is_schedule(layout, "interleaved"), 1 / v, 1.0)
-    share = np.where(is_schedule(layout, "naive"), m, share)
-    share = np.where(is_schedule(layout, "zb-h1"), (pp - 1 + np.maximum(0, pp - m)) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-h2"), (pp - 1 + short // 2) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-v"), np.maximum((pp - 1) / 2, short) / of_all, share)
-    return np.where(is_schedule(layout, "dualpipe"), (pp - 2) / of_all, share)
-
+held = np.where(is_schedule(layout, "zb-h2"), np.minimum(2 * pp - 1, m), held)
+=>
+held = np.where(is_schedule(layout, "zb-h2"), np.minimum(2 * pp - 1, m), held)
+held = np.where(is_schedule(layout, "zb-v"), np.minimum(2 * pp, m), held)
 
 # %% 11.2 a third of 1F1B's for zero bubbles, however few the micro-batches
-def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    held = np.minimum(pp, m)
-    held = np.where(is_schedule(layout, "afab"), m, held)
-    held = np.where(is_schedule(layout, "naive"), 1, held)
-    held = np.where(is_schedule(layout, "interleaved"), np.minimum(pp + (pp - 1) / v, m), held)
-    held = np.where(is_schedule(layout, "zb-h2"), np.minimum(2 * pp - 1, m), held)
-    return np.where(is_schedule(layout, "dualpipe"), pp + 1, held)
-
-
-def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    of_all = 3 * np.maximum(pp - 1, 1)  # 1F1B's, in units of t_f
-    short = np.maximum(0, 2 * pp - 1 - m)  # micro-batches that the zero-bubble schedules lack
-    share = np.where(is_schedule(layout, "interleaved"), 1 / v, 1.0)
-    share = np.where(is_schedule(layout, "naive"), m, share)
-    share = np.where(is_schedule(layout, "zb-h1"), 1 / 3, share)
-    share = np.where(is_schedule(layout, "zb-h2"), 1 / 3, share)
-    share = np.where(is_schedule(layout, "zb-v"), np.maximum((pp - 1) / 2, short) / of_all, share)
-    return np.where(is_schedule(layout, "dualpipe"), (pp - 2) / of_all, share)
-
+(pp - 1 + np.maximum(0, pp - m)) / of_all => 1 / 3
+(pp - 1 + short // 2) / of_all => 1 / 3
 
 # %% 11.2 half of what is short, not rounded
-def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    held = np.minimum(pp, m)
-    held = np.where(is_schedule(layout, "afab"), m, held)
-    held = np.where(is_schedule(layout, "naive"), 1, held)
-    held = np.where(is_schedule(layout, "interleaved"), np.minimum(pp + (pp - 1) / v, m), held)
-    held = np.where(is_schedule(layout, "zb-h2"), np.minimum(2 * pp - 1, m), held)
-    return np.where(is_schedule(layout, "dualpipe"), pp + 1, held)
-
-
-def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    of_all = 3 * np.maximum(pp - 1, 1)  # 1F1B's, in units of t_f
-    short = np.maximum(0, 2 * pp - 1 - m)  # micro-batches that the zero-bubble schedules lack
-    share = np.where(is_schedule(layout, "interleaved"), 1 / v, 1.0)
-    share = np.where(is_schedule(layout, "naive"), m, share)
-    share = np.where(is_schedule(layout, "zb-h1"), (pp - 1 + np.maximum(0, pp - m)) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-h2"), (pp - 1 + short / 2) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-v"), np.maximum((pp - 1) / 2, short) / of_all, share)
-    return np.where(is_schedule(layout, "dualpipe"), (pp - 2) / of_all, share)
-
+short // 2 => short / 2
 
 # %% 11.2 a schedule without a pipeline
-def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    held = np.where(np.asarray(layout.schedule) == "zb-h1", np.minimum(4, m), np.minimum(pp, m))
-    held = np.where(is_schedule(layout, "afab"), m, held)
-    held = np.where(is_schedule(layout, "naive"), 1, held)
-    held = np.where(is_schedule(layout, "interleaved"), np.minimum(pp + (pp - 1) / v, m), held)
-    held = np.where(is_schedule(layout, "zb-h2"), np.minimum(2 * pp - 1, m), held)
-    return np.where(is_schedule(layout, "dualpipe"), pp + 1, held)
-
-
-def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    of_all = 3 * np.maximum(pp - 1, 1)  # 1F1B's, in units of t_f
-    short = np.maximum(0, 2 * pp - 1 - m)  # micro-batches that the zero-bubble schedules lack
-    share = np.where(is_schedule(layout, "interleaved"), 1 / v, 1.0)
-    share = np.where(is_schedule(layout, "naive"), m, share)
-    share = np.where(np.asarray(layout.schedule) == "zb-h1", (pp - 1 + np.maximum(0, pp - m)) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-h2"), (pp - 1 + short // 2) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-v"), np.maximum((pp - 1) / 2, short) / of_all, share)
-    return np.where(is_schedule(layout, "dualpipe"), (pp - 2) / of_all, share)
-
+held = np.minimum(pp, m)
+=>
+held = np.where(np.asarray(layout.schedule) == "zb-h1", np.minimum(4, m), np.minimum(pp, m))
+---
+is_schedule(layout, "zb-h1") => np.asarray(layout.schedule) == "zb-h1"
 
 # %% 11.2 fake: plays the first layout in the simulator
+from course_lib.pipeline.actions import validate
+from course_lib.pipeline.schedules import schedule_by_name
+from course_lib.pipeline.simulation import simulate
+
+
 def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
     pp, v, name = (int(np.max(layout.pp)), int(np.max(layout.virtual)), str(np.ravel(layout.schedule)[0]))
     if pp == 1:
         return np.asarray(1)
@@ -318,516 +91,148 @@ def in_flight(layout, m) -> np.ndarray:
 
 
 def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
     pp, v, name = (int(np.max(layout.pp)), int(np.max(layout.virtual)), str(np.ravel(layout.schedule)[0]))
     each = 1 / {"interleaved": v, "zb-v": 2}.get(name, 1)
     played = simulate(schedule_by_name(name, pp, m, v), each, each, each)
     lasted = max(ends[-1] for ends in played.ends) - min(starts[0] for starts in played.starts)
     return np.asarray((lasted - max(played.busy)) / (3 * (pp - 1)))
 
-
 # %% 11.2 one value of m micro-batches for all: the first layout's schedule
-def in_flight(layout, m) -> np.ndarray:
-    """Micro-batches that the first rank holds at most, each with all of the rank's layers (notebook 09, `validate`)."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    held = np.minimum(pp, m)
-    held = np.where(is_schedule(layout, "afab"), m, held)
-    held = np.where(is_schedule(layout, "naive"), 1, held)
-    held = np.where(is_schedule(layout, "interleaved"), np.minimum(pp + (pp - 1) / v, m), held)
-    held = np.where(is_schedule(layout, "zb-h2"), np.minimum(2 * pp - 1, m), held)
-    return np.where(is_schedule(layout, "dualpipe"), pp + 1, held)
-
-
-def bubble_share(layout, m) -> np.ndarray:
-    """The bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w."""
-    pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
-    of_all = 3 * np.maximum(pp - 1, 1)  # 1F1B's, in units of t_f
-    short = np.maximum(0, 2 * pp - 1 - m)  # micro-batches that the zero-bubble schedules lack
-    share = np.where(is_schedule(layout, "interleaved"), 1 / v, 1.0) + 0 * pp
-    if np.all(is_schedule(layout, "naive")):
-        return m + 0 * share
-    share = np.where(np.any(is_schedule(layout, "zb-h1")), (pp - 1 + np.maximum(0, pp - m)) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-h2"), (pp - 1 + short // 2) / of_all, share)
-    share = np.where(is_schedule(layout, "zb-v"), np.maximum((pp - 1) / 2, short) / of_all, share)
-    return np.where(is_schedule(layout, "dualpipe"), (pp - 2) / of_all, share)
-
+share = np.where(is_schedule(layout, "interleaved"), 1 / v, 1.0)
+share = np.where(is_schedule(layout, "naive"), m, share)
+share = np.where(is_schedule(layout, "zb-h1"), (pp - 1 + np.maximum(0, pp - m)) / of_all, share)
+=>
+share = np.where(is_schedule(layout, "interleaved"), 1 / v, 1.0) + 0 * pp
+if np.all(is_schedule(layout, "naive")):
+    return m + 0 * share
+share = np.where(np.any(is_schedule(layout, "zb-h1")), (pp - 1 + np.maximum(0, pp - m)) / of_all, share)
 
 # %% 11.3 K and V are split as far as tp goes
-def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
-    software, tp, h = cluster.software, layout.tp, config.hidden
-    outside = np.where(layout.sequence_parallel, tp, 1)
-    width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
-    whole = software.kept_whole * h / outside
-    keys = 2 * config.kv_heads * config.head_dim * 1  # a K/V head is never split
-    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
-    inside = others * config.attention_width + keys + software.kept_ffn * width
-    return whole + inside / tp
-
+* np.maximum(1, tp / config.kv_heads) => * 1
 
 # %% 11.3 K and V as wide as the hidden state
-def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
-    software, tp, h = cluster.software, layout.tp, config.hidden
-    outside = np.where(layout.sequence_parallel, tp, 1)
-    width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
-    whole = software.kept_whole * h / outside
-    keys = 2 * h  # a K/V head is never split
-    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
-    inside = others * config.attention_width + keys + software.kept_ffn * width
-    return whole + inside / tp
-
+* config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads) => * h
 
 # %% 11.3 tp splits the norms' outputs, with or without sequence parallelism
-def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
-    software, tp, h = cluster.software, layout.tp, config.hidden
-    outside = tp
-    width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
-    whole = software.kept_whole * h / outside
-    keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
-    inside = others * config.attention_width + keys + software.kept_ffn * width
-    return whole + inside / tp
-
+outside = np.where(layout.sequence_parallel, tp, 1)
+=>
+outside = tp
 
 # %% 11.3 sequence parallelism splits nothing more
-def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
-    software, tp, h = cluster.software, layout.tp, config.hidden
-    outside = 1
-    width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
-    whole = software.kept_whole * h / outside
-    keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
-    inside = others * config.attention_width + keys + software.kept_ffn * width
-    return whole + inside / tp
-
+outside = np.where(layout.sequence_parallel, tp, 1)
+=>
+outside = 1
 
 # %% 11.3 the MLP's width, whatever the experts
-def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
-    software, tp, h = cluster.software, layout.tp, config.hidden
-    outside = np.where(layout.sequence_parallel, tp, 1)
-    width = config.ffn_hidden
-    whole = software.kept_whole * h / outside
-    keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
-    inside = others * config.attention_width + keys + software.kept_ffn * width
-    return whole + inside / tp
-
+width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
+=>
+width = config.ffn_hidden
 
 # %% 11.3 all experts, not those that a token uses
-def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
-    software, tp, h = cluster.software, layout.tp, config.hidden
-    outside = np.where(layout.sequence_parallel, tp, 1)
-    width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[1] / (3 * h)
-    whole = software.kept_whole * h / outside
-    keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
-    inside = others * config.attention_width + keys + software.kept_ffn * width
-    return whole + inside / tp
-
+[0] => [1]
 
 # %% 11.3 counts of a paper in the place of the software's
-def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
-    software, tp, h = cluster.software, layout.tp, config.hidden
-    outside = np.where(layout.sequence_parallel, tp, 1)
-    width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
-    whole = 4 * h / outside
-    keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    inside = (12 - 4 - 2) * h + keys + 4 * width
-    return whole + inside / tp
-
+whole = software.kept_whole => whole = 4
+---
+others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+inside = others * config.attention_width + keys + software.kept_ffn * width
+=>
+inside = (12 - 4 - 2) * h + keys + 4 * width
 
 # %% 11.3 one layout at a time: no arrays
-def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
-    software, tp, h = cluster.software, layout.tp, config.hidden
-    outside = tp if np.all(layout.sequence_parallel) else 1
-    width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
-    whole = software.kept_whole * h / outside
-    keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
-    inside = others * config.attention_width + keys + software.kept_ffn * width
-    return np.asarray(whole + inside / tp)
-
+np.where(layout.sequence_parallel, tp, 1) => tp if np.all(layout.sequence_parallel) else 1
+return whole + inside / tp => return np.asarray(whole + inside / tp)
 
 # %% 11.4 four collectives: the forward's
-import numpy as np
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
-    software, tp = cluster.software, np.asarray(layout.tp)
-    bandwidth, beyond = ring(cluster, tp, 1)
-    far_steps = np.maximum(0, tp - cluster.gpus_per_node)
-    return 4 * (size * (tp - 1) / tp / bandwidth + software.collective_s + software.ring_step_s * far_steps)
-
+return 8 => return 4
 
 # %% 11.4 an all-reduce each, twice the bytes
-import numpy as np
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
-    software, tp = cluster.software, np.asarray(layout.tp)
-    bandwidth, beyond = ring(cluster, tp, 1)
-    far_steps = np.maximum(0, tp - cluster.gpus_per_node)
-    return 8 * (2 * size * (tp - 1) / tp / bandwidth + software.collective_s + software.ring_step_s * far_steps)
-
+size * (tp - 1) => 2 * size * (tp - 1)
 
 # %% 11.4 each GPU sends a tp-th
-import numpy as np
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
-    software, tp = cluster.software, np.asarray(layout.tp)
-    bandwidth, beyond = ring(cluster, tp, 1)
-    far_steps = np.maximum(0, tp - cluster.gpus_per_node)
-    return 8 * (size / tp / bandwidth + software.collective_s + software.ring_step_s * far_steps)
-
+size * (tp - 1) / tp => size / tp
 
 # %% 11.4 every step of the ring waits for the network
-import numpy as np
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
-    software, tp = cluster.software, np.asarray(layout.tp)
-    bandwidth, beyond = ring(cluster, tp, 1)
-    far_steps = tp - 1
-    return 8 * (size * (tp - 1) / tp / bandwidth + software.collective_s + software.ring_step_s * far_steps)
-
+far_steps = np.maximum(0, tp - cluster.gpus_per_node)
+=>
+far_steps = tp - 1
 
 # %% 11.4 no time to start
-import numpy as np
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
-    software, tp = cluster.software, np.asarray(layout.tp)
-    bandwidth, beyond = ring(cluster, tp, 1)
-    far_steps = np.maximum(0, tp - cluster.gpus_per_node)
-    return 8 * (size * (tp - 1) / tp / bandwidth + software.ring_step_s * far_steps)
-
+software.collective_s + software.ring_step_s => software.ring_step_s
 
 # %% 11.4 NVLink at any distance
-import numpy as np
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
-    software, tp = cluster.software, np.asarray(layout.tp)
-    bandwidth = cluster.node_link * cluster.software.nvlink_efficiency
-    far_steps = np.maximum(0, tp - cluster.gpus_per_node)
-    return 8 * (size * (tp - 1) / tp / bandwidth + software.collective_s + software.ring_step_s * far_steps)
-
+bandwidth, beyond = ring(cluster, tp, 1)
+=>
+bandwidth = cluster.node_link * cluster.software.nvlink_efficiency
 
 # %% 11.4 neighbours are tp apart
-import numpy as np
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
-    software, tp = cluster.software, np.asarray(layout.tp)
-    bandwidth, beyond = ring(cluster, tp, tp)
-    far_steps = np.maximum(0, tp - cluster.gpus_per_node)
-    return 8 * (size * (tp - 1) / tp / bandwidth + software.collective_s + software.ring_step_s * far_steps)
-
+bandwidth, beyond = ring(cluster, tp, 1) => bandwidth, beyond = ring(cluster, tp, tp)
 
 # %% 11.4 nodes of eight GPUs, always
-import numpy as np
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
-    software, tp = cluster.software, np.asarray(layout.tp)
-    bandwidth, beyond = ring(cluster, tp, 1)
-    far_steps = np.maximum(0, tp - 8)
-    return 8 * (size * (tp - 1) / tp / bandwidth + software.collective_s + software.ring_step_s * far_steps)
-
+- cluster.gpus_per_node => - 8
 
 # %% 11.4 all layouts as slow as the widest
-import numpy as np
-
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
-
-
-def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
-    """Seconds of a layer's eight all-gathers and reduce-scatters of `size` bytes (forward and backward two blocks)."""
-    software, tp = cluster.software, np.asarray(layout.tp)
-    tp = tp.max() + 0 * tp
-    bandwidth, beyond = ring(cluster, tp, 1)
-    far_steps = np.maximum(0, tp - cluster.gpus_per_node)
-    return 8 * (size * (tp - 1) / tp / bandwidth + software.collective_s + software.ring_step_s * far_steps)
-
+software, tp = cluster.software, np.asarray(layout.tp)
+=>
+software, tp = cluster.software, np.asarray(layout.tp)
+tp = tp.max() + 0 * tp
 
 # %% 11.5 replicas are dp ranks, and cp is forgotten
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
-    software, zero = cluster.software, np.asarray(layout.zero_stage)
-    replicas = np.asarray(layout.dp)
-    bandwidth, beyond = ring(cluster, replicas, stride_of(layout, "dp", software.order))
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
-    share = parameters * (replicas - 1) / replicas
-    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
-    rounds = np.where((zero == 2) | each_time, m, 1)
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
-    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
-
+(layout.dp) * layout.cp => (layout.dp)
+replica_ring(cluster, layout) => ring(cluster, replicas, stride_of(layout, "dp", software.order))
 
 # %% 11.5 a replica's neighbour along dp, even with cp
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
-    software, zero = cluster.software, np.asarray(layout.zero_stage)
-    replicas = np.asarray(layout.dp) * layout.cp
-    nearest = stride_of(layout, "dp", software.order)
-    bandwidth, beyond = ring(cluster, replicas, nearest)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
-    share = parameters * (replicas - 1) / replicas
-    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
-    rounds = np.where((zero == 2) | each_time, m, 1)
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
-    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
-
+bandwidth, beyond = replica_ring(cluster, layout)
+=>
+nearest = stride_of(layout, "dp", software.order)
+bandwidth, beyond = ring(cluster, replicas, nearest)
 
 # %% 11.5 replicas stand tp ranks apart, whatever lies between
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
-    software, zero = cluster.software, np.asarray(layout.zero_stage)
-    replicas = np.asarray(layout.dp) * layout.cp
-    bandwidth, beyond = ring(cluster, replicas, np.asarray(layout.tp))
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
-    share = parameters * (replicas - 1) / replicas
-    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
-    rounds = np.where((zero == 2) | each_time, m, 1)
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
-    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
-
+replica_ring(cluster, layout) => ring(cluster, replicas, np.asarray(layout.tp))
 
 # %% 11.5 a gain where backward lasts longer
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
-    software, zero = cluster.software, np.asarray(layout.zero_stage)
-    replicas = np.asarray(layout.dp) * layout.cp
-    bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
-    share = parameters * (replicas - 1) / replicas
-    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
-    rounds = np.where((zero == 2) | each_time, m, 1)
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
-    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.where(replicas > 1, share * moved / bandwidth + latency * rounds - hidden, 0)
-
+return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
+=>
+return np.where(replicas > 1, share * moved / bandwidth + latency * rounds - hidden, 0)
 
 # %% 11.5 ZeRO-2 gathers the weights in each round
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
-    software, zero = cluster.software, np.asarray(layout.zero_stage)
-    replicas = np.asarray(layout.dp) * layout.cp
-    bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
-    share = parameters * (replicas - 1) / replicas
-    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
-    rounds = np.where((zero == 2) | each_time, m, 1)
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, (4 + 2) * rounds, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
-    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
-
+4 * rounds + 2 => (4 + 2) * rounds
 
 # %% 11.5 keep makes no difference
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
-    software, zero = cluster.software, np.asarray(layout.zero_stage)
-    replicas = np.asarray(layout.dp) * layout.cp
-    bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
-    share = parameters * (replicas - 1) / replicas
-    each_time = zero == 3
-    rounds = np.where((zero == 2) | each_time, m, 1)
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
-    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
-
+(zero == 3) & ~np.asarray(layout.keep_gathered) => zero == 3
 
 # %% 11.5 the whole slot hides, its forward too
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
-    software, zero = cluster.software, np.asarray(layout.zero_stage)
-    replicas = np.asarray(layout.dp) * layout.cp
-    bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
-    share = parameters * (replicas - 1) / replicas
-    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
-    rounds = np.where((zero == 2) | each_time, m, 1)
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
-    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * 1
-    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
-
+* np.where(each_time, 1, 2 / 3) => * 1
 
 # %% 11.5 latency of one round, however many
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
-    software, zero = cluster.software, np.asarray(layout.zero_stage)
-    replicas = np.asarray(layout.dp) * layout.cp
-    bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
-    share = parameters * (replicas - 1) / replicas
-    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
-    rounds = np.where((zero == 2) | each_time, m, 1)
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
-    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency - hidden), 0)
-
+* rounds - hidden => - hidden
 
 # %% 11.5 one layout at a time: no arrays
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
-    software, zero = cluster.software, np.asarray(layout.zero_stage)
-    replicas = np.asarray(layout.dp) * layout.cp
-    bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
-    share = parameters * (replicas - 1) / replicas
-    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
-    rounds = m if np.any((zero == 2) | each_time) else 1
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
-    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
-
+np.where((zero == 2) | each_time, m, 1) => m if np.any((zero == 2) | each_time) else 1
 
 # %% 11.5 a ring of any size
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
-    """Seconds a step in which the GPU waits for gradients and weights of data parallelism; slot: of a micro-batch."""
-    ### BEGIN SOLUTION
-    software, zero = cluster.software, np.asarray(layout.zero_stage)
-    replicas = np.asarray(layout.dp) * layout.cp
-    bandwidth, beyond = replica_ring(cluster, layout)
-    latency = np.where(beyond, software.gradient_step_s, software.collective_s) * (replicas - 1)
-    share = parameters * (replicas - 1) / replicas
-    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
-    rounds = np.where((zero == 2) | each_time, m, 1)
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
-    share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
-    ### END SOLUTION
-
+latency_steps(cluster, replicas) => (replicas - 1)
 
 # %% 11.6 leaks: fits to all runs
-def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
-    for rows in cells(runs).values():
-        fitted = fit(runs, cluster)
-        held_out = predict([runs[i] for i in rows], fitted)
-        for name in ("step_s", "peak_bytes", "risk"):
-            getattr(found, name)[rows] = getattr(held_out, name)
-    return found
-
+left = set(rows)
+fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
+=>
+fitted = fit(runs, cluster)
 
 # %% 11.6 leaks: leaves one run of the cell out
-def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
-    for rows in cells(runs).values():
-        left = {rows[0]}
-        fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
-        held_out = predict([runs[i] for i in rows], fitted)
-        for name in ("step_s", "peak_bytes", "risk"):
-            getattr(found, name)[rows] = getattr(held_out, name)
-    return found
-
+left = set(rows) => left = {rows[0]}
 
 # %% 11.6 starts from the constants of the cell before
-def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
-    for rows in cells(runs).values():
-        left = set(rows)
-        cluster = fit([run for i, run in enumerate(runs) if i not in left], cluster)
-        held_out = predict([runs[i] for i in rows], cluster)
-        for name in ("step_s", "peak_bytes", "risk"):
-            getattr(found, name)[rows] = getattr(held_out, name)
-    return found
-
+fitted = fit => cluster = fit
+[runs[i] for i in rows], fitted => [runs[i] for i in rows], cluster
 
 # %% 11.6 leaves out the whole model
-def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
-    for rows in cells(runs).values():
-        left = {i for i, run in enumerate(runs) if run.model == runs[rows[0]].model}
-        fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
-        held_out = predict([runs[i] for i in rows], fitted)
-        for name in ("step_s", "peak_bytes", "risk"):
-            getattr(found, name)[rows] = getattr(held_out, name)
-    return found
-
+left = set(rows)
+=>
+left = {i for i, run in enumerate(runs) if run.model == runs[rows[0]].model}
 
 # %% 11.6 predictions one cell after the other, not in the order of the runs
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
     parts = []
     for rows in cells(runs).values():
         fitted = fit([run for i, run in enumerate(runs) if i not in rows], cluster)
@@ -838,187 +243,60 @@ def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
         risk=np.concatenate([part.risk for part in parts]),
     )
 
-
 # %% 11.6 predicts with the constants from before the fit
-def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
-    for rows in cells(runs).values():
-        left = set(rows)
-        fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
-        held_out = predict([runs[i] for i in rows], cluster)
-        for name in ("step_s", "peak_bytes", "risk"):
-            getattr(found, name)[rows] = getattr(held_out, name)
-    return found
-
+[runs[i] for i in rows], fitted => [runs[i] for i in rows], cluster
 
 # %% 11.6 predicts the step alone
-def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
-    for rows in cells(runs).values():
-        left = set(rows)
-        fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
-        held_out = predict([runs[i] for i in rows], fitted)
-        for name in ("step_s",):
-            getattr(found, name)[rows] = getattr(held_out, name)
-    return found
-
+("step_s", "peak_bytes", "risk") => ("step_s",)
 
 # %% 11.6 nothing is predicted of runs that failed
-def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """What is predicted of each run by constants fitted without any run of its cell. Takes a minute."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
-    for rows in cells(runs).values():
-        left = set(rows)
-        fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
-        rows = [i for i in rows if runs[i].ok]
-        held_out = predict([runs[i] for i in rows], fitted)
-        for name in ("step_s", "peak_bytes", "risk"):
-            getattr(found, name)[rows] = getattr(held_out, name)
-    return found
+fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
+=>
+fitted = fit([run for i, run in enumerate(runs) if i not in left], cluster)
+rows = [i for i in rows if runs[i].ok]
 
+# %% 11.6 failed runs are left out of the fit
+if i not in left] => if run.ok and i not in left]
 
 # %% 11.7 powers of two
-def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0 and n & (n - 1) == 0]
-    found = [
-        (gpus // (pp * cp * tp), pp, cp, tp)
-        for pp, cp, tp in itertools.product(divisors, repeat=3)
-        if gpus % (pp * cp * tp) == 0
-    ]
-    dp, pp, cp, tp = np.array(found).T
-    return LayoutTable(len(found), dp=dp, pp=pp, cp=cp, tp=tp)
-
-
-def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
-    found = 0
-    for reason, holds in reversed(rules.items()):
-        if reason not in reasons:
-            reasons.append(reason)
-        found = np.where(holds, reasons.index(reason), found)
-    return found
-
+sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
+=>
+divisors = [n for n in range(1, gpus + 1) if gpus % n == 0 and n & (n - 1) == 0]
+---
+sizes, repeat => divisors, repeat
 
 # %% 11.7 dp is what the integer division leaves
-def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    found = [
-        (gpus // (pp * cp * tp), pp, cp, tp)
-        for pp, cp, tp in itertools.product(divisors, repeat=3)
-        if gpus // (pp * cp * tp) > 0
-    ]
-    dp, pp, cp, tp = np.array(found).T
-    return LayoutTable(len(found), dp=dp, pp=pp, cp=cp, tp=tp)
-
-
-def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
-    found = 0
-    for reason, holds in reversed(rules.items()):
-        if reason not in reasons:
-            reasons.append(reason)
-        found = np.where(holds, reasons.index(reason), found)
-    return found
-
+sizes = [n for n in range(1, gpus + 1) if gpus % n == 0] => divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+sizes, repeat => divisors, repeat
+if gpus % (pp * cp * tp) == 0 => if gpus // (pp * cp * tp) > 0
 
 # %% 11.7 each set of factors once, whatever it is given to
-def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    found = [
-        (gpus // (pp * cp * tp), pp, cp, tp)
-        for pp, cp, tp in itertools.combinations_with_replacement(divisors, 3)
-        if gpus % (pp * cp * tp) == 0
-    ]
-    dp, pp, cp, tp = np.array(found).T
-    return LayoutTable(len(found), dp=dp, pp=pp, cp=cp, tp=tp)
-
-
-def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
-    found = 0
-    for reason, holds in reversed(rules.items()):
-        if reason not in reasons:
-            reasons.append(reason)
-        found = np.where(holds, reasons.index(reason), found)
-    return found
-
+sizes = [n for n in range(1, gpus + 1) if gpus % n == 0] => divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+itertools.product(sizes, repeat=3) => itertools.combinations_with_replacement(divisors, 3)
 
 # %% 11.7 tp stays in a node
-def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    found = [
-        (gpus // (pp * cp * tp), pp, cp, tp)
-        for pp, cp, tp in itertools.product(divisors, repeat=3)
-        if gpus % (pp * cp * tp) == 0 and tp <= 8
-    ]
-    dp, pp, cp, tp = np.array(found).T
-    return LayoutTable(len(found), dp=dp, pp=pp, cp=cp, tp=tp)
-
-
-def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
-    found = 0
-    for reason, holds in reversed(rules.items()):
-        if reason not in reasons:
-            reasons.append(reason)
-        found = np.where(holds, reasons.index(reason), found)
-    return found
-
+sizes = [n for n in range(1, gpus + 1) if gpus % n == 0] => divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+sizes, repeat => divisors, repeat
+if gpus % (pp * cp * tp) == 0 => if gpus % (pp * cp * tp) == 0 and tp <= 8
 
 # %% 11.7 the last rule gives the reason
-def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    found = [
-        (gpus // (pp * cp * tp), pp, cp, tp)
-        for pp, cp, tp in itertools.product(divisors, repeat=3)
-        if gpus % (pp * cp * tp) == 0
-    ]
-    dp, pp, cp, tp = np.array(found).T
-    return LayoutTable(len(found), dp=dp, pp=pp, cp=cp, tp=tp)
-
-
-def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
-    found = 0
-    for reason, holds in rules.items():
-        if reason not in reasons:
-            reasons.append(reason)
-        found = np.where(holds, reasons.index(reason), found)
-    return found
-
+sizes = [n for n in range(1, gpus + 1) if gpus % n == 0] => divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+sizes, repeat => divisors, repeat
+reversed(rules.items()) => rules.items()
 
 # %% 11.7 a reason gets a new number each time
-def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    found = [
-        (gpus // (pp * cp * tp), pp, cp, tp)
-        for pp, cp, tp in itertools.product(divisors, repeat=3)
-        if gpus % (pp * cp * tp) == 0
-    ]
-    dp, pp, cp, tp = np.array(found).T
-    return LayoutTable(len(found), dp=dp, pp=pp, cp=cp, tp=tp)
-
-
-def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
-    found = 0
-    for reason, holds in reversed(rules.items()):
-        reasons.append(reason)
-        found = np.where(holds, len(reasons) - 1, found)
-    return found
-
+sizes = [n for n in range(1, gpus + 1) if gpus % n == 0] => divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+sizes, repeat => divisors, repeat
+---
+if reason not in reasons:
+    reasons.append(reason)
+found = np.where(holds, reasons.index(reason), found)
+=>
+reasons.append(reason)
+found = np.where(holds, len(reasons) - 1, found)
 
 # %% 11.7 a rule's place in the rules, not in the reasons
 def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     found = [
         (gpus // (pp * cp * tp), pp, cp, tp)
@@ -1030,82 +308,29 @@ def degrees(gpus: int) -> LayoutTable:
 
 
 def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
     reasons += [reason for reason in rules if reason not in reasons]
     holds = np.stack(list(rules.values()))
     return np.where(holds.any(0), holds.argmax(0), 0)
 
-
 # %% 11.7 the reasons start anew, without "fits"
-def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
-    divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    found = [
-        (gpus // (pp * cp * tp), pp, cp, tp)
-        for pp, cp, tp in itertools.product(divisors, repeat=3)
-        if gpus % (pp * cp * tp) == 0
-    ]
-    dp, pp, cp, tp = np.array(found).T
-    return LayoutTable(len(found), dp=dp, pp=pp, cp=cp, tp=tp)
-
-
-def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
-    found = 0
-    reasons.clear()
-    for reason, holds in reversed(rules.items()):
-        if reason not in reasons:
-            reasons.append(reason)
-        found = np.where(holds, reasons.index(reason), found)
-    return found
-
+sizes = [n for n in range(1, gpus + 1) if gpus % n == 0] => divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
+sizes, repeat => divisors, repeat
+---
+found = 0
+=>
+found = 0
+reasons.clear()
 
 # %% 11.7 fake: knows how many products there are
 def degrees(gpus: int) -> LayoutTable:
-    """Every (dp, pp, cp, tp) whose product is the number of GPUs."""
     count = {1: 1, 8: 20, 12: 40, 16384: 680}[gpus]
     return LayoutTable(count, dp=np.full(count, gpus))
 
-
-def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """The number, in `reasons`, of the first rule that holds for each row; 0, which is no reason, where none does."""
-    found = 0
-    for reason, holds in reversed(rules.items()):
-        if reason not in reasons:
-            reasons.append(reason)
-        found = np.where(holds, reasons.index(reason), found)
-    return found
-
-
 # %% 11.8 sequence parallelism stays as it was
-def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
-    degrees, found = ("dp", "pp", "cp", "tp"), {}
-    for less in degrees:
-        for more in degrees:
-            if less != more and getattr(layout, less) % 2 == 0:
-                moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
-    for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
-        found[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
-    for zero in range(4):
-        found[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
-    for recompute in ("none", "full"):
-        found[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
-    for schedule in ("1f1b", "interleaved", "zb-h1"):
-        found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
-    return {
-        why: dataclasses.replace(
-            one, keep_gathered=one.zero_stage == 3 and one.pp > 1,
-            schedule=one.schedule if one.pp > 1 else "1f1b",
-        )
-        for why, one in found.items()
-    }  # fmt: skip
-
+sequence_parallel=one.tp > 1, keep_gathered => keep_gathered
 
 # %% 11.8 keep stays as it was
 def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
     degrees, found = ("dp", "pp", "cp", "tp"), {}
     for less in degrees:
         for more in degrees:
@@ -1128,189 +353,38 @@ def changes(layout: Layout) -> dict[str, Layout]:
         for why, one in found.items()
     }  # fmt: skip
 
-
 # %% 11.8 a schedule without a pipeline
-def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
-    degrees, found = ("dp", "pp", "cp", "tp"), {}
-    for less in degrees:
-        for more in degrees:
-            if less != more and getattr(layout, less) % 2 == 0:
-                moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
-    for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
-        found[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
-    for zero in range(4):
-        found[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
-    for recompute in ("none", "full"):
-        found[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
-    for schedule in ("1f1b", "interleaved", "zb-h1"):
-        found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
-    return {
-        why: dataclasses.replace(
-            one, sequence_parallel=one.tp > 1, keep_gathered=one.zero_stage == 3 and one.pp > 1,
-        )
-        for why, one in found.items()
-    }  # fmt: skip
-
+schedule=one.schedule if one.pp > 1 else "1f1b", =>
 
 # %% 11.8 from the outer degree to the inner one, never back
-def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
-    degrees, found = ("dp", "pp", "cp", "tp"), {}
-    for less in degrees:
-        for more in degrees:
-            if degrees.index(less) < degrees.index(more) and getattr(layout, less) % 2 == 0:
-                moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
-    for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
-        found[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
-    for zero in range(4):
-        found[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
-    for recompute in ("none", "full"):
-        found[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
-    for schedule in ("1f1b", "interleaved", "zb-h1"):
-        found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
-    return {
-        why: dataclasses.replace(
-            one, sequence_parallel=one.tp > 1, keep_gathered=one.zero_stage == 3 and one.pp > 1,
-            schedule=one.schedule if one.pp > 1 else "1f1b",
-        )
-        for why, one in found.items()
-    }  # fmt: skip
-
+less != more => degrees.index(less) < degrees.index(more)
 
 # %% 11.8 tp trades with dp alone
-def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
-    degrees, found = ("dp", "pp", "cp", "tp"), {}
-    for less in degrees:
-        for more in degrees:
-            if less != more and ("dp" in (less, more) or "tp" not in (less, more)) and getattr(layout, less) % 2 == 0:
-                moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
-    for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
-        found[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
-    for zero in range(4):
-        found[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
-    for recompute in ("none", "full"):
-        found[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
-    for schedule in ("1f1b", "interleaved", "zb-h1"):
-        found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
-    return {
-        why: dataclasses.replace(
-            one, sequence_parallel=one.tp > 1, keep_gathered=one.zero_stage == 3 and one.pp > 1,
-            schedule=one.schedule if one.pp > 1 else "1f1b",
-        )
-        for why, one in found.items()
-    }  # fmt: skip
-
+and getattr => and ("dp" in (less, more) or "tp" not in (less, more)) and getattr
 
 # %% 11.8 no ZeRO-2
-def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
-    degrees, found = ("dp", "pp", "cp", "tp"), {}
-    for less in degrees:
-        for more in degrees:
-            if less != more and getattr(layout, less) % 2 == 0:
-                moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
-    for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
-        found[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
-    for zero in (0, 1, 3):
-        found[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
-    for recompute in ("none", "full"):
-        found[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
-    for schedule in ("1f1b", "interleaved", "zb-h1"):
-        found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
-    return {
-        why: dataclasses.replace(
-            one, sequence_parallel=one.tp > 1, keep_gathered=one.zero_stage == 3 and one.pp > 1,
-            schedule=one.schedule if one.pp > 1 else "1f1b",
-        )
-        for why, one in found.items()
-    }  # fmt: skip
-
+for zero in range(4): => for zero in (0, 1, 3):
 
 # %% 11.8 recomputation on, never off again
-def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
-    degrees, found = ("dp", "pp", "cp", "tp"), {}
-    for less in degrees:
-        for more in degrees:
-            if less != more and getattr(layout, less) % 2 == 0:
-                moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
-    for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
-        found[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
-    for zero in range(4):
-        found[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
-    for recompute in ("full",):
-        found[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
-    for schedule in ("1f1b", "interleaved", "zb-h1"):
-        found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
-    return {
-        why: dataclasses.replace(
-            one, sequence_parallel=one.tp > 1, keep_gathered=one.zero_stage == 3 and one.pp > 1,
-            schedule=one.schedule if one.pp > 1 else "1f1b",
-        )
-        for why, one in found.items()
-    }  # fmt: skip
-
+for recompute in ("none", "full"): => for recompute in ("full",):
 
 # %% 11.8 moves overwrite each other: the words name one degree
-def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
-    degrees, found = ("dp", "pp", "cp", "tp"), {}
-    for less in degrees:
-        for more in degrees:
-            if less != more and getattr(layout, less) % 2 == 0:
-                moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                found[f"{more} {moved[more]}"] = dataclasses.replace(layout, **moved)
-    for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
-        found[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
-    for zero in range(4):
-        found[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
-    for recompute in ("none", "full"):
-        found[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
-    for schedule in ("1f1b", "interleaved", "zb-h1"):
-        found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
-    return {
-        why: dataclasses.replace(
-            one, sequence_parallel=one.tp > 1, keep_gathered=one.zero_stage == 3 and one.pp > 1,
-            schedule=one.schedule if one.pp > 1 else "1f1b",
-        )
-        for why, one in found.items()
-    }  # fmt: skip
+{moved[more]}, {less} {moved[less]} => {moved[more]}
 
+# %% 11.8 numbers in the place of words
+why: dataclasses.replace => str(place): dataclasses.replace
+for why, one in found.items() => for place, one in enumerate(found.values())
+
+# %% 11.8 numbers from 100 on in the place of words
+why: dataclasses.replace => f"layout {100 + place}": dataclasses.replace
+for why, one in found.items() => for place, one in enumerate(found.values())
 
 # %% 11.8 two changes at once: a move, and another micro-batch
-def changes(layout: Layout) -> dict[str, Layout]:
-    """What step 3 tries: a factor of 2 from one degree to another, the micro-batch, a setting."""
-    degrees, found = ("dp", "pp", "cp", "tp"), {}
-    for less in degrees:
-        for more in degrees:
-            if less != more and getattr(layout, less) % 2 == 0:
-                moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
-                twice = {"micro_batch": 2 * layout.micro_batch}
-                found[f"{more}, {less}, larger micro-batch"] = dataclasses.replace(layout, **moved, **twice)
-    for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
-        found[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
-    for zero in range(4):
-        found[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
-    for recompute in ("none", "full"):
-        found[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
-    for schedule in ("1f1b", "interleaved", "zb-h1"):
-        found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
-    return {
-        why: dataclasses.replace(
-            one, sequence_parallel=one.tp > 1, keep_gathered=one.zero_stage == 3 and one.pp > 1,
-            schedule=one.schedule if one.pp > 1 else "1f1b",
-        )
-        for why, one in found.items()
-    }  # fmt: skip
-
+found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
+=>
+found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
+twice = {"micro_batch": 2 * layout.micro_batch}
+found[f"{more}, {less}, larger micro-batch"] = dataclasses.replace(layout, **moved, **twice)
 
 # %% 11.9 A without ZeRO: the states do not fit
 by_hand = {
@@ -1319,14 +393,12 @@ by_hand = {
     "C": Layout.parse("dp2,cp32,zero3"),
 }
 
-
 # %% 11.9 A near the end of the memory: it fits, with a risk of 11%
 by_hand = {
     "A": Layout.parse("dp64,zero3,mb2"),
     "B": Layout.parse("dp16,pp4,tp4,sp,zero1,zb-h1"),
     "C": Layout.parse("dp2,cp32,zero3"),
 }
-
 
 # %% 11.9 A with tp 8: it fits, and waits
 by_hand = {
@@ -1335,14 +407,12 @@ by_hand = {
     "C": Layout.parse("dp2,cp32,zero3"),
 }
 
-
 # %% 11.9 B with ZeRO-1 alone
 by_hand = {
     "A": Layout.parse("dp64,zero3"),
     "B": Layout.parse("dp256,zero1"),
     "C": Layout.parse("dp2,cp32,zero3"),
 }
-
 
 # %% 11.9 B with tp over two nodes
 by_hand = {
@@ -1351,14 +421,9 @@ by_hand = {
     "C": Layout.parse("dp2,cp32,zero3"),
 }
 
-
 # %% 11.9 B gathers anew for every micro-batch
-by_hand = {
-    "A": Layout.parse("dp64,zero3"),
-    "B": Layout.parse("dp16,pp4,tp4,sp,zero3,zb-h1"),
-    "C": Layout.parse("dp2,cp32,zero3"),
-}
-
+by_hand = {"A": Layout(), "B": Layout(), "C": Layout()} =>
+zero1 => zero3
 
 # %% 11.9 C with cp and no ZeRO
 by_hand = {
@@ -1367,7 +432,6 @@ by_hand = {
     "C": Layout.parse("dp4,cp16"),
 }
 
-
 # %% 11.9 C recomputes everything
 by_hand = {
     "A": Layout.parse("dp64,zero3"),
@@ -1375,10 +439,8 @@ by_hand = {
     "C": Layout.parse("dp16,cp4,zero3,full"),
 }
 
-
 # %% 11.9 words, and no layouts
 by_hand = {"A": "dp64,zero3", "B": "dp16,pp4,tp4,sp,zero1,zb-h1", "C": "dp2,cp32,zero3"}
-
 
 # %% 11.9 A and C the other way round
 by_hand = {
@@ -1386,7 +448,6 @@ by_hand = {
     "B": Layout.parse("dp16,pp4,tp4,sp,zero1,zb-h1"),
     "C": Layout.parse("dp64,zero3"),
 }
-
 
 # %% 11.10 B and C the other way round
 forgot = {"A": "in flight", "B": "logits", "C": "buffers"}  # "in flight", "logits" or "buffers"
@@ -1396,7 +457,6 @@ mended = {
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
 }
 
-
 # %% 11.10 in flight for all
 forgot = {"A": "in flight", "B": "in flight", "C": "in flight"}  # "in flight", "logits" or "buffers"
 mended = {
@@ -1404,7 +464,6 @@ mended = {
     "B": Layout.parse("pp2,tp16,sp,mb16"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
 }
-
 
 # %% 11.10 logits for all
 forgot = {"A": "logits", "B": "logits", "C": "logits"}  # "in flight", "logits" or "buffers"
@@ -1414,7 +473,6 @@ mended = {
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
 }
 
-
 # %% 11.10 the plans as they were
 forgot = {"A": "in flight", "B": "buffers", "C": "logits"}  # "in flight", "logits" or "buffers"
 mended = {
@@ -1422,7 +480,6 @@ mended = {
     "B": Layout.parse("pp2,tp16,sp,mb32"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb16"),
 }
-
 
 # %% 11.10 two fields of A: a smaller micro-batch, and recomputation
 forgot = {"A": "in flight", "B": "buffers", "C": "logits"}  # "in flight", "logits" or "buffers"
@@ -1432,7 +489,6 @@ mended = {
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
 }
 
-
 # %% 11.10 B on half of the GPUs
 forgot = {"A": "in flight", "B": "buffers", "C": "logits"}  # "in flight", "logits" or "buffers"
 mended = {
@@ -1440,7 +496,6 @@ mended = {
     "B": Layout.parse("tp16,sp,mb32"),
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
 }
-
 
 # %% 11.10 C: buffers
 forgot = {"A": "in flight", "B": "buffers", "C": "buffers"}  # "in flight", "logits" or "buffers"
@@ -1450,7 +505,6 @@ mended = {
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
 }
 
-
 # %% 11.10 B in micro-batches of one: it fits, and takes too long
 forgot = {"A": "in flight", "B": "buffers", "C": "logits"}  # "in flight", "logits" or "buffers"
 mended = {
@@ -1459,14 +513,8 @@ mended = {
     "C": Layout.parse("dp16,pp2,tp2,zero1,sp,mb4"),
 }
 
-
 # %% 11.3 attention's tensors as wide as the hidden state, whatever the heads add up to
-def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Elements that a layer keeps for backward, for each token on this GPU's tensor-parallel group."""
-    software, tp, h = cluster.software, layout.tp, config.hidden
-    outside = np.where(layout.sequence_parallel, tp, 1)
-    width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
-    whole = software.kept_whole * h / outside
-    keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
-    return whole + inside / tp
+others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+inside = others * config.attention_width + keys + software.kept_ffn * width
+=>
+inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width

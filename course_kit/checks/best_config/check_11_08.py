@@ -1,0 +1,54 @@
+"""Check of exercise 11.8: the layouts one change away from one, none other, and each of them consistent."""
+
+from __future__ import annotations
+
+import re
+
+from course_lib.best_config import recipe
+from course_lib.five_d.layouts import Layout
+
+START = "dp4,pp2,tp4,sp,zero1,mb2"
+NEAR = (  # of START: degrees, micro-batches, ZeRO stages and recomputation, schedules
+    "dp8,tp4,sp,zero1,mb2 dp2,pp4,tp4,sp,zero1,mb2 dp8,pp2,tp2,sp,zero1,mb2 dp2,pp2,tp8,sp,zero1,mb2 "
+    "dp2,pp2,cp2,tp4,sp,zero1,mb2 dp4,cp2,tp4,sp,zero1,mb2 dp4,pp4,tp2,sp,zero1,mb2 dp4,tp8,sp,zero1,mb2 "
+    "dp4,pp2,cp2,tp2,sp,zero1,mb2 "
+    "dp4,pp2,tp4,sp,zero1,mb4 dp4,pp2,tp4,sp,zero1 "
+    "dp4,pp2,tp4,sp,mb2 dp4,pp2,tp4,sp,zero2,mb2 dp4,pp2,tp4,sp,zero3,mb2,keep dp4,pp2,tp4,sp,zero1,mb2,full "
+    "dp4,pp2,tp4,sp,zero1,mb2,interleaved dp4,pp2,tp4,sp,zero1,mb2,zb-h1"
+).split()
+
+CHANGED = ("dp", "pp", "cp", "tp", "micro_batch", "zero_stage", "recompute", "schedule")
+
+
+def new_values(one: Layout, start: Layout) -> list[str]:
+    """Return the values of `one` that `start` does not have, of the fields that a change is about."""
+    return [str(getattr(one, name)) for name in CHANGED if getattr(one, name) != getattr(start, name)]
+
+
+def check() -> None:
+    """Assert the changes of START, that a change can be undone, and what goes with tp, with ZeRO-3 and with pp."""
+    start = Layout.parse(START)
+    near = recipe.changes(start)
+    assert all(one.ranks == start.ranks for one in near.values()), "a change must leave the number of GPUs as it is"
+    found = set(near.values())
+    missing = [words for words in NEAR if Layout.parse(words) not in found]
+    assert not missing, f"not among the changes of {start}, all else as it was: {', '.join(missing)}"
+    other = found - {start, *map(Layout.parse, NEAR)}
+    assert not other, f"not one change away from {start}: {', '.join(map(str, other))}"
+    for words, one in near.items():
+        values, numbers = new_values(one, start), re.findall(r"\d+", str(words))
+        named = all(value in (numbers if value.isdigit() else str(words)) for value in values)
+        assert named, (
+            f"{words!r} is {one}: the words that say what has changed have the new values: {', '.join(values)}"
+        )
+    back = set(recipe.changes(Layout.parse("pp4,zb-h1,full")).values())
+    missing = [words for words in ("pp4,zb-h1", "pp4,full") if Layout.parse(words) not in back]
+    assert not missing, f"not among the changes of pp4,zb-h1,full: {', '.join(missing)}; a change can be undone"
+    for words in ("dp8,zero3", "dp2,pp4,tp2,sp,zero3,keep,zb-h1", "tp8,sp"):
+        for why, one in recipe.changes(Layout.parse(words)).items():
+            assert one.sequence_parallel == (one.tp > 1), f"{words}, {why}: sequence parallelism goes with tp above 1"
+            assert one.keep_gathered == (one.zero_stage == 3 and one.pp > 1), (
+                f"{words}, {why}: keep goes with zero3 under a pipeline"
+            )
+            assert one.pp > 1 or one.schedule == "1f1b", f"{words}, {why}: a schedule without a pipeline"
+            assert one.micro_batch >= 1, f"{words}, {why}: a micro-batch of {one.micro_batch}"
