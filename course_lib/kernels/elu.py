@@ -53,9 +53,10 @@ def expm1(x):
     return tl.where(x > -1, near + near * near * series, tl.exp(x) - 1)
 
 
+# exercise 12.4
 @triton.jit
 def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
-    """out = ELU(x), one block of BLOCK elements by each program. x, out: [numel], contiguous."""
+    """Write ELU of x to out, one block of BLOCK elements per program. x, out: [numel], contiguous."""
     block = tl.program_id(0).to(tl.int64)  # 64 bits: the number of an element can pass 2^31
     element = block * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
     exists = element < numel

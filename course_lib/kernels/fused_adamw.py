@@ -41,6 +41,7 @@ def logarithm(beta):
     return math.log(beta) if beta > 0 else -math.inf
 
 
+# exercise 12.10
 @triton.jit
 def adamw_kernel(
     master,
@@ -57,7 +58,10 @@ def adamw_kernel(
     BETA2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
+    """Take one step of AdamW for BLOCK elements per program, in place, and store the new w in `weights` unless None.
+
+    step: one number in memory, from 1 on; the others: [numel]. 1 - beta^t is computed in float64, the rest in float32.
+    """
     offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < numel
     g = widen(tl.load(grad + offset, mask=inside))

@@ -46,15 +46,17 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_BLOCK = 16384  # logits that a program holds at a time: 16 a thread of 1024
 
 
+# exercise 12.9
 @triton.jit
 def cross_entropy_kernel(
     logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
+    """Store the loss of one row per program; with GRADIENT, overwrite its logits with softmax - onehot(target).
 
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
+    Without GRADIENT the logits stay as they are. Logits may be -inf. A row whose target is `ignore_index` has loss 0
+    and gradient 0. Any other target that is no column makes the loss and the gradient of the row NaN. Nothing outside
+    of the row is read or written. The sum of exp(logit - largest) is scaled whenever a block has a larger logit
+    (Milakov and Gimelshein 2018, online softmax).
     """
     row = tl.program_id(0).to(tl.int64)  # row * row_stride can pass 2^31
     logits += row * row_stride

@@ -41,9 +41,14 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     return softmax_forward(x, torch.float32 if autocast else x.dtype)
 
 
+# exercise 12.7
 @triton.jit
 def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows. x: rows a stride apart; y: contiguous rows."""
+    """Write the softmax of ROWS full rows per program to y, computed in float32.
+
+    x: [rows, columns], rows `x_stride` apart; y: [rows, columns], contiguous. BLOCK is at least `columns`, and a power
+    of 2; the last program may have fewer than ROWS rows.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # times a stride it may pass 2^31
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < columns)

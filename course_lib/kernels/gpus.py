@@ -179,11 +179,13 @@ def blocks_by_registers(gpu: GPU, warps: int, registers_per_thread: int) -> int:
     return gpu.registers_per_sm // gpu.sub_partitions // of_warp * gpu.sub_partitions // warps
 
 
+# exercise 12.1
 def occupancy(gpu: GPU, threads_per_block: int, registers_per_thread: int, shared_bytes: int = 0) -> Occupancy:
-    """How many blocks of a kernel live on an SM at once, by the rules of CUDA's own calculator (cuda_occupancy.h).
+    """Return how many blocks of a kernel fit on an SM, by the rules of CUDA's own calculator (cuda_occupancy.h).
 
-    shared_bytes: static and dynamic, of a block. A kernel whose block needs more registers than an SM has gets 0
-    blocks: CUDA would refuse to start it. Raises ValueError for figures that no kernel can have on this GPU.
+    shared_bytes: static and dynamic, per block. limited_by of the result names every limit that allows no more blocks.
+    A kernel whose block needs more registers than an SM has gets 0 blocks: CUDA would refuse to start it. Raises
+    ValueError for figures that no kernel can have on this GPU.
     """
     for what, value, least, most in (
         ("threads of a block", threads_per_block, 1, gpu.threads_per_block),

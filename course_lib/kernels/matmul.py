@@ -37,9 +37,10 @@ def tunable(configurations: list[triton.Config]) -> list[triton.Config]:
     return configurations[:1] if triton.knobs.runtime.interpret else configurations
 
 
+# exercise 12.6
 @triton.jit
 def tile_of(program, tiles_m, tiles_n, group: tl.constexpr):
-    """Row and column of the tile that a program works out: down the rows of a group, then the next column."""
+    """Return row and column of the tile that a program works out: down the rows of a group, then the next column."""
     first = program // (group * tiles_n) * group
     rows = tl.minimum(tiles_m - first, group)
     within = program % (group * tiles_n)

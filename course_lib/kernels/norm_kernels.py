@@ -51,12 +51,17 @@ def norm_forward_kernel(
     tl.store(y + place, cast(s * r[:, None] * w, y.dtype.element_ty), mask=inside)
 
 
+# exercise 12.8
 @triton.jit
 def norm_backward_kernel(
     dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
+    """Write this program's blocks of ROWS rows of dx, and its row of parts: their share of dw.
+
+    dy, dsum (or None), summed: [rows, hidden], rows a stride apart; rstd: [rows], float32; dx: [rows, hidden] and
+    parts: [programs, hidden], contiguous. A program without rows writes zeros to its row of parts.
+    """
     column = tl.arange(0, BLOCK)[None, :]
     w = widen(tl.load(weight + column, mask=column < hidden, other=0.0))
     dw = tl.zeros([ROWS, BLOCK], tl.float32)

@@ -31,12 +31,13 @@ def shift(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() * (ALLOCATION_BYTES - 1)
 
 
+# exercise 12.2
 def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
-    """How many different pieces of `unit` bytes each request touches, summed over the requests.
+    """Return the number of different pieces of `unit` bytes that each request touches, summed over the requests.
 
     addresses: [requests, touches], in bytes; active: the same shape, False for touches that a mask switches off. A
-    piece begins at a multiple of `unit`. Lanes of one request that touch one piece pay once; two requests
-    pay twice.
+    piece begins at a multiple of `unit`. Lanes of one request that touch the same piece pay once; two requests pay
+    twice. Without an active lane the result is 0.
     """
     request = np.broadcast_to(np.arange(len(addresses))[:, None], addresses.shape)[active]
     piece = addresses[active].astype(np.int64) // unit

@@ -35,8 +35,12 @@ def compute(block: Block, x: torch.Tensor, out: torch.Tensor, i) -> None:
         block.store(out, i, block.load(x, i) ** 2)
 
 
+# exercise 12.3
 def branch_by_warp(block: Block, x: torch.Tensor, out: torch.Tensor) -> None:
-    """The same elements by the same block; its first half of the threads takes the even ones, its second the odd."""
+    """Work out the same elements as `branch_by_lane` in the same block, with all lanes of a warp in the same branch.
+
+    The first half of the block's threads takes the even elements, the second half the odd ones.
+    """
     half = block.size // 2
     i = block.block_x * block.size + 2 * (block.x % half) + block.x // half
     compute(block, x, out, i)
@@ -66,15 +70,20 @@ def bring(block: Block, tile, at, matrix: torch.Tensor, row, column, n: int) -> 
         tile[at] = block.load(matrix, row * n + column)
 
 
+# exercise 12.5
 def coalesced(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (1024,): neighbours in a warp have neighbouring columns."""
+    """Multiply with threads (1024,): neighbours in a warp have neighbouring columns. a, b, c: [n * n], row-major."""
     row = block.block_x * TILE + block.x // TILE
     column = block.block_y * TILE + block.x % TILE
     multiply(block, a, b, c, n, row, column)
 
 
+# exercise 12.5
 def tiled(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (1024,): each brings one element of each tile, and all use them 32 times."""
+    """Multiply with threads (1024,): each brings one element of each tile, and all threads use them 32 times.
+
+    Stores each element of c once. a, b, c: [n * n], row-major; TILE need not divide n.
+    """
     y, x = block.x // TILE, block.x % TILE
     row, column = block.block_x * TILE + y, block.block_y * TILE + x
     tile_a, tile_b = block.shared(TILE, TILE), block.shared(TILE, TILE)

@@ -1,13 +1,7 @@
 """Right answers in another style than the solutions, that the checks of notebook 12 must accept."""
 
-
 # %% 12.1 a limit at a time
 def occupancy(gpu: GPU, threads_per_block: int, registers_per_thread: int, shared_bytes: int = 0) -> Occupancy:
-    """How many blocks of a kernel live on an SM at once, by the rules of CUDA's own calculator (cuda_occupancy.h).
-
-    shared_bytes: static and dynamic, of a block. A kernel whose block needs more registers than an SM has gets 0
-    blocks: CUDA would refuse to start it. Raises ValueError for figures that no kernel can have on this GPU.
-    """
     def outside(value, least, most, what):
         if value < least or value > most:
             raise ValueError(f"{gpu.name}: {what} is {value}, and goes from {least} to {most}")
@@ -26,34 +20,23 @@ def occupancy(gpu: GPU, threads_per_block: int, registers_per_thread: int, share
     resident = least * warps
     return Occupancy(least, resident, resident / gpu.warps_per_sm, tuple(n for n in limits if limits[n] == least))
 
-
 # %% 12.2 request by request
 def touched_units(addresses: np.ndarray, active: np.ndarray, unit: int) -> int:
-    """How many different pieces of `unit` bytes each request touches, summed over the requests.
-
-    addresses: [requests, touches], in bytes; active: the same shape, False for touches that a mask switches off. A
-    piece begins at a multiple of `unit`. Lanes of one request that touch one piece pay once; two requests
-    pay twice.
-    """
     total = 0
     for row, on in zip(np.asarray(addresses), np.asarray(active)):
         total += len(set((row[on].astype(np.int64) // unit).tolist()))
     return total
 
-
 # %% 12.3 by where
 def branch_by_warp(block: Block, x: torch.Tensor, out: torch.Tensor) -> None:
-    """The same elements by the same block; its first half of the threads takes the even ones, its second the odd."""
     half = block.size // 2
     first = block.block_x * block.size
     place = np.where(block.x < half, 2 * block.x, 2 * (block.x - half) + 1)
     compute(block, x, out, first + place)
 
-
 # %% 12.4 the mask by name
 @triton.jit
 def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
-    """out = ELU(x), one block of BLOCK elements by each program. x, out: [numel], contiguous."""
     start = tl.program_id(axis=0).to(tl.int64) * BLOCK
     place = start + tl.arange(0, BLOCK)
     mask = place < numel
@@ -61,16 +44,13 @@ def elu_kernel(x_pointer, out_pointer, alpha, numel, BLOCK: tl.constexpr):
     negative = alpha * expm1(tl.where(value < 0, value, 0.0))
     tl.store(out_pointer + place, cast(tl.where(value >= 0, value, negative), out_pointer.dtype.element_ty), mask)
 
-
 # %% 12.5 by divmod
 def coalesced(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (1024,): neighbours in a warp have neighbouring columns."""
     y, x = np.divmod(block.x, TILE)
     multiply(block, a, b, c, n, TILE * block.block_x + y, TILE * block.block_y + x)
 
 
 def tiled(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: int) -> None:
-    """Threads (1024,): each brings one element of each tile, and all use them 32 times."""
     y, x = np.divmod(block.x, TILE)
     row, column = TILE * block.block_x + y, TILE * block.block_y + x
     of_a, of_b = block.shared(TILE, TILE), block.shared(TILE, TILE)
@@ -85,11 +65,9 @@ def tiled(block: Block, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, n: in
     with block.where((row < n) & (column < n)):
         block.store(c, n * row + column, sums)
 
-
 # %% 12.6 group, then place
 @triton.jit
 def tile_of(program, tiles_m, tiles_n, group: tl.constexpr):
-    """Row and column of the tile that a program works out: down the rows of a group, then the next column."""
     in_group = group * tiles_n
     number = program // in_group
     height = tl.minimum(group, tiles_m - number * group)

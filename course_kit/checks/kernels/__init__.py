@@ -12,11 +12,12 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from course_kit.checks.guard_bands import GuardBands
 from course_kit.gpu.launches import first_configuration, record_launches
+from course_kit.labs.kernels import device
 
 
 @contextlib.contextmanager
 def stray_loads() -> Iterator[list[int]]:
-    """How many lanes of each load in the `with` block read a band, or memory that was never written.
+    """Yield, for each load in the `with` block, how many lanes read a band, or memory that was never written.
 
     Counted in the interpreter; elsewhere a stray load shows only where it reaches a result. The bits of the bands' NaNs
     are those of the integers -100 to -1. In a type of one byte any number may have them: those loads are not counted.
@@ -36,19 +37,18 @@ def stray_loads() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def silent_infinities() -> Iterator[None]:
-    """Inside, the interpreter makes infinities and NaN without a warning, as a GPU does."""
+    """Let the interpreter make infinities and NaN without a warning, as a GPU does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton.runtime.interpreter")
         yield
 
 
 def run_guarded(kernel, run, *inputs):
-    """run(*inputs) with bands round all tensors; its results, on the CPU. Raises AssertionError or CheckFailed unless
-    `kernel` does the work, within its tensors, and PyTorch nothing.
+    """Return run(*inputs) on the CPU, after a run with guard bands around all tensors. Raises AssertionError or
+    CheckFailed unless `kernel` does the work, within its tensors, and PyTorch does nothing.
     """
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     kernel, _ = first_configuration(kernel, {})
-    inputs = tree_map_only(torch.Tensor, lambda x: x.to(device), inputs)
+    inputs = tree_map_only(torch.Tensor, lambda x: x.to(device()), inputs)
     with record_launches() as launches, stray_loads() as strays, GuardBands() as guards:
         try:
             with silent_infinities():
@@ -71,7 +71,7 @@ def run_guarded(kernel, run, *inputs):
 
 
 def assert_near(found: torch.Tensor, wanted: torch.Tensor, what: str, factor: float = 4, least: float = 1e-3) -> None:
-    """Raises AssertionError unless `found` is `wanted` (float64), worked out in float32 and rounded once to its dtype.
+    """Raise AssertionError unless `found` is `wanted` (float64), computed in float32 and rounded once to its dtype.
 
     Allowed: `factor` roundings of a float32 of its size, or of `least`, and half of the last bit of a shorter dtype.
     """

@@ -1,0 +1,44 @@
+"""Check of exercise 12.1: `occupancy` counts the blocks on an SM as CUDA does, and refuses impossible kernels."""
+
+from __future__ import annotations
+
+from course_lib.kernels import gpus
+
+# threads, registers, shared bytes -> blocks on an SM of an H100, and all that ran out
+CASES = {
+    (256, 64, 0): (4, {"registers"}),
+    (256, 32, 0): (8, {"warps", "registers"}),
+    (32, 32, 0): (32, {"blocks"}),
+    (200, 16, 0): (9, {"warps"}),
+    (96, 65, 0): (9, {"registers"}),
+    (128, 32, 50_000): (4, {"shared memory"}),
+    (128, 32, 58_000): (3, {"shared memory"}),
+    (128, 32, 45_600): (4, {"shared memory"}),
+    (1024, 65, 0): (0, {"registers"}),
+}
+IMPOSSIBLE = ((2048, 32, 0), (128, 300, 0), (128, 32, 10**6), (128, 32, -2000), (0, 32, 0))
+
+
+def check() -> None:
+    """Assert blocks, warps and limits of kernels on an H100 and an A100, and a ValueError for impossible ones."""
+    h100 = gpus.GPUS["H100"]
+    for (threads, registers, shared), (blocks, limits) in CASES.items():
+        found = gpus.occupancy(h100, threads, registers, shared)
+        case = f"{threads} threads, {registers} registers, {shared:,} bytes"
+        assert found.blocks_per_sm == blocks, f"{case}: {blocks} blocks fit on an SM, yours says {found.blocks_per_sm}"
+        assert set(found.limited_by) == limits, (
+            f"{case}: {' and '.join(sorted(limits))} ran out, yours says {found.limited_by}"
+        )
+        warps = blocks * -(-threads // 32)
+        assert found.warps_per_sm == warps, f"{case}: {blocks} blocks are {warps} warps, not {found.warps_per_sm}"
+        assert found.fraction == warps / 64, f"{case}: that is {warps}/64 of an SM's warps, yours says {found.fraction}"
+    small = gpus.occupancy(gpus.GPUS["A100"], 128, 32, 50_000)
+    assert small.blocks_per_sm == 3, f"an A100 has less shared memory: 3 blocks, yours says {small.blocks_per_sm}"
+    for impossible in IMPOSSIBLE:
+        try:
+            found = gpus.occupancy(h100, *impossible)
+        except (ValueError, ZeroDivisionError) as error:
+            found = error
+        assert isinstance(found, ValueError), (
+            f"{impossible}: no kernel can have these; a ValueError says so, not {found!r}"
+        )

@@ -1,0 +1,33 @@
+"""Check of exercise 12.4: `elu_kernel` is exact, stays within its tensors, and each program does one block."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from course_kit.checks.kernels import assert_near, run_guarded
+from course_lib.kernels import elu
+
+BLOCK = 128
+
+
+def run_elu(x: torch.Tensor, alpha: float, programs: int) -> torch.Tensor:
+    """Return ELU of x by `programs` programs, uninitialized where none of them stores."""
+    out = torch.empty_like(x)
+    elu.elu_kernel[(programs,)](x, out, alpha, x.numel(), BLOCK=BLOCK)
+    return out
+
+
+def check() -> None:
+    """Assert ELU of full and ragged blocks, of two dtypes, of large numbers, and the block of each program."""
+    for numel in (1, 127, 128, 129, 1000):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = (3 * torch.randn(numel)).to(dtype)
+            x[0] = -1e-6
+            found = run_guarded(elu.elu_kernel, run_elu, x, 1.5, triton.cdiv(numel, BLOCK))
+            assert_near(found, F.elu(x.double(), 1.5), f"ELU of {numel} elements, {dtype}")
+    large = run_guarded(elu.elu_kernel, run_elu, torch.tensor([200.0, -200.0]), 1.0, 1)
+    assert large.tolist() == [200.0, -1.0], f"ELU(200) is 200 and ELU(-200) is -1, yours says {large.tolist()}"
+    done = int((~run_guarded(elu.elu_kernel, run_elu, torch.randn(1000), 1.0, 2).isnan()).sum())
+    assert done == 256, f"2 programs of BLOCK = 128 do the first 256 elements of 1,000, one block each; yours do {done}"

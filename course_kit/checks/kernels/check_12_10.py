@@ -1,0 +1,47 @@
+"""Check of exercise 12.10: `adamw_kernel` takes the steps of torch.optim.AdamW, and stores a copy in bfloat16."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from course_kit.checks.kernels import assert_near, run_guarded
+from course_lib.kernels import fused_adamw
+
+BLOCK = 256
+CASES = ((1, torch.float32, False), (1000, torch.float32, True), (300, torch.bfloat16, True))  # the last: with a copy
+
+
+def run_adamw(
+    w: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor, weights: torch.Tensor | None, t: torch.Tensor
+) -> tuple[torch.Tensor | None, ...]:
+    """Return w, m, v and weights after one step of the kernel, in place."""
+    fused_adamw.adamw_kernel[(triton.cdiv(len(w), BLOCK),)](
+        w, g, m, v, weights, t, len(w), 0.5, 1 - 0.5 * 0.3, 1e-2, BETA1=0.9, BETA2=0.999, BLOCK=BLOCK
+    )
+    return w, m, v, weights
+
+
+def check() -> None:
+    """Assert moments, weights and their copy after three steps of three sizes."""
+    for numel, dtype, copies in CASES:
+        w, m, v = torch.randn(numel), torch.zeros(numel), torch.zeros(numel)
+        weights = torch.zeros(numel, dtype=torch.bfloat16) if copies else None
+        exact = torch.nn.Parameter(w.double())
+        optimizer = torch.optim.AdamW([exact], lr=0.5, betas=(0.9, 0.999), eps=1e-2, weight_decay=0.3)
+        for t in (1, 2, 3):
+            g = torch.randn(numel).to(dtype)
+            exact.grad = g.double()
+            optimizer.step()
+            given = w, g, m, v, weights, torch.tensor(float(t))
+            w, m, v, weights = run_guarded(fused_adamw.adamw_kernel, run_adamw, *given)
+            case, state = f"{numel} elements, gradient {dtype}, step {t}", optimizer.state[exact]
+            assert_near(m, state["exp_avg"], f"{case}: exp_avg (decay is no part of the gradient)", least=1)
+            assert_near(v, state["exp_avg_sq"], f"{case}: exp_avg_sq", factor=16, least=1e-6)
+            error = (w - exact.detach()).abs().max().item()
+            assert error < 1.5e-6, (
+                f"{case}: w is up to {error:.2g} off torch.optim.AdamW's (off by 1e-6 to 1e-5: is 1 - βᵗ of float64? "
+                "more: is ε outside of the root, is w decayed before the step, is the step corrected for t?)"
+            )
+            if copies:
+                assert torch.equal(weights, w.bfloat16()), f"{case}: weights is the new w, rounded (`cast`) to bfloat16"
