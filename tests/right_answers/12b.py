@@ -1,10 +1,8 @@
 """Right answers in another style than the solutions, that the checks of notebook 12b must accept."""
 
-
 # %% 12.7 two masks
 @triton.jit
 def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """ROWS whole rows. x: rows a stride apart; y: contiguous rows."""
     rows_here = tl.program_id(axis=0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = (rows_here < rows)[:, None]
     columns_here = tl.arange(0, BLOCK)[None, :]
@@ -16,14 +14,12 @@ def softmax_forward_kernel(x, y, x_stride, rows, columns, ROWS: tl.constexpr, BL
     share = exponentials / tl.sum(exponentials, 1)[:, None]
     tl.store(y + rows_here[:, None] * columns + columns_here, cast(share, y.dtype.element_ty), mask)
 
-
 # %% 12.8 pointers that are named
 @triton.jit
 def norm_backward_kernel(
     dy, dsum, summed, weight, rstd, dx, parts, dy_stride, dsum_stride, summed_stride, rows, hidden,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Every so-many-th ROWS rows of dx, and their part of dw. dy, dsum (or None), summed: rows a stride apart."""
     columns = tl.arange(0, BLOCK)
     there = columns < hidden
     scale = widen(tl.load(weight + columns, mask=there, other=0.0))[None, :]
@@ -44,18 +40,11 @@ def norm_backward_kernel(
         tl.store(dx + row * hidden + columns[None, :], cast(result, dx.dtype.element_ty), mask=mask)
     tl.store(parts + number * hidden + columns, tl.sum(weight_sum, axis=0), mask=there)
 
-
 # %% 12.9 a maximum and a sum by their own names
 @triton.jit
 def cross_entropy_kernel(
     logits, targets, losses, vocab, row_stride, ignore_index, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row a program: its loss, and with GRADIENT softmax - onehot(target) in the place of its logits.
-
-    The first loop keeps the largest logit so far and the sum of exp(logit - largest); where a block has a larger one,
-    the old sum is scaled to it (Milakov and Gimelshein 2018, online softmax). A target that is no column makes the
-    logsumexp NaN, and with it the loss and the gradient of the row; nothing outside of the row is read or written.
-    """
     row = tl.program_id(axis=0).to(tl.int64)
     start_of_row = logits + row_stride * row
     wanted = tl.load(targets + row)
@@ -79,7 +68,6 @@ def cross_entropy_kernel(
             slope = tl.where(wanted == ignore_index, 0.0, slope)
             tl.store(start_of_row + place, cast(slope, logits.dtype.element_ty), mask=place < vocab)
 
-
 # %% 12.10 the corrections first
 @triton.jit
 def adamw_kernel(
@@ -97,7 +85,6 @@ def adamw_kernel(
     BETA2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One step for BLOCK elements. step: one number in memory; the others [numel]."""
     done = tl.load(step).to(tl.float64)
     first_bias = (1.0 - tl.exp(logarithm(BETA1) * done)).to(tl.float32)
     second_bias = (1.0 - tl.exp(logarithm(BETA2) * done)).to(tl.float32)
