@@ -109,9 +109,12 @@ def power_of_two(exponent: torch.Tensor) -> torch.Tensor:
     return ((exponent + DOUBLE_BIAS) << DOUBLE_MANTISSA).view(torch.float64)
 
 
+# exercise 14.1
 def decode(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """The numbers that these codes stand for, float64, exactly. codes: integers, whose lowest fmt.bits bits count, so
-    that `x.view(torch.int16)` will do. Raises ValueError for codes that aren't integers.
+    """Return the numbers that these codes stand for, float64, exactly.
+
+    codes: integers, whose lowest fmt.bits bits count, so that `x.view(torch.int16)` will do. Raises ValueError for
+    codes that aren't integers.
     """
     if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
         raise ValueError(f"codes are integers, not {codes.dtype}")
@@ -165,9 +168,10 @@ def with_top_codes(code: torch.Tensor, values: torch.Tensor, fmt: FloatFormat, s
     return torch.where(keeps_sign, code + 2 ** (fmt.bits - 1), code)
 
 
+# exercise 14.2
 def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> torch.Tensor:
-    """Codes (int64) of the nearest numbers, ties to the even code. From float64 in one rounding: torch's own casts go
-    by float32, and round twice.
+    """Return the codes (int64) of the nearest numbers, ties to the even code. From float64 in one rounding: torch's own
+    casts go by float32, and round twice.
 
     What rounds past the largest number becomes inf; in E4M3 NaN; with saturate, and always in E2M1, the largest, inf
     too. (torch's cast to float8_e4m3fn saturates since 2.13, and gave NaN before; that to float8_e5m2 gives inf.) Zeros
@@ -200,7 +204,7 @@ def ulp(values: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
 
 
 def stochastic_round(values: torch.Tensor, fmt: FloatFormat, generator: torch.Generator | None = None) -> torch.Tensor:
-    """One of the two neighbours of each value, as float64: the upper with a probability of (value - lower) / ulp, so
+    """One of the two neighbors of each value, as float64: the upper with a probability of (value - lower) / ulp, so
     that the mean is the value. A number of the format stays; past the largest, the largest; NaN as in `encode`.
 
     A random integer below one unit is added to the bits before they are cut. Raises ValueError as `encode`.

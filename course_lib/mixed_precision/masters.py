@@ -36,9 +36,11 @@ from torch import nn
 from course_lib.single_gpu.model import loss
 
 
-class Float32Copies:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own copy. The state is the
-    optimizer's and the copies. Raises ValueError for parameters that float32 doesn't hold.
+class MasterWeights:
+    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
+
+    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
+    The state is the optimizer's and the masters. Raises ValueError for parameters that float32 doesn't hold.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
@@ -49,7 +51,24 @@ class Float32Copies:
         self.optimizer = optimizer_cls(self.master_parameters, **kwargs)
         self.param_groups = self.optimizer.param_groups
 
+    # exercise 14.3
+    def take_gradients(self) -> None:
+        """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
+        for weight, master in zip(self.weights, self.master_parameters, strict=True):
+            if weight.grad is not None:
+                grad, weight.grad = weight.grad.float(), None
+                master.grad = grad if master.grad is None else master.grad + grad
+
+    # exercise 14.3
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take the gradients, update the masters, round them to the weights: to nearest, ties to even."""
+        self.take_gradients()
+        self.optimizer.step()
+        torch._foreach_copy_(self.weights, self.master_parameters)
+
     def zero_grad(self) -> None:
+        """Drop the gradients of the weights and of the masters."""
         for parameter in (*self.weights, *self.master_parameters):
             parameter.grad = None
 
@@ -67,28 +86,6 @@ class Float32Copies:
         torch._foreach_copy_(self.weights, self.master_parameters)
 
 
-class MasterWeights(Float32Copies):
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
-
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    Raises ValueError for parameters that float32 doesn't hold.
-    """
-
-    def take_gradients(self) -> None:
-        """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
-        for weight, master in zip(self.weights, self.master_parameters, strict=True):
-            if weight.grad is not None:
-                grad, weight.grad = weight.grad.float(), None
-                master.grad = grad if master.grad is None else master.grad + grad
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take the gradients, update the masters, round them to the weights: to nearest, ties to even."""
-        self.take_gradients()
-        self.optimizer.step()
-        torch._foreach_copy_(self.weights, self.master_parameters)
-
-
 def step_unless(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
     """optimizer.step(), which changes nothing where found_inf (a float32 scalar on the device) is 1: no weight, no
     moment, no step counter. The host doesn't learn which.
@@ -99,7 +96,7 @@ def step_unless(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer | Mast
     if not getattr(inner, "_step_supports_amp_scaling", False):
         raise ValueError(f"this {type(inner).__name__} can't skip a step on the device; fused=True makes one that can")
     if isinstance(inner, torch.optim.SGD) and any(group["momentum"] for group in inner.param_groups):
-        raise ValueError("torch's fused SGD has uninitialised momentum after a skipped first step; take AdamW")
+        raise ValueError("torch's fused SGD has uninitialized momentum after a skipped first step; take AdamW")
     inner.found_inf = found_inf
     try:
         optimizer.step()
@@ -107,10 +104,22 @@ def step_unless(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer | Mast
         del inner.found_inf
 
 
-class LossScale(nn.Module):
-    """The loss scale S, the loss times S, and the step: none where a gradient is inf or nan. Its state is buffers."""
+class LossScaler(nn.Module):
+    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
 
-    def __init__(self, initial=2.0**16, growth=2.0, backoff=0.5, interval=2000, group: dist.ProcessGroup | None = None):
+    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
+    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
+    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
+    """
+
+    def __init__(
+        self,
+        initial: float = 2.0**16,
+        growth: float = 2.0,
+        backoff: float = 0.5,
+        interval: int = 2000,
+        group: dist.ProcessGroup | None = None,
+    ):
         super().__init__()
         if not (initial > 0 and growth > 1 > backoff > 0 and interval >= 1):
             raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
@@ -123,19 +132,7 @@ class LossScale(nn.Module):
         """The loss times S, in float32: what to call backward of."""
         return step_loss.float() * self.factor
 
-    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
-        step_unless(self.found_inf, optimizer)
-
-
-class LossScaler(LossScale):
-    """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
-
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
-    """
-
+    # exercise 14.4
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
         """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
@@ -152,9 +149,17 @@ class LossScaler(LossScale):
         if self.group is not None:
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
 
+    def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
+        """The optimizer's step, or none: see `step_unless`."""
+        step_unless(self.found_inf, optimizer)
+
+    # exercise 14.4
     @torch.no_grad()
     def update(self) -> None:
-        """S for the next step; it never grows to inf."""
+        """Set S for the next step: smaller after a skipped one, larger after `interval` good ones, but never inf.
+
+        Counts the good steps, and sets `found_inf` to 0.
+        """
         skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
         due, grown = good_steps == self.interval, (factor * self.growth).float()
         kept = torch.where(due & grown.isfinite(), grown, self.factor)

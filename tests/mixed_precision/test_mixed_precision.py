@@ -261,7 +261,7 @@ def test_what_the_scaler_refuses():
     found_inf = torch.ones((), device=DEVICE)
     with pytest.raises(ValueError, match="fused=True"):
         step_unless(found_inf, torch.optim.AdamW([weight]))
-    with pytest.raises(ValueError, match="uninitialised momentum"):
+    with pytest.raises(ValueError, match="uninitialized momentum"):
         step_unless(found_inf, torch.optim.SGD([weight], lr=1, momentum=0.9, fused=True))
     assert (weight == 1).all()
 

@@ -1,11 +1,10 @@
 """Right answers in another style than the solutions, that the checks of notebook 14 must accept."""
 
-
 # %% 14.1 a table of all codes
+import math
+
+
 def decode(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
-    """The numbers that these codes stand for, float64, exactly. codes: integers, whose lowest fmt.bits bits count, so
-    that `x.view(torch.int16)` will do. Raises ValueError for codes that aren't integers.
-    """
     if codes.dtype not in (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64):
         raise ValueError(f"{codes.dtype} has no codes: give integers")
     half = 2 ** (fmt.bits - 1)
@@ -22,17 +21,8 @@ def decode(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     both = torch.cat([positive, -positive])
     return both[codes.long() & (2 * half - 1)]
 
-
 # %% 14.2 what is cut off, against a half
 def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> torch.Tensor:
-    """Codes (int64) of the nearest numbers, ties to the even code. From float64 in one rounding: torch's own casts go
-    by float32, and round twice.
-
-    What rounds past the largest number becomes inf; in E4M3 NaN; with saturate, and always in E2M1, the largest, inf
-    too. (torch's cast to float8_e4m3fn saturates since 2.13, and gave NaN before; that to float8_e5m2 gives inf.) Zeros
-    and NaN keep their signs; NaN in E2M1 is the largest, positive, as by CUDA's conversion: OCP MX §5.3.3 leaves it
-    open. Raises ValueError for values that aren't floating-point.
-    """
     check_floating(values)
     _, significand, cut, base = cut_numbers(values, fmt)
     cut = torch.clamp(cut, max=DOUBLE_MANTISSA + 2)
@@ -42,59 +32,51 @@ def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> to
     up = (rest > half) | ((rest == half) & (kept % 2 == 1))
     return with_top_codes(base + kept + up.long(), values, fmt, saturate)
 
-
 # %% 14.3 in place
-class MasterWeights(Float32Copies):
-    def take_gradients(self) -> None:
-        """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
-        for weight, master in zip(self.weights, self.master_parameters):
-            if weight.grad is None:
-                continue
-            if master.grad is None:
-                master.grad = weight.grad.to(torch.float32)
-            else:
-                master.grad.add_(weight.grad)
-            weight.grad = None
+def take_gradients(self: MasterWeights) -> None:
+    for weight, master in zip(self.weights, self.master_parameters):
+        if weight.grad is None:
+            continue
+        if master.grad is None:
+            master.grad = weight.grad.to(torch.float32)
+        else:
+            master.grad.add_(weight.grad)
+        weight.grad = None
 
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take the gradients, update the masters, round them to the weights: to nearest, ties to even."""
-        self.take_gradients()
-        self.optimizer.step()
-        for weight, master in zip(self.weights, self.master_parameters):
-            weight.copy_(master)
 
+@torch.no_grad()
+def step(self: MasterWeights) -> None:
+    self.take_gradients()
+    self.optimizer.step()
+    for weight, master in zip(self.weights, self.master_parameters):
+        weight.copy_(master)
 
 # %% 14.4 a sum that looks for what is not finite
-class LossScaler(LossScale):
-    @torch.no_grad()
-    def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
-        group call it. Raises ValueError for float16 gradients: divided by S they would underflow again.
-        """
-        gradients = []
-        for parameter in parameters:
-            if parameter.grad is not None:
-                if parameter.grad.dtype is torch.float16:
-                    raise ValueError("unscale wants float32 gradients, or they underflow again")
-                gradients.append(parameter.grad)
-        reciprocal = (1.0 / self.factor.double()).float()
-        for gradient in gradients:
-            bad = torch.logical_not(torch.isfinite(gradient).all())
-            self.found_inf.copy_(torch.where(bad, 1.0, self.found_inf))
-            gradient *= reciprocal
-        if self.group:
-            dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=self.group)
+@torch.no_grad()
+def unscale(self: LossScaler, parameters: Iterable[torch.Tensor]) -> None:
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            if parameter.grad.dtype is torch.float16:
+                raise ValueError("unscale wants float32 gradients, or they underflow again")
+            gradients.append(parameter.grad)
+    reciprocal = (1.0 / self.factor.double()).float()
+    for gradient in gradients:
+        bad = torch.logical_not(torch.isfinite(gradient).all())
+        self.found_inf.copy_(torch.where(bad, 1.0, self.found_inf))
+        gradient *= reciprocal
+    if self.group:
+        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=self.group)
 
-    @torch.no_grad()
-    def update(self) -> None:
-        """S for the next step; it never grows to inf."""
-        bad = self.found_inf.bool()
-        count = self.good_steps + 1
-        larger = (self.factor.double() * self.growth).float()
-        smaller = torch.clamp((self.factor.double() * self.backoff).float(), min=2.0**-126)
-        grows = (count >= self.interval) & ~bad
-        factor = torch.where(grows & torch.isfinite(larger), larger, self.factor)
-        self.factor.copy_(torch.where(bad, smaller, factor))
-        self.good_steps.copy_(torch.where(bad | grows, torch.zeros_like(count), count))
-        self.found_inf.fill_(0.0)
+
+@torch.no_grad()
+def update(self: LossScaler) -> None:
+    bad = self.found_inf.bool()
+    count = self.good_steps + 1
+    larger = (self.factor.double() * self.growth).float()
+    smaller = torch.clamp((self.factor.double() * self.backoff).float(), min=2.0**-126)
+    grows = (count >= self.interval) & ~bad
+    factor = torch.where(grows & torch.isfinite(larger), larger, self.factor)
+    self.factor.copy_(torch.where(bad, smaller, factor))
+    self.good_steps.copy_(torch.where(bad | grows, torch.zeros_like(count), count))
+    self.found_inf.fill_(0.0)

@@ -1,0 +1,59 @@
+"""Check of exercise 14.3: an optimizer on float32 masters, and gradients that are summed there."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from course_lib.mixed_precision.masters import MasterWeights
+
+
+def check_steps(layer: nn.Linear, wrapped: MasterWeights) -> nn.Linear:
+    """Assert 30 small steps against float32's; return the layer that has taken those."""
+    plain = nn.Linear(8, 8, bias=False)
+    plain.weight.data.copy_(layer.weight)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
+    for number in range(30):
+        gradient = torch.randn(8, 8, generator=torch.Generator().manual_seed(number)).bfloat16()
+        layer.weight.grad, plain.weight.grad = gradient.clone(), gradient.float()
+        wrapped.step()
+        optimizer.step()
+        wrapped.zero_grad()
+        assert torch.equal(layer.weight, wrapped.master_parameters[0].bfloat16()), (
+            "the model's weights are the masters after the step, rounded"
+        )
+    dtypes = layer.weight.dtype, wrapped.master_parameters[0].dtype
+    assert dtypes == (torch.bfloat16, torch.float32), f"weights of 16 bits, masters of 32: these are {dtypes}"
+    assert torch.equal(wrapped.master_parameters[0], plain.weight), (
+        "30 small steps of the masters differ from float32's: are they kept, and do they get the gradients?"
+    )
+    return plain
+
+
+def check() -> None:
+    """Assert steps, sums of micro-batches, a float32 weight, and weights that a step does not use."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8, bias=False).bfloat16()
+    wrapped = MasterWeights(layer.parameters(), torch.optim.AdamW, lr=1e-4)
+    plain = check_steps(layer, wrapped)
+    for _ in range(1000):  # micro-batches: in BF16 a sum of 0.001 stops at 0.25
+        layer.weight.grad = torch.full((8, 8), 0.001).bfloat16()
+        wrapped.take_gradients()
+        assert layer.weight.grad is None, "the 16-bit gradients stay: 2 bytes a parameter too many, and counted twice"
+    total = 1000 * torch.tensor(0.001).bfloat16().float()
+    found = wrapped.master_parameters[0].grad
+    assert found is not None, "after take_gradients() the masters have no gradient"
+    assert torch.allclose(found, total, rtol=1e-4), (
+        f"1,000 micro-batches of 0.001 add up to {found[0, 0]:.4f}: not summed, or not in float32"
+    )
+    norm = nn.Parameter(torch.ones(8))  # of float32 already, beside a weight that this step doesn't use
+    other = nn.Parameter(torch.ones(8).bfloat16())
+    both = MasterWeights([layer.weight, norm, other], torch.optim.SGD, lr=1.0)
+    assert both.master_parameters[1].data_ptr() == norm.data_ptr(), (
+        "a float32 parameter is its own master: no copy of it"
+    )
+    norm.grad, other.grad = torch.ones(8), torch.ones(8).bfloat16()
+    both.step()
+    assert not other.any(), "of several weights, one of 16 bits has not its master's value: round all of self.weights"
+    assert not norm.any(), "a float32 parameter, its own master, is not updated"
+    assert torch.equal(layer.weight, plain.weight.bfloat16()), "a weight without a gradient has changed"
