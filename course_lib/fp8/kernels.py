@@ -29,6 +29,7 @@ BLOCK_MATMUL_CONFIGURATIONS = [
 ]
 
 
+# exercise 14.6
 @triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k", "rows_a", "rows_b"])
 @triton.jit
 def block_matmul_kernel(
@@ -36,8 +37,10 @@ def block_matmul_kernel(
     rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [m, n]. a: [m, k]; b: [n, k]; out: contiguous. scale_a …: a scale for rows_a rows and `piece`
-    numbers of k, by its strides.
+    """Write one tile of out [m, n] = a times the transpose of b. a: [m, k]; b: [n, k]; all three contiguous.
+
+    A scale of a is for rows_a rows and `piece` numbers of k, one of b for rows_b rows; scale_a_row, scale_a_piece …:
+    their strides. The sum of each piece starts at 0; times its scales it is added to `total`, in float32.
     """
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
     row = tile_m * block_m + tl.arange(0, block_m)

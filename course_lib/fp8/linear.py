@@ -48,7 +48,7 @@ class Caster(Float32Buffers):
     """Quantizes the operands of one role of one layer, each by its own amax.
 
     splits: over which groups they are split; a scale that holds for what several ranks have is the same on them all.
-    given: the scale of what comes, where somebody has found it before (fp8_gather). A weight may have been stored in 8
+    given: the scale of what comes, where somebody has found it before (`Fp8Gather`). A weight may have been stored in 8
     bits (`store`): then that is what it is. both: what is quantized in training will be turned, too. known: the scale
     comes from a history, which has something in it. keeps: what has been quantized is kept (`quantized_once`).
     """
@@ -165,15 +165,26 @@ class DelayedCaster(Caster):
     def known_scale(self, x: torch.Tensor) -> torch.Tensor:
         return self.next_scale(amax_of(x, self.groups()))
 
+    # exercise 14.7
     def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
+        """Return the scale [1, 1] for a matrix whose largest magnitude is amax [1, 1]: that of the largest amax of the
+        history, or of this one while the history is empty.
+
+        In training, `self.amax` becomes the largest since the last `update`. Reads no value on the host; a second call
+        with the same amax, as in recomputation, changes nothing.
+        """
         if self.training:
             self.amax.copy_(torch.maximum(self.amax, amax.view(1)))  # a second time, in recomputation, changes nothing
         known = self.history.max()
         return super().next_scale(torch.where(known > 0, known, amax))
 
+    # exercise 14.7
     @torch.no_grad()
     def update(self) -> None:
-        """After a step: its amax, by now that of all ranks, joins the history, and the oldest leaves."""
+        """End a step: its amax, by now that of all ranks, joins the history, and the oldest leaves.
+
+        Afterwards `self.amax` is 0, and `self.updated` True. Reads no value on the host.
+        """
         self.history.copy_(torch.cat([self.amax, self.history[:-1]]))
         self.amax.zero_()
         self.updated = True
@@ -198,12 +209,16 @@ def gradient_dtype(weight: torch.Tensor) -> torch.dtype:
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 
-class Fp8Forward(OnceDifferentiable):
-    """x wᵀ for each weight, in 8 bits; x is quantized once for all of them, and kept in 8 bits for backward."""
+class Fp8Products(OnceDifferentiable):
+    """x wᵀ for each weight, and the gradients, each product in 8 bits. x is quantized once for all weights, and kept in
+    8 bits for backward.
+
+    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
+    """
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-        """x: [..., in], weights: [out, in]; returns one [..., out] for each weight, in x's dtype."""
+        """Return one [..., out] for each weight, in x's dtype. x: [..., in]; weights: [out, in]."""
         rows = casters[0].input(x.reshape(-1, x.shape[-1]))
         factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
         outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
@@ -213,18 +228,15 @@ class Fp8Forward(OnceDifferentiable):
         ctx.save_for_backward(kept, rows.scale, *weights, *(factor.scale for factor in factors))
         return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
 
-
-class Fp8Products(Fp8Forward):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits; x is quantized once for all of them.
-
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
-    """
-
+    # exercise 14.8
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        """gradients: dy of each product, [..., out]. Returns dx, None, None, and dw of each weight; None where
-        `ctx.needs_input_grad` asks for none. ctx has what forward was given and found: group, casters, block, shape and
-        dtype (of x), grad_dtypes (of the weights).
+        """Return dx, None, None, and dw of each weight; None where `ctx.needs_input_grad` asks for none.
+
+        gradients: dy of each product, [..., out]. All products are in 8 bits: each dy quantized once for Dgrad, dyᵀ
+        quantized from dy itself, x from its 8 bits, turned once for all weights; scales that forward found are not
+        found again. dx has x's shape and dtype; with a group it is summed over it, and the sum travels while the dw are
+        computed, in `ctx.grad_dtypes`.
         """
         values, scale, *saved = ctx.saved_tensors
         weights, scales = saved[: len(ctx.casters)], saved[len(ctx.casters) :]

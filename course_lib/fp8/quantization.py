@@ -91,9 +91,12 @@ def check_scales(x: torch.Tensor, dtype: torch.dtype, block: tuple[int, int], sc
         )
 
 
+# exercise 14.5
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
-    """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
-    block of zeros.
+    """Return the scales that take each amax to the dtype's largest number, at least SMALLEST_SCALE; 1 for a block of
+    zeros.
+
+    amax: of each block, float32, 0 or more. power_of_two: a scale that is no power of two becomes the next larger one.
     """
     largest = torch.full((), LARGEST[dtype], device=amax.device)  # a GPU multiplies by a number's rounded reciprocal
     scale = (amax / largest).clamp(min=SMALLEST_SCALE)
@@ -103,6 +106,7 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     return torch.where(amax > 0, scale, 1.0)
 
 
+# exercise 14.5
 def quantize(
     x: torch.Tensor,
     dtype: torch.dtype = torch.float8_e4m3fn,
@@ -111,11 +115,12 @@ def quantize(
     scale: torch.Tensor | None = None,
     groups: tuple[dist.ProcessGroup, ...] = (),
 ) -> Quantized:
-    """x [rows, columns] in 8 bits, rounded to nearest, ties to even; what a given scale takes past the largest number
-    becomes the largest. Infinities and NaN become NaN, and don't count in their block's scale.
+    """Return x [rows, columns] in 8 bits, rounded to nearest, ties to even.
 
-    scale: [blocks of rows, blocks of columns]; None: each block's own. groups: over whose ranks x is split, within a
-    block: these take one scale. Raises ValueError where x, dtype, block or scale don't fit.
+    What a given scale takes past the largest number becomes the largest. Infinities and NaN become NaN, and don't count
+    in their block's scale. scale: [blocks of rows, blocks of columns]; None: each block's own. groups: over whose ranks
+    x is split, within a block: these take one scale. Reads no value on the host. Raises ValueError where x, dtype,
+    block or scale don't fit.
     """
     check_scales(x, dtype, block, scale)
     if scale is None:

@@ -1,11 +1,10 @@
 """Right answers in another style than the solutions, that the checks of notebook 14b must accept."""
 
-
 # %% 14.5 by frexp, and with scales spread over the blocks
+import math
+
+
 def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False) -> torch.Tensor:
-    """The scale that takes amax to the dtype's largest number, or with power_of_two the next power above it; 1 for a
-    block of zeros.
-    """
     largest = torch.tensor(LARGEST[dtype], dtype=torch.float32, device=amax.device)
     scale = torch.clamp(amax / largest, min=SMALLEST_SCALE)
     if power_of_two:
@@ -23,12 +22,6 @@ def quantize(
     scale: torch.Tensor | None = None,
     groups: tuple[dist.ProcessGroup, ...] = (),
 ) -> Quantized:
-    """x [rows, columns] in 8 bits, rounded to nearest, ties to even; what a given scale takes past the largest number
-    becomes the largest. Infinities and NaN become NaN, and don't count in their block's scale.
-
-    scale: [blocks of rows, blocks of columns]; None: each block's own. groups: over whose ranks x is split, within a
-    block: these take one scale. Raises ValueError where x, dtype, block or scale don't fit.
-    """
     check_scales(x, dtype, block, scale)
     if scale is None:
         scale = scale_of(block_amax(x, block, groups), dtype, power_of_two=power_of_two)
@@ -38,7 +31,6 @@ def quantize(
     bounded = bounded.masked_fill(~torch.isfinite(blocks), math.nan)
     return Quantized(out_of_blocks(bounded.to(dtype), x.shape), scale, block)
 
-
 # %% 14.6 counts pieces
 @triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k", "rows_a", "rows_b"])
 @triton.jit
@@ -47,9 +39,6 @@ def block_matmul_kernel(
     rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [m, n]. a: [m, k]; b: [n, k]; out: contiguous. scale_a …: a scale for rows_a rows and `piece`
-    numbers of k, by its strides.
-    """
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
     row = tile_m * block_m + tl.arange(0, block_m)
     column = tile_n * block_n + tl.arange(0, block_n)
@@ -73,69 +62,45 @@ def block_matmul_kernel(
     at = out + row[:, None].to(tl.int64) * n + column[None, :]
     tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
 
-
 # %% 14.7 rolled
-class DelayedCaster(Caster):
-    """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
+def next_scale(self: DelayedCaster, amax: torch.Tensor) -> torch.Tensor:
+    if self.training:
+        torch.maximum(self.amax, amax.reshape(1), out=self.amax)
+    largest = torch.amax(self.history)
+    return super().next_scale(torch.where(largest == 0, amax, largest))
 
-    amax [1]: the largest since the last `update`, evaluation apart; history [steps]: those before it. Where the history
-    is empty a matrix has its own scale. Raises ValueError for blocks.
-    """
 
-    def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
-        if cast.block != TENSOR:
-            raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
-        super().__init__(cast, splits)
-        self.updated = False  # where not, the history may be empty, and the ranks must agree about the matrix itself
-        self.register_buffer("amax", torch.zeros(1))
-        self.register_buffer("history", torch.zeros(cast.history))
-
-    def groups(self, transposed: bool = False) -> tuple[dist.ProcessGroup, ...]:
-        return () if self.updated else super().groups(transposed)  # later, `update_scales` asks them
-
-    def known_scale(self, x: torch.Tensor) -> torch.Tensor:
-        return self.next_scale(amax_of(x, self.groups()))
-
-    def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            torch.maximum(self.amax, amax.reshape(1), out=self.amax)
-        largest = torch.amax(self.history)
-        return super().next_scale(torch.where(largest == 0, amax, largest))
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """After a step: its amax, by now that of all ranks, joins the history, and the oldest leaves."""
-        self.history.copy_(self.history.roll(1))
-        self.history[:1].copy_(self.amax)
-        self.amax.fill_(0.0)
-        self.updated = True
-
+@torch.no_grad()
+def update(self: DelayedCaster) -> None:
+    self.history.copy_(self.history.roll(1))
+    self.history[:1].copy_(self.amax)
+    self.amax.fill_(0.0)
+    self.updated = True
 
 # %% 14.8 the gradient of x in a loop
-class Fp8Products(Fp8Forward):
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor) -> tuple:
-        values, scale, *saved = ctx.saved_tensors
-        count = len(ctx.casters)
-        weights, scales = saved[:count], saved[count:]
-        flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-        in_8_bits = [caster.gradient(gradient) for caster, gradient in zip(ctx.casters, flat)]
-        total, on_its_way = None, None
-        if ctx.needs_input_grad[0]:
-            for caster, gradient, weight, of_weight in zip(ctx.casters, in_8_bits, weights, scales):
-                quantized = caster.weight(weight, of_weight)
-                product = fp8_matmul(gradient, caster.weight.turned(quantized, weight), ctx.dtype)
-                total = product if total is None else total + product
-            total = total.reshape(ctx.shape)
-            if ctx.group is not None:
-                on_its_way = dist.all_reduce(total, group=ctx.group, async_op=True)
-        of_weights = [None for _ in weights]
-        wanted = [number for number in range(count) if ctx.needs_input_grad[3 + number]]
-        if wanted:
-            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))
-        for number in wanted:
-            turned = ctx.casters[number].gradient.turned(in_8_bits[number], flat[number])
-            of_weights[number] = fp8_matmul(turned, x, ctx.grad_dtypes[number])
-        if on_its_way is not None:
-            on_its_way.wait()
-        return (total, None, None, *of_weights)
+@staticmethod
+def backward(ctx, *gradients: torch.Tensor) -> tuple:
+    values, scale, *saved = ctx.saved_tensors
+    count = len(ctx.casters)
+    weights, scales = saved[:count], saved[count:]
+    flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
+    in_8_bits = [caster.gradient(gradient) for caster, gradient in zip(ctx.casters, flat)]
+    total, on_its_way = None, None
+    if ctx.needs_input_grad[0]:
+        for caster, gradient, weight, of_weight in zip(ctx.casters, in_8_bits, weights, scales):
+            quantized = caster.weight(weight, of_weight)
+            product = fp8_matmul(gradient, caster.weight.turned(quantized, weight), ctx.dtype)
+            total = product if total is None else total + product
+        total = total.reshape(ctx.shape)
+        if ctx.group is not None:
+            on_its_way = dist.all_reduce(total, group=ctx.group, async_op=True)
+    of_weights = [None for _ in weights]
+    wanted = [number for number in range(count) if ctx.needs_input_grad[3 + number]]
+    if wanted:
+        x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))
+    for number in wanted:
+        turned = ctx.casters[number].gradient.turned(in_8_bits[number], flat[number])
+        of_weights[number] = fp8_matmul(turned, x, ctx.grad_dtypes[number])
+    if on_its_way is not None:
+        on_its_way.wait()
+    return (total, None, None, *of_weights)

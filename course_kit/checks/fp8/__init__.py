@@ -1,0 +1,1 @@
+"""Checks of the exercises of notebook 14b, one module for each."""

@@ -1,0 +1,77 @@
+"""Check of exercise 14.6: `block_matmul_kernel` is exact within its tensors, and runs on an H100's FP8 tensor cores."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from triton.runtime.interpreter import InterpreterBuilder
+
+from course_kit.checks.kernels import run_guarded
+from course_kit.gpu.compiled import compile_kernel
+from course_kit.labs.fp8.kernels import block_launch
+from course_lib.fp8 import kernels
+from course_lib.fp8.quantization import SQUARE, TILE, Quantized, quantize
+from course_lib.fp8.scaled_matmul import emulated_matmul
+from course_lib.mixed_precision.block_formats import relative_error
+
+CASES = ((70, 40, 300, SQUARE), (64, 130, 128, TILE), (5, 7, 515, SQUARE))  # m, n, k, the blocks of b
+
+
+@contextlib.contextmanager
+def bytes_within(*tensors: torch.Tensor) -> Iterator[None]:
+    """Raise AssertionError if an interpreted kernel loads 8-bit numbers from outside of these tensors."""
+    load, strays = InterpreterBuilder.create_masked_load, []
+
+    def watching(self, pointers, mask, *rest, **options):
+        if pointers.get_element_ty().is_fp8():
+            at = pointers.data[mask.data]
+            inside = [(at >= x.data_ptr()) & (at < x.data_ptr() + x.nbytes) for x in tensors]
+            strays.append(int((sum(inside) == 0).sum()))
+        return load(self, pointers, mask, *rest, **options)
+
+    with mock.patch.object(InterpreterBuilder, "create_masked_load", watching):
+        yield
+    assert not any(strays), f"{sum(strays)} lanes load 8-bit numbers outside of a and b: mask rows, columns and k"
+
+
+def run_block(
+    values_a: torch.Tensor, values_b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+    block_a: tuple[int, int], block_b: tuple[int, int],
+) -> torch.Tensor:  # fmt: skip
+    """Return [m, n] float32, by one launch of the kernel without its autotuner."""
+    a, b = Quantized(values_a, scale_a, block_a), Quantized(values_b, scale_b, block_b)
+    out = torch.empty(len(values_a), len(values_b), device=values_a.device)
+    arguments, constants = block_launch(a, b, out)
+    tiles = -(-out.shape[0] // 64) * -(-out.shape[1] // 64)
+    with bytes_within(values_a, values_b):
+        kernels.block_matmul_kernel.fn[(tiles,)](*arguments, **constants)
+    return out
+
+
+def check() -> None:
+    """Assert results against float64 in ragged sizes, between guard bands; then what an H100 gets."""
+    kernel = kernels.block_matmul_kernel.fn
+    for m, n, k, block_b in CASES:
+        torch.manual_seed(m)
+        x, w = torch.randn(m, k) * torch.logspace(-3, 3, k), torch.randn(n, k) * torch.logspace(3, -3, k)
+        a, b = quantize(x, block=TILE), quantize(w, torch.float8_e5m2 if m == 5 else torch.float8_e4m3fn, block_b)
+        out = run_guarded(kernel, run_block, a.values, b.values, a.scale, b.scale, a.block, b.block)
+        off = relative_error(out.double(), emulated_matmul(a, b, torch.float64))
+        assert off < 1e-5, (
+            f"[{m}, {k}] by [{n}, {k}]: off by {off:.1e} of the result. Each piece of 128 has scales "
+            "of its own, and its sum starts at 0; the last piece may be short; the total is float32"
+        )
+    names = kernel.fn.__code__.co_names
+    assert "dot_fp8" in names and "dot" not in names, "the product is dot_fp8, of the 8 bits as they were loaded"
+    large = quantize(torch.randn(256, 256), block=TILE), quantize(torch.randn(256, 256), block=SQUARE)
+    arguments, constants = block_launch(*large, torch.empty(256, 256, dtype=torch.bfloat16), 128, 128)
+    compiled = compile_kernel(kernel, *arguments, **constants, num_warps=8, num_stages=3)
+    products = re.findall(r"wgmma\.mma_async\S*\.(\w+\.\w+);?\s", compiled.ptx)
+    assert len(products) == 4 and set(products) == {"e4m3.e4m3"}, (
+        f"a piece is 4 FP8 products of 32 on an H100, not {products}"
+    )
+    assert compiled.spilled_bytes == 0, f"{compiled.spilled_bytes} bytes a thread spill"

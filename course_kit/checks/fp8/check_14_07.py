@@ -1,0 +1,55 @@
+"""Check of exercise 14.7: a `DelayedCaster` takes the scale of its history, and records each step once."""
+
+from __future__ import annotations
+
+import torch
+
+from course_kit.checks.watchers import NoHostReads, two_more_ranks
+from course_lib.fp8.linear import DelayedCaster
+from course_lib.fp8.operands import Cast, Split
+from course_lib.fp8.quantization import dequantize
+
+SIZES = [4.0, 8.0, 2.0, 2.0, 2.0, 2.0]  # of a matrix, by step
+WANTED = [4, 4, 8, 8, 8, 2]  # the amax behind its scale, with a history of 3
+
+
+def check() -> None:
+    """Assert scales, what is recorded, a jump, the state, no reads on the host, common scales, and stored weights."""
+    caster, scales = DelayedCaster(Cast(history=3)), []
+    for size in SIZES:
+        x = torch.full((2, 2), size)
+        first, again = caster(x), caster(x)  # the second time in recomputation
+        caster(x / 2)  # the next micro-batch
+        assert torch.equal(first.scale, again.scale), "forward's second run in a step has another scale"
+        assert caster.amax.item() == size, f"recorded {caster.amax.item()}, the largest of this step is {size}"
+        scales.append(round(448 * first.scale.item(), 3))
+        caster.eval()(100 * x), caster.train()
+        assert caster.amax.item() == size, "evaluation is no step: it uses the scale, and nothing is recorded"
+        caster.update()
+        assert caster.amax.item() == 0, "after a step the record starts again"
+    assert scales == WANTED, (
+        f"amax behind the scales: {scales}; the first's own, then the largest of the last three: {WANTED}"
+    )
+    assert dequantize(caster(torch.tensor([[1.0, 1000.0]])))[0, 1] < 2.1, (
+        "a jump saturates: the scale is that of the steps before"
+    )
+    caster.update()
+    fresh = DelayedCaster(Cast(history=3))
+    fresh.load_state_dict(caster.state_dict())
+    assert fresh(x).scale == caster(x).scale, "the history is part of the state"
+    with NoHostReads():
+        caster(x), caster.update()
+    split = DelayedCaster(Cast(history=3), (Split(0, "ranks"),))
+    with two_more_ranks(448.0) as calls:
+        assert split(x).scale == 1, "the first step's scale is that of all ranks' parts"
+        split.update()
+        before = len(calls)
+        assert split(x).scale == 1 and len(calls) == before, (
+            "after the first step, the ranks agree in update (the largest of all), and forward waits for none"
+        )
+    weight = DelayedCaster(Cast(history=3))
+    stored = weight.store(torch.full((2, 2), 896.0))
+    kept = weight(stored)
+    assert kept.scale == 2 and torch.equal(kept.values.float(), stored.float()), (
+        "a weight that is stored in 8 bits is taken as it is, with its stored scale: `super().forward`"
+    )

@@ -1,0 +1,143 @@
+"""Check of exercise 14.8: `Fp8Products` makes Dgrad and Wgrad in 8 bits, no product too many, and keeps a byte for each
+element of x.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from course_lib.fp8 import linear
+from course_lib.fp8.linear import Fp8Linear, LayerCasters
+from course_lib.fp8.operands import Cast, Casts, Split
+from course_lib.fp8.quantization import LARGEST, ROW, SQUARE, TILE, in_blocks, out_of_blocks
+from course_lib.mixed_precision.block_formats import relative_error
+
+TOKENS, IN, OUT = 128, 160, 96
+E5M2, TILES, ROWS = Cast(torch.float8_e5m2), Cast(block=TILE), Cast(block=ROW)
+RECIPES = (
+    Casts(Cast(), Cast(), E5M2),
+    Casts(TILES, Cast(block=SQUARE), TILES),
+    Casts(ROWS, ROWS, Cast(torch.float8_e5m2, ROW)),
+)
+FPROP, DGRAD, WGRAD = ((TOKENS, IN), (OUT, IN)), ((TOKENS, OUT), (IN, OUT)), ((OUT, TOKENS), (IN, TOKENS))
+
+
+@contextlib.contextmanager
+def watched_products() -> Iterator[list]:
+    """Yield what happens inside, in order: the operands (a, b) of each fp8_matmul; "all-reduce", as if one more rank
+    had the same; "wait".
+    """
+    seen, finished = [], linear.fp8_matmul
+
+    def product(a, b, *more, **named):
+        seen.append((a, b))
+        return finished(a, b, *more, **named)
+
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        work = mock.Mock()
+        work.wait.side_effect = lambda: (seen.append("wait"), tensor.mul_(2))
+        seen.append("all-reduce")
+        if async_op:
+            return work
+        work.wait()
+
+    with mock.patch.object(linear, "fp8_matmul", product), mock.patch.object(dist, "all_reduce", all_reduce):
+        yield seen
+
+
+def in_eight_bits(m: torch.Tensor, cast: Cast) -> torch.Tensor:
+    """Return what the 8 bits of a matrix stand for."""
+    blocks = in_blocks(m, cast.block)
+    scale = blocks.abs().amax((1, 3), keepdim=True) / LARGEST[cast.dtype]
+    return out_of_blocks((blocks / scale).to(cast.dtype).float() * scale, m.shape)
+
+
+def exact_gradients(
+    rows: torch.Tensor, weights: list[torch.Tensor], dys: list[torch.Tensor], casts: Casts
+) -> list[torch.Tensor]:
+    """Return dx, then a dw for each weight, of the quantized operands. rows: [tokens, in]; weights: [out, in]."""
+    if casts.weight.block == ROW:  # a scale for each k of Dgrad
+        weights = [in_eight_bits(weight.t(), casts.weight).t() for weight in weights]
+    else:
+        weights = [in_eight_bits(weight, casts.weight) for weight in weights]
+    dx = sum(in_eight_bits(dy, casts.gradient) @ weight for dy, weight in zip(dys, weights, strict=True))
+    kept = in_eight_bits(in_eight_bits(rows, casts.input).t(), casts.input).t()  # of x there are 8 bits alone
+    return [dx] + [in_eight_bits(dy.t(), casts.gradient) @ kept for dy in dys]
+
+
+def check() -> None:
+    """Assert the products and gradients of three weights that share x, what is asked for, and what is kept."""
+    torch.manual_seed(3)
+    x = torch.randn(2, 64, IN, requires_grad=True)
+    weights = [torch.randn(OUT, IN, requires_grad=True) for _ in range(3)]
+    dys = torch.randn(3, 2, 64, OUT).unbind()
+    for casts in RECIPES:
+        check_products(x, weights, dys, casts)
+    check_forward_scales(x, weights, dys)
+    layer = Fp8Linear(nn.Linear(IN, OUT, bias=False), RECIPES[-1])
+    for given, asked in ((x, x), (x.detach(), layer.weight)):
+        layer.weight.requires_grad_(asked is layer.weight)
+        with watched_products() as seen:
+            torch.autograd.grad(layer(given), asked, dys[0])
+        assert len(seen) == 2, f"{len(seen)} products, where {'the weight' if asked is x else 'x'} needs no gradient: 2"
+    check_kept(layer, x)
+
+
+def check_products(x: torch.Tensor, weights: list, dys: tuple, casts: Casts) -> None:
+    """Assert operands, their order beside the all-reduce, and the gradients."""
+    rows, dy_rows = x.detach().flatten(0, 1), [dy.flatten(0, 1) for dy in dys]
+    wanted = [FPROP] * 3 + [DGRAD] * 3 + [WGRAD] * 3
+    casters = [LayerCasters(casts) for _ in weights]
+    with watched_products() as seen:
+        found = torch.autograd.grad(linear.Fp8Products.apply(x, "ranks", casters, *weights), [x, *weights], dys)
+    operands = [each for each in seen if not isinstance(each, str)]
+    shapes = [(tuple(a.values.shape), tuple(b.values.shape)) for a, b in operands]
+    assert sorted(shapes) == sorted(wanted), f"operands of Fprop, Dgrad, Wgrad for 3 weights: {wanted}, not {shapes}"
+    last = [pair for pair, shape in zip(operands, shapes, strict=True) if shape == WGRAD]
+    blocks = {(a.block, b.block) for a, b in last}
+    assert blocks == {(casts.gradient.block, casts.input.block)}, f"Wgrad: blocks lie along tokens, not {blocks}"
+    assert len({id(b.values) for _, b in last}) == 1, "x is turned once for all weights that share it"
+    order = [each if isinstance(each, str) else "product" for each in seen[6:]]
+    assert order == ["all-reduce", "product", "product", "product", "wait"], (
+        f"with a group, dx is summed over it beside Wgrad's products; after Dgrad come {order}"
+    )
+    exact = exact_gradients(rows, [weight.detach() for weight in weights], dy_rows, casts)
+    off = [relative_error(dw, each) for dw, each in zip(found[1:], exact[1:], strict=True)]
+    assert relative_error(found[0].flatten(0, 1), 2 * exact[0]) < 1e-5, "dx is not all dy w of the quantized operands"
+    assert max(off) < 1e-5, f"dw is not dyᵀ x of the quantized operands (x from its 8 bits): off by {off}"
+
+
+def check_forward_scales(x: torch.Tensor, weights: list, dys: tuple) -> None:
+    """Assert that backward asks no rank for scales, skips frozen weights, and has each weight's own dtype."""
+    casters = [LayerCasters(Casts(Cast(), Cast(), Cast()), {"weight": (Split(0, "ranks"),)}) for _ in weights]
+    with watched_products() as seen:
+        frozen = [weights[0].detach(), weights[1], weights[2].detach()]
+        outs = linear.Fp8Products.apply(x.bfloat16(), None, casters, *frozen)
+        in_forward = len(seen)
+        _, dw = torch.autograd.grad(outs, [x, weights[1]], [dy.bfloat16() for dy in dys])
+    assert "all-reduce" not in seen[in_forward:], (
+        "backward asks the ranks for the weights' scales again: forward has saved them"
+    )
+    assert len(seen) - in_forward == 4, (
+        f"3 products for dx and one for the one weight that needs a gradient, not {len(seen) - in_forward}"
+    )
+    assert not torch.equal(dw, dw.bfloat16().float()), "a float32 weight's gradient is rounded to x's dtype, bfloat16"
+
+
+def check_kept(layer: Fp8Linear, x: torch.Tensor) -> None:
+    """Assert that backward keeps x in 8 bits, and not x itself."""
+    hidden = x * 1
+    out, left = layer(hidden), StorageWeakRef(hidden.untyped_storage())
+    kept = [
+        each for each in (*out.grad_fn.saved_tensors, *vars(out.grad_fn).values()) if isinstance(each, torch.Tensor)
+    ]
+    kept = sum(each.nbytes for each in kept if each.data_ptr() != layer.weight.data_ptr())
+    del hidden
+    assert kept <= 1.05 * x.numel() and left.expired(), "backward keeps more than a byte for each element of x"
