@@ -11,7 +11,7 @@ WELCOME = 00_welcome.md
 # One worker more than there are cores, 8 at most: while some wait for processes, others work.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 8 ? cores + 1 : 8)))
 
-.PHONY: help own-venv lab doctor test lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course
+.PHONY: help own-venv lab doctor test nightly lint export workbook render bench gpu gpu-record bench-planner solution progress cheatsheet site course
 
 help: ## list these commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' Makefile
@@ -60,10 +60,13 @@ test: .venv/installed-test ## set up and run what CI runs: lint, the export chec
 		$(if $(K),--concerning $(K)) tests notebooks || status=1; \
 	exit $$status
 
+nightly: .venv/installed-test ## run every notebook as a learner gets it: only checks and blank values may fail
+	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m nightly tests/scripts/test_blank_notebooks.py
+
 lint: .venv/installed-test ## check the code, in notebooks too
 	@$(RUN) -m ruff check .
 
-export: .venv/installed-lab ## write course_lib/ from the notebooks
+export: .venv/installed-lab ## put what the notebooks build into course_lib/
 	@$(RUN) scripts/export.py
 
 workbook: .venv/installed-lab ## write workbook/, or bring it up to date; your own cells stay

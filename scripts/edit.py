@@ -9,8 +9,9 @@ The text is jupytext's percent format. A cell's header holds its id and what nbg
     # %% [markdown] id="title"
 
 An id `ex-01-2` makes a code cell an exercise and `check-01-2` its check: their nbgrader metadata follows from the id
-and stands in the text only where it differs. A cell without an id is given one. Which cells are folded follows from a
-rule (fold.py), and does not stand in the text. Outputs stay with a cell, by its id, as long as its source is the same.
+and stands in the text only where it differs. A cell without an id is given one. A figure's code of more than six lines
+is collapsed; that does not stand in the text either. Outputs stay with a cell, by its id, as long as its source is the
+same.
 What the notebook says of itself (its kernel) stays too; of that, `course` alone stands in the text, as a header, and
 may be changed there. A line of a cell that looks like a header bears a backslash in the text: `# \\%%`.
 """
@@ -25,10 +26,11 @@ import nbformat
 from clean import notebook_metadata
 from course_kit.exercises.saved import CELL_ID
 from export import ExportError, read_notebook, write_atomically
-from fold import fold, mark
 
 FORMAT = {"extension": ".py", "format_name": "percent", "comment_magics": False}
 HEADER = r"%%|<codecell>|In\[[0-9 ]*\]"  # where a line of a comment begins so, jupytext begins a cell
+COLLAPSED, OPEN = "hide-input", "show-input"  # tags: of a collapsed cell, for the site; of code that is to be read
+LONG = 6  # lines of a figure that stay open
 FILTERS = {"cell_metadata_filter": "all", "notebook_metadata_filter": "course,-all"}
 
 
@@ -43,6 +45,31 @@ def nbgrader_metadata(cell: dict) -> dict | None:
     points = {} if exercise else {"points": 1}
     return {"grade": not exercise, "grade_id": cell["id"], "locked": not exercise, **points,
             "schema_version": 3, "solution": exercise, "task": False}
+
+
+def collapse_figures(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Collapse the long cells that draw a figure or show a widget, and open all others, in place."""
+    for cell in notebook.cells:
+        mark(cell, cell.cell_type == "code" and draws(cell) and len(cell.source.splitlines()) > LONG)
+    return notebook
+
+
+def draws(cell: nbformat.NotebookNode) -> bool:
+    """Whether a code cell's first line says so, or a picture is among its outputs; a widget's view is not kept."""
+    if OPEN in cell.metadata.get("tags", []):
+        return False
+    pictures = any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+    return cell.source.startswith(("# Figure", "# Widget")) or pictures and not cell.source.startswith("#|")
+
+
+def mark(cell: nbformat.NotebookNode, collapsed: bool) -> None:
+    """Collapse the cell, or open it, in place: for JupyterLab and for the site. All its other metadata stays."""
+    tags = [tag for tag in cell.metadata.get("tags", []) if tag != COLLAPSED] + [COLLAPSED] * collapsed
+    view = {key: value for key, value in cell.metadata.get("jupyter", {}).items() if key != "source_hidden"}
+    for key, value in (("tags", tags), ("jupyter", view | ({"source_hidden": True} if collapsed else {}))):
+        cell.metadata.pop(key, None)
+        if value:
+            cell.metadata[key] = nbformat.from_dict(value)
 
 
 def escaped(cell: dict, back: bool = False) -> str:
@@ -108,7 +135,7 @@ def to_notebook(text: str, old: nbformat.NotebookNode | None = None) -> nbformat
             cell.update({key: value for key, value in was.items() if key != "metadata"})
         elif was and "attachments" in was:
             cell["attachments"] = was["attachments"]
-    nbformat.validate(fold(notebook))
+    nbformat.validate(collapse_figures(notebook))
     return notebook
 
 

@@ -11,8 +11,9 @@ import sys
 from pathlib import Path
 
 from course_kit.exercises import notes
+from course_kit.exercises.cells import MARKER
 from course_kit.exercises.saved import digest_of_cells, exercise_cells, exercise_of
-from export import NOTEBOOKS, ROOT, ExportError, kept_lines, program_of, read_notebook
+from export import NOTEBOOKS, ROOT, ExportError, read_notebook
 
 PROGRESS = ROOT / "workbook" / notes.FOLDER
 STARRED = re.compile(r"^### Exercise (\d\d\.\d+) .*\n\*★", re.MULTILINE)  # those of the short path
@@ -44,7 +45,7 @@ def solution(name: str, notebooks: Path) -> str:
         notebook = read_notebook(path)
         found = exercise_cells(notebook)
         if name in found:
-            return "\n\n".join(answer(name, path, cell, program_of(notebook) is not None) for cell in found[name])
+            return "\n\n".join(answer(name, path, cell) for cell in found[name])
         others += found
     if not paths:
         raise ExportError(f"there is no notebook {name[:2]} in {notebooks}")
@@ -52,11 +53,10 @@ def solution(name: str, notebooks: Path) -> str:
     raise ExportError(f"there is no exercise {name} in {names}, but there are {' '.join(others) or 'none'}")
 
 
-def answer(name: str, path: Path, cell: dict, whole: bool) -> str:
-    """A cell of a solution, and where it stands; `whole`: with the directive, as its first line."""
-    code = [text for _, text in kept_lines(cell["source"])]
-    first = cell["source"].split("\n")[0]
-    directive = [first] if whole and first.startswith("#|") else []
+def answer(name: str, path: Path, cell: dict) -> str:
+    """A cell of a solution, and where it stands. A directive stays its first line."""
+    code = [line for line in cell["source"].split("\n") if not MARKER.match(line)]
+    directive = [code.pop(0)] if code[0].startswith("#|") else []
     return "\n".join([*directive, f"# Exercise {name}, from {path.name}, cell {cell['id']}", *code, ""])
 
 
@@ -68,15 +68,11 @@ def learners_exercises(path: Path) -> dict[str, list[dict]]:
         return {}
 
 
-def state(name: str, cells: list[dict], folder: Path, has_digest: bool) -> str:
-    """How an exercise stands with these cells of a notebook in `folder`: one of notes.STATES.
-
-    has_digest: whether its check notes which answer passed; a check of the old shape does not.
-    """
+def state(name: str, cells: list[dict], folder: Path) -> str:
+    """How an exercise stands with these cells of a notebook in `folder`: one of notes.STATES."""
     if any(BLANK in cell["source"] for cell in cells):
         return "not tried"  # what a check noted of an earlier answer is over
-    digest = (digest_of_cells(cells) or "unreadable") if has_digest else None
-    return notes.state(folder, name, digest)
+    return notes.state(folder, name, digest_of_cells(cells) or "unreadable")
 
 
 def progress(notebooks: Path, folder: Path) -> str:
@@ -90,7 +86,7 @@ def progress(notebooks: Path, folder: Path) -> str:
         notebook = read_notebook(path)
         short, mine = starred(notebook), learners_exercises(folder.parent / path.name)
         for name in exercises(notebook):
-            found = state(name, mine.get(name, []), folder.parent, program_of(notebook) is not None)
+            found = state(name, mine.get(name, []), folder.parent)
             names[found].append(f"{name}★" if name in short else name)
         lines.append(f"{path.stem}: {len(names['passes'])} of {sum(map(len, names.values()))} exercises pass")
         hints = {"changed": " (since they passed: run their cells and checks again)"}

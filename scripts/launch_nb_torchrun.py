@@ -1,4 +1,4 @@
-"""Export a notebook's cells and run them under torchrun, on one process, one machine or a cluster.
+"""Export a notebook's cells and run its program under torchrun, on one process, one machine or a cluster.
 
     python scripts/launch_nb_torchrun.py NOTEBOOK [options] [any torchrun option] [-- options of the program]
 
@@ -7,7 +7,6 @@ anything is written. Exit status: 0; 1 where a rank failed; 2 where the launch c
 """
 
 import argparse
-import functools
 import importlib.util
 import os
 import shlex
@@ -44,22 +43,11 @@ def own_options() -> argparse.ArgumentParser:
     add("--reference", action="append", default=[], metavar="NN",
         help="take chapter NN from the reference, not from workbook/; may be repeated")
     add("--unchecked", action="store_true",
-        help="take your answers whose checks have not passed as well (in notebooks of the new shape)")
+        help="take your answers whose checks have not passed as well")
     add("--dry-run", action="store_true", help="print the torchrun command, or the sbatch script, and do nothing")
     add("--slurm", metavar=slurm.FORM,
         help="write an sbatch script to runs/slurm/, and submit it where there is Slurm; cpus: cores for each GPU")
     return parser
-
-
-@functools.cache
-def nbdev_found() -> bool:
-    """Whether this machine can export notebooks of the old shape; a bare cluster node has no nbdev."""
-    try:
-        import nbdev.export  # noqa: F401
-    except ImportError:
-        say("no nbdev on this machine: running what is exported")
-        return False
-    return True
 
 
 def differing(program: Program) -> dict[str, str]:
@@ -126,7 +114,7 @@ def launch(argv: list[str]) -> int:
     if importlib.util.find_spec("torch") is None:
         raise LaunchError(f"{sys.executable} has no PyTorch: start the launcher with the Python of .venv")
     notebook, torchrun = split_notebook(rest)
-    program = read_program(notebook, own.reference, not own.no_export, own.unchecked, nbdev_found)
+    program = read_program(notebook, own.reference, not own.no_export, own.unchecked)
     if own.slurm:
         printed = script = slurm_script(own, torchrun, program, options)
     else:

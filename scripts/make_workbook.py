@@ -33,8 +33,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from course_kit.exercises.saved import exercise_of
-from export import NOTEBOOKS, ROOT, ExportError, program_of, read_notebook, write_atomically
-from reshape import has_new_shape, is_value, reshape
+from export import NOTEBOOKS, ROOT, ExportError, read_notebook, write_atomically
+from reshape import has_old_shape, is_value, reshape
 
 WORKBOOK = ROOT / "workbook"
 WELCOME = ROOT / "scripts" / "lab" / "welcome.md"
@@ -67,8 +67,7 @@ def blank_notebook(path: Path) -> dict:
     except (RuntimeError, ValidationError) as error:
         raise ExportError(f"{path}: nbgrader cannot make it blank: {error}") from None
     notebook = json.loads(json.dumps(notebook))  # plain dicts again
-    if program_of(notebook):
-        go_on_after_failures(notebook)
+    go_on_after_failures(notebook)
     notebook["metadata"].setdefault("course", {})["base"] = stamp(notebook)
     return notebook
 
@@ -300,7 +299,7 @@ def with_moved_cells(blank: dict, path: Path, notebooks: Path) -> dict:
         mine = by_id(learner["cells"], old)
         gone = {name for name in cells if places[name] == 1} - {*now.get(other.name, ())}
         mine = {name: cell for name, cell in mine.items() if name in gone}
-        if has_new_shape(base, learner, blank):
+        if has_old_shape(base, learner):
             found = reshape(base, mine, blank)
             old = {cell["id"]: cell for cell in found.base["cells"]} if found.base else {}
             mine = {cell["id"]: cell for cell in found.cells}
@@ -327,7 +326,7 @@ def update(path: Path, blank: dict) -> str:
         return f"{path.stem}: up to date"
     base = whole_base = read_base(path, base_stamp)
     said = ""
-    if has_new_shape(base, learner, blank):
+    if has_old_shape(base, learner):
         known = {cell["id"]: cell for cell in (base or blank)["cells"]}
         found = reshape(base, by_id(learner["cells"], known), blank)
         base, learner, said = found.base, {**learner, "cells": found.cells}, found.words()
@@ -363,11 +362,10 @@ def hand_out(path: Path, blank: dict, notebooks: Path) -> str:
     return f"{path.stem}: handed out{aside}{moved}"
 
 
-def is_older(path: Path, source: Path) -> bool:
-    """Whether the learner's notebook at `path` has the old shape, and the course's, `source`, the new one."""
+def is_older(path: Path) -> bool:
+    """Whether the learner's notebook at `path` is of an older course, whose exercise cells held given code too."""
     try:
-        course = read_notebook(source)
-        return program_of(course) is not None and has_new_shape(None, read_learners(path), course)
+        return has_old_shape(None, read_learners(path))
     except ExportError:  # there is none, or it is damaged
         return False
 
@@ -378,7 +376,7 @@ def make_workbook(notebooks: Path, workbook: Path, only_missing: bool = False) -
     """
     paths = sorted(notebooks.glob("*.ipynb"))
     if only_missing:
-        yield from (f"{path.stem}: {OLDER}" for path in paths if is_older(workbook / path.name, path))
+        yield from (f"{path.stem}: {OLDER}" for path in paths if is_older(workbook / path.name))
         paths = [path for path in paths if not (workbook / path.name).exists()]
     blanks = {path.name: blank_notebook(path) for path in paths}
     for name in sorted(blanks, key=lambda name: (workbook / name).exists()):

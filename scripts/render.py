@@ -2,10 +2,10 @@
 
     python scripts/render.py notebooks/01_single_gpu.ipynb ...
 
-A notebook is replaced when its last cell has run, in one step; one that fails stays as it was. It is cleaned (clean.py)
-and its cells are folded (fold.py). Views of widgets are left out: without a kernel they are error messages, which is
-why a static figure stands beside each. So are complaints that name files of this machine, and what is left of a long
-cell's bar. Pictures are stored as small as they get without a loss.
+A notebook is replaced when its last cell has run, in one step; one that fails stays as it was. It is cleaned
+(clean.py), and the code of figures is collapsed (edit.py). Views of widgets are left out: without a kernel they are
+error messages, which is why a static figure stands beside each. So are complaints that name files of this machine, and
+what is left of a long cell's bar. Pictures are stored as small as they get without a loss.
 """
 
 import base64
@@ -21,8 +21,8 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 from PIL import Image
 
 from clean import clean
+from edit import collapse_figures
 from export import ROOT, ExportError, read_notebook, write_atomically
-from fold import fold
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 CELL_TIMEOUT_S = 600
@@ -64,7 +64,7 @@ def render(path: Path) -> None:
             cell.outputs = [output for output in cell.outputs if is_kept(output)]
             for data in (output.data for output in cell.outputs if "image/png" in output.get("data", {})):
                 data["image/png"] = shrunk(data["image/png"])
-    write_atomically(path, nbformat.writes(fold(clean(notebook))) + "\n")
+    write_atomically(path, nbformat.writes(collapse_figures(clean(notebook))) + "\n")
 
 
 def main(paths: list[str]) -> int:

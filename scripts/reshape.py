@@ -1,5 +1,5 @@
-"""Carry a learner's notebook over to the new shape of exercises, in which a cell is what the learner writes and nothing
-else: `def launch(self: Bucket)`, where it was a whole class with the given code round a blank.
+"""Carry a learner's notebook of an older course over to exercises whose cell is what the learner writes and nothing
+else: `def launch(self: Bucket)`, where it was a whole class with the given code around a blank.
 
 What a learner has written is taken out of the old cell by its names. An old cell in which more than that was changed
 is kept below the new one, as a raw cell: nothing that a learner has written is lost.
@@ -159,14 +159,14 @@ def annotated(text: str, cls: str | None) -> str:
     return "\n".join(lines)
 
 
-def has_new_shape(base: dict | None, learner: dict, course: dict) -> bool:
-    """Whether the course's notebook has the new shape, and what the learner was handed out has not."""
-    return program_of(course) is not None and program_of(base or learner) is None
+def has_old_shape(base: dict | None, learner: dict) -> bool:
+    """Whether what the learner was handed out is a notebook of an older course."""
+    return program_of(base or learner) is None
 
 
 @dataclass
 class Reshaped:
-    """What an update to the new shape starts from, and what it says."""
+    """What an update of an older notebook starts from, and what it says."""
 
     base: dict | None  # the notebook that was handed out
     cells: list[dict]  # the learner's

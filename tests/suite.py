@@ -9,6 +9,7 @@ start, kill and count processes are one unit, so that they do not meet.
 
 import ast
 import collections
+import functools
 import gc
 import re
 import sys
@@ -26,8 +27,7 @@ sys.path[:] = [place for place in sys.path if place != str(TESTS)]
 sys.path += sorted({str(file.parent) for file in TESTS.glob("*/[a-z]*.py")})
 NOTEBOOKS = {path.stem.partition("_")[0]: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 SCRIPTS = "scripts"  # what concerns no notebook
-# In a kernel those of the notebooks of the old shape, without one those of the new.
-EXERCISES = "tests/scripts/test_exercises.py", "tests/scripts/test_answers.py"
+EXERCISES = "tests/scripts/test_answers.py"
 PROCESSES = "ranks launch slurm_real sweep survival course_scripts lab_browser setup".split()
 # The longest notebooks, and their exercises.
 LONGEST_FIRST = "10 09 11 07 06 08 05 03 04 10b 13 14b 12 12b 02 01 14".split()
@@ -39,7 +39,7 @@ def unit(nodeid: str) -> str:
     file, _, name = nodeid.partition("::")
     if file.endswith(".ipynb"):
         return file
-    if file in EXERCISES and (found := re.search(r"\[(\d\d\w?_\w+)\]$", name)):
+    if file == EXERCISES and (found := re.search(r"\[(\d\d\w?_\w+)\]$", name)):
         return f"exercises of {found[1]}"
     return "tests of processes" if re.sub(r"^test_", "", Path(file).stem) in PROCESSES else file
 
@@ -70,13 +70,20 @@ def notebook_of(file: Path) -> str | None:
 
 
 def notebook_behind(module: Path) -> str | None:
-    """The number of the notebook that a module of the library is generated from; of one that is written by hand, that
-    of the notebook with its package's name.
-    """
-    if found := re.search(r"/notebooks/(\w+?)_", module.read_text(encoding="utf-8")):
-        return found[1]
-    named = (number for number, path in NOTEBOOKS.items() if path.stem.partition("_")[2] == module.parent.name)
-    return next(named, None)
+    """The number of the notebook that exports to a module of the library, or else to its package; None for none."""
+    package = module.parent.name
+    return exporting_notebooks().get(f"{package}.{module.stem}") or exporting_notebooks().get(package)
+
+
+@functools.cache
+def exporting_notebooks() -> dict[str, str]:
+    """The number of the first notebook that exports to each module and each package."""
+    found = {}
+    for number, path in NOTEBOOKS.items():
+        for module, package in re.findall(r"#\| export ((\w+)\.\w+)", path.read_text(encoding="utf-8")):
+            found.setdefault(module, number)
+            found.setdefault(package, number)
+    return found
 
 
 def chosen_notebook(word: str) -> str:
@@ -104,7 +111,7 @@ def pytest_configure(config):
 def pytest_ignore_collect(collection_path, config):
     """Do not even import what concerns other notebooks."""
     chosen = getattr(config, "chosen", None)
-    if not chosen or collection_path.is_dir() or collection_path in [ROOT / file for file in EXERCISES]:
+    if not chosen or collection_path.is_dir() or collection_path == ROOT / EXERCISES:
         return None
     if collection_path.suffix == ".ipynb":
         return True if collection_path != NOTEBOOKS.get(chosen) else None
@@ -117,10 +124,10 @@ def pytest_collection_modifyitems(config, items):
     """What takes long comes first, so that no worker waits for it at the end: the tests of processes, which wait half
     of their time, beside the exercises and notebooks with most ranks; then the other notebooks, and the tests on ranks.
     """
-    if config.chosen:  # of the exercises' files, which are collected whole
+    if config.chosen:  # of the exercises' file, which is collected whole
         concerns = {item: exercises_of(unit(item.nodeid)) in (None, config.chosen) for item in items}
         if config.chosen != SCRIPTS:
-            concerns |= {item: False for item in items if unit(item.nodeid) in EXERCISES}
+            concerns |= {item: False for item in items if unit(item.nodeid) == EXERCISES}
         config.hook.pytest_deselected(items=[item for item in items if not concerns[item]])
         items[:] = [item for item in items if concerns[item]]
 

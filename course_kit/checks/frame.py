@@ -2,7 +2,7 @@
 
 An error becomes advice, and `.progress/` keeps the result. The assertions are the function `check` of a module
 `course_kit/checks/<package>/check_04_06.py`; of an exercise that is not exported its parameters are names of the
-notebook. A notebook of the old shape has its assertions in the cell: `with check("01.3"):`.
+notebook.
 """
 
 import contextlib
@@ -39,21 +39,19 @@ EXERCISE = re.compile(r"\d\d\.\d+")
 Cells = list[tuple[str, str]]  # (source, file name that errors show)
 
 
-def check(exercise: str):
+def check(exercise: str) -> None:
     """Check an exercise, such as "04.6": its answer goes into the library if it passes, and the reference if not.
 
-    Prints one line if it passes, else raises CheckFailed with advice. Without a check function of that name, returns
-    a context manager for the assertions of a cell: `with check("01.3"):`.
+    Prints one line if it passes, else raises CheckFailed with advice. Raises ValueError for an unknown exercise.
     """
     if check_module(exercise) is None:
-        return assertions(exercise)
+        raise ValueError(f"there is no exercise {exercise!r}; name it as its heading does, such as 04.6")
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None:
         raise CheckFailed(f'check("{exercise}") looks for your answer in a notebook, and this is none')
     with advice(exercise):  # an answer that was not run is none: what is noted of an earlier one, and installed, stays
         cells = cells_of(exercise, run_cells(shell))
     run(exercise, cells, shell.user_ns)
-    return None
 
 
 @contextlib.contextmanager
@@ -276,16 +274,3 @@ def explaining(exercise: str, cells: Cells) -> Iterator[None]:
             again = "your code calls itself without end; the library's function of that name is yours now"
             raise AssertionError(again) from error
         raise
-
-
-@contextlib.contextmanager
-def assertions(exercise: str) -> Iterator[None]:
-    """Run the assertions that follow in a notebook's cell; print one line if all hold, else raise CheckFailed."""
-    passed = False
-    try:
-        with advice(exercise):
-            yield
-        passed = True
-    finally:
-        note(Path(), exercise, passed)
-    print(f"{exercise} passes")

@@ -21,12 +21,12 @@ def note(folder: Path, exercise: str, passed: bool, digest: str | None = None) -
         (folder / FOLDER / f"{exercise}.json").write_text(text, encoding="utf-8")
 
 
-def state(folder: Path, exercise: str, digest: str | None = None) -> str:
-    """How an exercise stands whose cells have this digest: one of STATES. None: whatever its cells are."""
+def state(folder: Path, exercise: str, digest: str) -> str:
+    """How an exercise stands whose cells have this digest: one of STATES."""
     try:
         found = json.loads((folder / FOLDER / f"{exercise}.json").read_text(encoding="utf-8"))
         if not found["passed"]:
             return "fails"
-        return "passes" if digest is None or found.get("digest") == digest else "changed"
+        return "passes" if found.get("digest") == digest else "changed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "not tried"

@@ -16,6 +16,7 @@ import triton
 from course_kit.checks import reference
 from course_kit.gpu.ablations import undone
 from course_kit.gpu.launches import record_launches
+from course_kit.labs.kernels import device
 from course_lib.context_parallel.attention import ring_attention
 from course_lib.flash_attention import backward, forward, operator
 from course_lib.sequence_parallel.shards import zigzag_shard
@@ -24,11 +25,6 @@ from course_lib.single_gpu.profile import MemoryProfile
 
 Attention = Callable[..., torch.Tensor]
 KERNEL_EXERCISES = ("13.5", "13.6", "13.7", "13.8")  # whose answers the kernels call
-
-
-def device() -> torch.device:
-    """Return the device that kernels run on: the GPU, or the CPU, where they are interpreted."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def exact_attention(

@@ -1,7 +1,7 @@
-"""A learner's answers to exercises of the new shape: which of them a launch takes, and the modules that hold them.
+"""A learner's answers to exercises: which of them a launch takes, and the modules that hold them.
 
 Taken are those whose check has passed on what the notebook holds now; the reference stands for all others. Nothing here
-writes, and nothing needs nbdev.
+writes.
 """
 
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from course_kit.exercises.cells import BLANK, CellError, ExportedCell, is_export
 from course_kit.exercises.notes import state
 from course_kit.exercises.saved import digest_of_cells, exercise_cells
 from course_kit.exercises.splice import YOURS, owned, splice
-from export import NOTEBOOKS, ExportError, chapter, hand_written_text, read_notebook
+from export import NOTEBOOKS, ExportError, chapter, module_text, read_notebook
 from launcher.copies import headed, is_copy
 
 NOT_PASSED, CHANGED = "its check has not passed", "it has changed since it passed"
@@ -69,7 +69,7 @@ class Answers:
 
     def original(self, module: str) -> str:
         """The reference's text of a module."""
-        return hand_written_text(module, "", self.library)
+        return module_text(module, "", self.library)
 
     def texts(self) -> dict[str, str]:
         """What the copies hold, by module."""

@@ -1,8 +1,8 @@
 """Which modules of a learner's library may lie over the course's: ranks look at each file before they import it.
 
-A copy of a hand-written module, with a learner's answers in it, says in its first line which text it was made from; it
-lies over that text and no other. A module that a notebook exports as a whole lies over one of its kind. So what a
-launch of an older course has left behind is passed over.
+A copy of a module, with a learner's answers in it, says in its first line which text it was made from; it replaces that
+text and no other. A module that an older course exported as a whole (its blocks have headings) replaces none. So what a
+launch of an older course has left behind is ignored.
 """
 
 import hashlib
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 HEADER = re.compile(r"# A copy of \S+ \((?P<digest>[0-9a-f]{12})\), with answers of yours; a launch writes it\.")
-BLOCK = re.compile(r"^# %% \S+\.ipynb #\S+$", re.MULTILINE)
+HEADING = re.compile(r"^# %% \S+\.ipynb #\S+$", re.MULTILINE)
 
 
 def digest(text: str) -> str:
@@ -36,4 +36,4 @@ def fits(own: Path, reference: Path) -> bool:
     text, original = own.read_text(encoding="utf-8"), reference.read_text(encoding="utf-8")
     if header := HEADER.match(text):
         return header["digest"] == digest(original)
-    return bool(BLOCK.search(original)) or not BLOCK.search(text)
+    return not HEADING.search(text)

@@ -52,7 +52,11 @@ def told(report: dict, texts: dict[str, str] | None = None) -> str:
     """
     rank = "" if report["rank"] is None else f"rank {report['rank']}: "
     lines = [f"{rank}{report['headline']}{' (it lost another rank)' if report['lost_peer'] else ''}"]
-    frames = [(cell_of(file, number, texts), file, number, code) for file, number, code in reversed(report["frames"])]
+    texts = texts or {}
+    frames = [
+        (cell_of(file, number, texts), file, number, line_of(texts[file], number) if file in texts else code)
+        for file, number, code in reversed(report["frames"])
+    ]
     if frames and not frames[0][0]:
         lines.append(f"  inside {shown(frames[0][1])}, line {frames[0][2]}: {frames[0][3]}")
     cells = list(dict.fromkeys((cell, code) for cell, _, _, code in frames if cell))[:MOST_CELLS]
@@ -61,12 +65,17 @@ def told(report: dict, texts: dict[str, str] | None = None) -> str:
     return "\n".join(lines)
 
 
-def cell_of(file: str, line: int, texts: dict[str, str] | None = None) -> str | None:
+def line_of(text: str, number: int) -> str:
+    """A line of a text, from 1, without its indentation."""
+    return text.split("\n")[number - 1].strip()
+
+
+def cell_of(file: str, line: int, texts: dict[str, str]) -> str | None:
     """The notebook cell, and the line in it, that a line of an exported module came from; None for other files."""
     if "course_lib" not in Path(file).parent.parts[-2:]:  # the library, or a package of it
         return None
     try:
-        place = locate(Path(file), line, (texts or {}).get(file))
+        place = locate(Path(file), line, texts.get(file))
     except (OSError, ValueError):  # a module without its notebook
         return None
     if place is None:

@@ -217,6 +217,15 @@ def test_a_cell_of_the_heatmap_is_the_best_of_its_search():
     assert "64 sequences of 2,048 tokens" in ax.get_title() and "runs" not in ax.get_title()
 
 
+def test_a_heatmap_has_the_degrees_that_are_asked_for():
+    models = {"bench-8B": PRESETS["bench-8B"]}
+    texts = {}
+    for degrees in (None, {"cp": (1,)}):
+        figure = mfu_heatmap(models, (1, 4), H100, 16, 65536, HEATMAP_SETTINGS, degrees)
+        texts[bool(degrees)] = [text.get_text() for text in figure.axes[0].texts]
+    assert any("cp" in text for text in texts[False]) and not any("cp" in text for text in texts[True])
+
+
 def test_long_words_stay_in_their_cell():
     layout = Layout.parse("dp128,pp32,cp16,tp16,zero3,mb16,keep")
     names = ("llama3-8B", "llama3-405B")

@@ -343,11 +343,11 @@ def test_an_error_in_other_words_names_the_line_of_the_first_one(ranks):
     ]
 
 
-def test_a_line_of_the_library_has_its_whole_path_and_its_cell():
+def test_a_line_of_the_library_has_its_whole_path():
     count_traffic = importlib.import_module("course_lib.collectives.traffic").count_traffic
     code, first = inspect.getsourcelines(count_traffic)
     told = place(inspect.getsourcefile(count_traffic), first)
-    expected = f"course_lib/collectives/traffic.py (03_collectives.ipynb, cell traffic-mode), line {first}: "
+    expected = f"course_lib/collectives/traffic.py, line {first}: "
     assert told == expected + code[0].strip()
 
 

@@ -1,5 +1,4 @@
-"""Every exercise of every notebook of the new shape: its check advises on the blank, catches wrong answers and passes
-right ones.
+"""Every exercise of every notebook: its check advises on the blank, catches wrong answers and passes right ones.
 
 All of it in this process, and on the ranks that it shares with the checks: no kernel. Each check is tried on the blank
 that a learner gets, on each wrong answer of `wrong_answers/NN.py`, which must fail, and on each right answer of
@@ -30,14 +29,14 @@ from course_kit.exercises import install
 from course_kit.exercises.saved import exercise_cells
 from course_kit.ranks import calls
 from exercises import exercise_name
-from export import chapter, program_of, read_notebook
+from export import chapter, read_notebook
 from make_workbook import blank_notebook
 from needed_cells import needed_cells
 from tiny_course import ROOT, code
 from verdicts import Failure, answer_faults, blank_faults, failure_of
 from written_answers import AnswerError, expanded, read_answers, solution
 
-NEW_SHAPE = [path for path in sorted((ROOT / "notebooks").glob("*.ipynb")) if program_of(read_notebook(path))]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WRONG, RIGHT = (ROOT / "tests" / kind for kind in ("wrong_answers", "right_answers"))
 CHECK_LIMIT_S = 100  # against a hang: none takes a tenth of it
 HANGS_S = 1.5  # the deadline of an answer that is known to hang; a learner's is longer
@@ -247,7 +246,7 @@ def workbook(tmp_path, monkeypatch) -> Iterator[Path]:
         ranks.close()
 
 
-@pytest.mark.parametrize("path", NEW_SHAPE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_check_fails_on_the_blank_catches_wrong_answers_and_passes_right_ones(path, workbook, record_property):
     wrong, right = (kind / f"{chapter(path)}.py" for kind in (WRONG, RIGHT))
     faults = exercise_faults(path, wrong, right, workbook, note_seconds=record_property)

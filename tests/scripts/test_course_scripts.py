@@ -1,12 +1,11 @@
 """scripts/exercises.py and scripts/cheatsheet.py: a solution, a learner's progress, the summary. Needs no GPU."""
 
-import json
-
 import pytest
 
 import cheatsheet
 import exercises
 import tiny_course
+from course_kit.checks import CheckFailed, frame
 from course_kit.exercises import notes
 from course_kit.exercises.saved import digest_of_cells, exercise_cells
 from tiny_course import text
@@ -27,7 +26,7 @@ def notebooks(tmp_path, monkeypatch):
 def test_a_solution_is_the_references_cell_without_markers(notebooks, capsys):
     assert exercises.main(["solution", "01.1"]) == 0
     assert capsys.readouterr().out == (
-        "# Exercise 01.1, from 01_tiny.ipynb, cell ex-01-1\n"
+        "#| export tiny.numbers\n# Exercise 01.1, from 01_tiny.ipynb, cell ex-01-1\n"
         'def double(number):\n    """Twice the number."""\n    return 2 * number\n'
     )
     assert exercises.main(["solution", "01.3"]) == 0
@@ -76,27 +75,30 @@ def test_progress_names_what_passes_fails_and_was_not_tried(notebooks, capsys):
     assert exercises.main(["progress"]) == 0, "no check has run yet: there is no .progress folder"
     assert capsys.readouterr().out == "01_tiny: 0 of 3 exercises pass\n  not tried  01.1 01.2 01.3\n"
 
-    folder = notebooks.parent / "workbook" / ".progress"
-    folder.mkdir(parents=True)
-    for name, passed in (("01.2", True), ("01.1", False), ("01.7", True)):
-        (folder / f"{name}.json").write_text(json.dumps({"exercise": name, "passed": passed, "when": "2025-01-01"}))
-    (folder / "01.3.json").write_text('{"passed": tr')
+    workbook = notebooks.parent / "workbook"
+    tiny_course.write(workbook / "01_tiny.ipynb", tiny_course.cells())
+    answers = exercise_cells({"cells": tiny_course.cells()})
+    for name, passed in (("01.2", True), ("01.1", False)):
+        notes.note(workbook, name, passed, digest_of_cells(answers[name]))
+    notes.note(workbook, "01.7", True, "of an exercise that is gone")
+    (workbook / ".progress" / "01.3.json").write_text('{"passed": tr')
     assert exercises.main(["progress"]) == 0
     assert capsys.readouterr().out == (
         "01_tiny: 1 of 3 exercises pass\n  passes     01.2\n  fails      01.1\n  not tried  01.3\n"
     )
 
 
-def test_progress_passes_over_what_was_noted_of_a_cell_that_is_blank_again(notebooks, capsys):
-    workbook = notebooks.parent / "workbook"
-    (workbook / ".progress").mkdir(parents=True)
-    for name in ("01.1", "01.2"):
-        (workbook / ".progress" / f"{name}.json").write_text('{"passed": true}')
-    cells = [tiny_course.code("ex-01-1", "done = True")]
-    cells += [tiny_course.code("ex-01-2", "# YOUR CODE HERE\nraise NotImplementedError()")]
+def test_progress_ignores_what_was_noted_of_a_cell_that_is_blank_again(notebooks, capsys):
+    workbook, cells = notebooks.parent / "workbook", tiny_course.cells()
+    workbook.mkdir()
+    for name, found in exercise_cells({"cells": cells}).items():
+        notes.note(workbook, name, name != "01.3", digest_of_cells(found))
+    cells[5]["source"] = tiny_course.blank(cells[5]["source"])
     tiny_course.write(workbook / "01_tiny.ipynb", cells)
     assert exercises.main(["progress"]) == 0
-    assert capsys.readouterr().out == "01_tiny: 1 of 3 exercises pass\n  passes     01.1\n  not tried  01.2 01.3\n"
+    assert capsys.readouterr().out == (
+        "01_tiny: 1 of 3 exercises pass\n  passes     01.1\n  fails      01.3\n  not tried  01.2\n"
+    )
 
 
 def test_progress_tells_what_has_changed_since_it_passed(notebooks, capsys):
@@ -122,7 +124,7 @@ def test_progress_tells_what_has_changed_since_it_passed(notebooks, capsys):
     answers["ex-02-1"]["source"] = "#| export counters.numbers\ndef square("
     answers["ex-02-4"]["source"] = tiny_course.blank(tiny_course.ANSWERS["ex-02-4"])
     assert progress()[1:] == ["  fails      02.2", f"{changed}02.1 02.3{again}", "  not tried  02.4"]
-    for line in ("#| export", "x = 1"):  # a workbook of the time before: what its check noted has no digest
+    for line in ("#| export", "x = 1"):  # a workbook of an older course: what its check noted has no digest
         answers["ex-02-1"]["source"] = f"{line}\ndef square(n): return n"
         notes.note(workbook, "02.1", True)
         assert "02.1" in progress()[-2]
@@ -146,16 +148,17 @@ def test_the_short_path_is_a_third_of_the_exercises_of_the_first_notebooks():
 
 
 def test_progress_reads_what_a_check_writes(notebooks, tmp_path, monkeypatch, capsys):
-    checks = pytest.importorskip("course_kit.checks.frame")
-    (tmp_path / "workbook").mkdir()
+    cells = {cell["id"]: cell["source"] for cell in tiny_course.cells()}
+    tiny_course.write(tmp_path / "workbook" / "01_tiny.ipynb", tiny_course.cells())
     monkeypatch.chdir(tmp_path / "workbook")
-    with checks.check("01.2"):
-        pass
-    with pytest.raises(AssertionError), checks.check("01.3"):
-        raise NotImplementedError
+    monkeypatch.setattr(frame, "check_function", lambda exercise: lambda guess: float(guess != 5) or None)
+    monkeypatch.setattr(frame, "targets_by_exercise", lambda: {})
+    frame.run("01.3", [(cells["ex-01-3"], "cell")], {"guess": 5})
+    with pytest.raises(CheckFailed):
+        frame.run("01.2", [(cells["ex-01-2"], "cell")], {})
     capsys.readouterr()
     assert exercises.main(["progress"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["  passes     01.2", "  fails      01.3", "  not tried  01.1"]
+    assert capsys.readouterr().out.splitlines()[1:] == ["  passes     01.3", "  fails      01.2", "  not tried  01.1"]
 
 
 @pytest.mark.parametrize("argv", [[], ["solution"], ["progress", "01"], ["help"]])

@@ -21,8 +21,8 @@ DRAFT = '''\
 #
 # $34sbh + 5as^2b$
 
-# %% id="export"
-#| default_exp single_gpu
+# %% id="setup"
+import torch
 
 # %% id="ex-01-2" tags=["long"]
 %matplotlib inline

@@ -1,6 +1,7 @@
-"""scripts/export.py: course_lib is what the notebooks say, and every way it may not be is named. Needs no GPU."""
+"""scripts/export.py: course_lib has what the notebooks export; a difference or a wrong cell is named. Needs no GPU."""
 
 import functools
+import json
 import re
 import shutil
 import subprocess
@@ -13,11 +14,10 @@ import export
 import tiny_course
 from exercises import exercise_name, exercises
 from make_workbook import blank_notebook
-from tiny_course import ROOT, code, text
+from tiny_course import ROOT
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-SPLICED = [path for path in NOTEBOOKS if export.program_of(export.read_notebook(path))]  # into modules written by hand
 BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 STUB = ["# YOUR CODE HERE", "raise NotImplementedError()"]
 
@@ -86,33 +86,7 @@ def test_outside_its_region_a_blank_is_the_solved_cell(path):
         assert "### BEGIN HIDDEN TESTS" in expected or blank[name] == expected, f"cell {name}"
 
 
-def plain_line(line: str) -> str:
-    """A line without what export changes in it: where the library is imported from, and spaces at its end."""
-    return re.sub(r"from (course_lib|\.)[\w.]*?(\w*) import", r"from \2 import", line).rstrip()
-
-
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path not in SPLICED], ids=lambda path: path.stem)
-def test_every_exported_line_leads_back_to_its_cell(path, monkeypatch):
-    monkeypatch.setattr(export, "read_notebook", functools.cache(export.read_notebook))  # once, not for each line
-    notebook = export.read_notebook(path)
-    cells = dict(export.exported_cells(notebook))
-    for module in export.module_texts(notebook, path):
-        file = export.module_file(export.LIBRARY, module)
-        content = file.read_text(encoding="utf-8")
-        lines = content.splitlines()
-        heading = next(number for number, line in enumerate(lines, start=1) if export.BLOCK.match(line))
-        for number, line in enumerate(lines, start=1):
-            found = export.locate(file, number, content)
-            if number <= heading or export.BLOCK.match(line) or not line.strip():
-                continue
-            assert found, f"{file.name}, line {number} leads nowhere: {line}"
-            where, cell_number, cell_id, cell_line = found
-            source = cells[cell_number]["source"].splitlines()
-            assert (where, cell_id) == (path, cells[cell_number]["id"])
-            assert plain_line(source[cell_line - 1]) == plain_line(line), f"{file.name}, line {number}"
-
-
-@pytest.mark.parametrize("path", SPLICED, ids=lambda path: path.stem)
+@each_notebook
 def test_every_spliced_line_leads_back_to_its_cell(path, monkeypatch):
     """A line of a definition that a notebook owns is a line of that cell, without indentation and solution markers."""
     monkeypatch.setattr(export, "read_notebook", functools.cache(export.read_notebook))
@@ -127,93 +101,9 @@ def test_every_spliced_line_leads_back_to_its_cell(path, monkeypatch):
                 where, _, cell_id, cell_line = export.locate(file, number, content)
                 if where == path and line:
                     ids.discard(cell_id)
-                    found = re.sub(r"(self|cls): \w+", r"\1", cells[cell_id][cell_line - 1].strip())
+                    found = re.sub(r"\b(self|cls): \w+", r"\1", cells[cell_id][cell_line - 1].strip())
                     assert found == line, f"{file.name}, line {number}, of {cell_id}"
     assert not ids, "nothing leads back to these cells"
-
-
-# A tiny course with every fault in turn.
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    """A project whose library is in step: its folder."""
-    tiny_course.write(
-        tmp_path / "notebooks" / "01_tiny.ipynb",
-        [
-            *tiny_course.cells(),
-            code("more-docstring", '#| export pack.more\n"""A second module."""'),
-            code("more-import", "#| export pack.more\nfrom course_lib.tiny import double"),
-            code("more-four", "#| export pack.more\nfour = double(2)"),
-        ],
-    )
-    export.write_modules(export.library_texts(tmp_path / "notebooks"), tmp_path / "course_lib")
-    return tmp_path
-
-
-def replace(file: Path, old: str, new: str) -> None:
-    """Replace a text that must be there."""
-    content = file.read_text(encoding="utf-8")
-    assert old in content
-    file.write_text(content.replace(old, new), encoding="utf-8")
-
-
-def swap_first_blocks(file: Path) -> None:
-    """Write the first two blocks of a module in the other order."""
-    top, *parts = re.split(r"(?m)^(?=# %% \S+\.ipynb #)", file.read_text(encoding="utf-8"))
-    file.write_text(top + "".join([parts[1], parts[0], *parts[2:]]), encoding="utf-8")
-
-
-def cut_block(file: Path, cell_id: str) -> None:
-    """Take the block of a cell out of a module."""
-    parts = re.split(r"(?m)^(?=# %% \S+\.ipynb #)", file.read_text(encoding="utf-8"))
-    file.write_text("".join(part for part in parts if f"#{cell_id}\n" not in part), encoding="utf-8")
-
-
-def faults(project: Path) -> list[str]:
-    return export.differences(export.library_texts(project / "notebooks"), project / "course_lib")
-
-
-def test_a_library_in_step_has_no_differences(tiny):
-    assert faults(tiny) == []
-    library = tiny / "course_lib"
-    assert sorted(str(file.relative_to(library)) for file in library.rglob("*.py")) == ["pack/more.py", "tiny.py"]
-
-
-@pytest.mark.parametrize(
-    "plant, named",
-    [
-        (
-            lambda lib, nbs: replace(lib / "tiny.py", "return 2 * number", "return number + number"),
-            "tiny.py and 01_tiny.ipynb, cell ex-01-1 differ",
-        ),
-        (
-            lambda lib, nbs: replace(nbs / "01_tiny.ipynb", "return number / 2", "return number * 0.5"),
-            "tiny.py and 01_tiny.ipynb, cell ex-01-2 differ",
-        ),
-        (
-            lambda lib, nbs: replace(lib / "tiny.py", "return 2 * number", "return 2 * number\n\nthree = 3"),
-            "tiny.py and 01_tiny.ipynb, cell ex-01-1 differ",
-        ),
-        (lambda lib, nbs: cut_block(lib / "tiny.py", "ex-01-2"), "tiny.py and 01_tiny.ipynb, cell ex-01-2 differ"),
-        (
-            lambda lib, nbs: replace(nbs / "01_tiny.ipynb", '"id": "ex-01-2"', '"id": "ex-01-4"'),
-            "tiny.py and 01_tiny.ipynb, cell ex-01-4 differ",
-        ),
-        (
-            lambda lib, nbs: replace(lib / "pack" / "more.py", "A second module", "Another"),
-            "pack/more.py and docstring and imports at the top differ",
-        ),
-        (lambda lib, nbs: swap_first_blocks(lib / "tiny.py"), "tiny.py holds the cells in another order"),
-        (lambda lib, nbs: (lib / "pack" / "more.py").unlink(), "pack/more.py is missing: run 'make export'"),
-        (lambda lib, nbs: (lib / "own.py").write_text("# %% nbs/09.ipynb #a\n"), "own.py is exported by no notebook"),
-    ],
-)
-def test_a_planted_difference_is_named_with_its_cell(tiny, plant, named):
-    plant(tiny / "course_lib", tiny / "notebooks")
-    assert named in faults(tiny)
-    export.write_modules(export.library_texts(tiny / "notebooks"), tiny / "course_lib")
-    assert [line for line in faults(tiny) if "own.py" not in line] == [], "an export mends it"
 
 
 @pytest.mark.parametrize(
@@ -242,79 +132,6 @@ def test_a_planted_fault_of_an_exercise_is_named(plant, named):
     plant(cells)
     found = exercise_faults({"cells": cells})
     assert any(named in line for line in found) if named else found == []
-
-
-def test_export_drops_directives_and_markers_and_nothing_else(tiny):
-    assert (
-        (tiny / "course_lib" / "tiny.py")
-        .read_text()
-        .endswith(
-            'def double(number):\n    """Twice the number."""\n    return 2 * number\n\n'
-            f"# %% {export.os.path.relpath(tiny, export.LIBRARY)}/notebooks/01_tiny.ipynb #ex-01-2\n"
-            'def half(number):\n    """Half of the number."""\n    return number / 2\n'
-        )
-    )
-    more = (tiny / "course_lib" / "pack" / "more.py").read_text()
-    assert more.startswith('"""A second module."""\n') and "from ..tiny import double" in more
-
-
-def test_a_notebook_with_a_title_and_a_bare_export_is_exported(tmp_path):
-    """nbdev itself takes a markdown cell that starts with '# ' into the default module."""
-    cells = [text("top", "# 01 · A title\n\nText."), *tiny_course.cells()]
-    path = tiny_course.write(tmp_path / "01_tiny.ipynb", cells)
-    made = export.module_texts(export.read_notebook(path), path)["tiny"]
-    assert "A title" not in made and "def double" in made
-
-
-def test_a_located_line_skips_directives_and_markers(tmp_path):
-    path = tiny_course.write(tmp_path / "notebooks" / "01_tiny.ipynb", tiny_course.cells())
-    texts = export.module_texts(export.read_notebook(path), path, library=tmp_path / "course_lib")
-    export.write_modules(texts, tmp_path / "course_lib")
-    file = tmp_path / "course_lib" / "tiny.py"
-    lines = file.read_text().splitlines()
-    assert export.locate(file, lines.index("    return 2 * number") + 1) == (path, 4, "ex-01-1", 5)
-    assert export.locate(file, lines.index("def half(number):") + 1) == (path, 6, "ex-01-2", 2)
-    assert export.locate(file, 1) is None
-
-
-@pytest.mark.parametrize(
-    "source, message",
-    [
-        ("#| export\nx = 1\ndef broken(:\n    pass", "01_tiny.ipynb: cell 12 (late), line 3: syntax error"),
-        ("#| export other\nx = (1,\n", "01_tiny.ipynb: cell 12 (late), line 2: syntax error"),
-    ],
-)
-def test_a_syntax_error_is_named_by_cell_and_line(tiny, source, message):
-    tiny_course.write(tiny / "notebooks" / "01_tiny.ipynb", [*tiny_course.cells(), code("late", source)])
-    with pytest.raises(export.ExportError) as caught:
-        export.library_texts(tiny / "notebooks")
-    assert message in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_syntax_error_in_a_cell_that_is_not_exported_does_not_matter(tiny):
-    tiny_course.write(tiny / "notebooks" / "01_tiny.ipynb", [*tiny_course.cells(), code("magic", "%matplotlib inline")])
-    assert "tiny" in export.library_texts(tiny / "notebooks")
-
-
-def test_two_notebooks_may_not_export_to_one_module(tiny):
-    shutil.copy(tiny / "notebooks" / "01_tiny.ipynb", tiny / "notebooks" / "02_more.ipynb")
-    expected = "02_more.ipynb exports to '(tiny|pack.more)', a module of 01_tiny.ipynb"
-    with pytest.raises(export.ExportError, match=expected):
-        export.library_texts(tiny / "notebooks")
-
-
-@pytest.mark.parametrize(
-    "cells, message",
-    [
-        ([text("title", "# Nothing")], "has no cell marked '#| export'"),
-        ([code("one", "#| export\nx = 1")], "has no '#| default_exp MODULE' line"),
-    ],
-)
-def test_a_notebook_that_exports_nothing_is_one_line(tmp_path, cells, message):
-    path = tiny_course.write(tmp_path / "01_tiny.ipynb", cells)
-    with pytest.raises(export.ExportError) as caught:
-        export.module_texts(export.read_notebook(path), path)
-    assert message in str(caught.value) and str(path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -361,39 +178,166 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monke
     assert file.stat().st_mode & 0o777 == 0o640, "the file's own mode stays"
 
 
-def test_an_export_writes_only_what_differs(tiny):
-    library = tiny / "course_lib"
-    before = {file: file.stat().st_mtime_ns for file in library.iterdir()}
-    replace(library / "pack" / "more.py", "double(2)", "double(3)")
-    export.write_modules(export.library_texts(tiny / "notebooks"), library)
-    assert library / "tiny.py" in before and (library / "tiny.py").stat().st_mtime_ns == before[library / "tiny.py"]
-    assert "double(2)" in (library / "pack" / "more.py").read_text()
+# A project of one module.
+
+MODULE = '''"""Numbers."""
+
+from __future__ import annotations
 
 
-def test_the_command_checks_mends_and_removes(tmp_path):
-    """In a project of its own: 1 with a line for each difference, 0 after an export, 2 with one line where it fails."""
-    tiny_course.write(tmp_path / "notebooks" / "01_tiny.ipynb", tiny_course.cells())
-    (tmp_path / "scripts").mkdir()
-    shutil.copy(ROOT / "scripts" / "export.py", tmp_path / "scripts")
-    (tmp_path / "course_lib").mkdir()
-    own = tmp_path / "course_lib" / "by_hand.py"
-    own.write_text("x = 1\n")
-    (tmp_path / "course_lib" / "stray.py").write_text("# %% ../notebooks/09_gone.ipynb #a\nx = 1\n")
+def double(number: float) -> float:
+    """Twice the number."""
+    return number * 2
+
+
+class Counter:
+    """Counts."""
+
+    def add(self, more: int) -> None:
+        self.count += more
+
+    # exercise 01.9
+    def gone(self) -> None:
+        """Once an exercise."""
+'''
+DOUBLE = (
+    '#| export tiny.numbers\ndef double(number: float) -> float:\n    """Twice the number."""\n'
+    "    ### BEGIN SOLUTION\n\n    return number + number\n    ### END SOLUTION\n"
+)
+ADD = (
+    "#| export tiny.numbers:Counter\ndef add(self: Counter, more: int) -> None:\n    ### BEGIN SOLUTION\n\n\n"
+    "    total = self.count + more / more\n    self.count = total\n    ### END SOLUTION\n"
+)
+
+
+@pytest.fixture
+def project(tmp_path) -> Path:
+    """A project of one module and one notebook."""
+    (tmp_path / "course_lib" / "tiny").mkdir(parents=True)
+    (tmp_path / "course_lib" / "tiny" / "numbers.py").write_text(MODULE)
+    save(tmp_path, DOUBLE, ADD)
+    return tmp_path
+
+
+def save(project: Path, *sources: str, name: str = "01_tiny.ipynb") -> None:
+    """Write a notebook with these exercises."""
+    cells = [
+        {
+            "id": f"ex-01-{n}",
+            "cell_type": "code",
+            "source": source,
+            "metadata": {},
+            "outputs": [],
+            "execution_count": None,
+        }
+        for n, source in enumerate(sources, 1)
+    ]
+    course = {"course": {"program": "tiny.numbers"}}
+    (project / "notebooks").mkdir(exist_ok=True)
+    text = json.dumps({"cells": cells, "metadata": course, "nbformat": 4, "nbformat_minor": 5})
+    (project / "notebooks" / name).write_text(text)
+
+
+def exported(project: Path) -> str:
+    """The module as the notebooks export it."""
+    return export.library_texts(project / "notebooks")["tiny.numbers"]
+
+
+def test_cells_take_the_place_of_definitions_and_stale_comments_go(project):
+    text = exported(project)
+    assert (
+        '# exercise 01.1\ndef double(number: float) -> float:\n    """Twice the number."""\n\n    return number + '
+        in text
+    )
+    assert "    # exercise 01.2\n    def add(self, more: int) -> None:\n\n\n        total" in text
+    assert "exercise 01.9" not in text and "def gone" in text
+
+
+def test_what_differs_is_named_and_formatting_is_no_difference(project):
+    library = project / "course_lib"
+
+    def differences():
+        return export.differences(export.library_texts(project / "notebooks"), library)
+
+    expected = {f"exercise {each}" for each in ("01.9 (Counter.gone)", "01.1 (double)", "01.2 (Counter.add)")}
+    assert set(differences()) == {f"tiny/numbers.py and {each} differ" for each in expected}
+    export.write_modules(export.library_texts(project / "notebooks"), library)
+    assert differences() == []
+    file = library / "tiny" / "numbers.py"
+    file.write_text(export.formatted(file.read_text()))
+    assert "-> None:\n\n        total" in file.read_text(), "as ruff format leaves it"
+    assert differences() == []
+    file.write_text(file.read_text().replace("number + number", "number * 2"))
+    assert differences() == ["tiny/numbers.py and exercise 01.1 (double) differ"]
+    file.write_text(
+        file.read_text().replace("# exercise 01.1", "# exercise 01.7").replace("number * 2", "number + number")
+    )
+    assert any("01.7" in line for line in differences())
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        (DOUBLE.replace("def double", "def triple"), "cell ex-01-1: course_lib.tiny.numbers has no triple to replace"),
+        (DOUBLE.replace("tiny.numbers", "tiny.letters"), "there is no module course_lib.tiny.letters to export to"),
+        (ADD.replace(":Counter", ":Adder"), "cell ex-01-1: course_lib.tiny.numbers has no class Adder"),
+        (DOUBLE.replace("number + number", "number +"), "cell ex-01-1, line 6: syntax error"),
+        ("# Twice\n" + DOUBLE, "cell ex-01-1, line 2: '#| export tiny.numbers' must be the first line of the cell"),
+        (DOUBLE.replace("Twice the number", "Twice\f the number"), "cell ex-01-1, line 3 holds U+000C"),
+        (DOUBLE.replace("Twice the number", "Twice\u2028 the number"), "cell ex-01-1, line 3 holds U+2028"),
+        (
+            DOUBLE.replace("number + number", "numpy.add(number, number)"),
+            "line 6: course_lib.tiny.numbers, where your code",
+        ),
+        (DOUBLE + "import os\n\n\ndef double2(): return os\n", "has no double2 to replace"),
+    ],
+    ids=range(9),
+)
+def test_a_wrong_cell_is_told_in_one_line_and_nothing_is_written(project, source, words):
+    save(project, source)
+    with pytest.raises(export.ExportError) as refused:
+        exported(project)
+    assert words in str(refused.value) and "\n" not in str(refused.value) and "01_tiny.ipynb" in str(refused.value)
+
+
+def test_two_owners_of_one_definition_are_told(project):
+    save(project, DOUBLE, name="02_more.ipynb")
+    with pytest.raises(
+        export.ExportError, match="02_more.ipynb, cell ex-01-1 and 01_tiny.ipynb, cell ex-01-1 both export double"
+    ):
+        exported(project)
+
+
+def test_a_line_of_the_library_leads_to_its_cell(project, monkeypatch):
+    monkeypatch.setattr(export, "NOTEBOOKS", project / "notebooks")
+    file = project / "course_lib" / "tiny" / "numbers.py"
+    for text in (exported(project), export.formatted(exported(project))):
+        file.write_text(text)
+        line = 1 + text.split("\n").index("    return number + number")
+        assert export.locate(file, line) == (project / "notebooks" / "01_tiny.ipynb", 1, "ex-01-1", 6)
+        line = 1 + text.split("\n").index("        self.count = total")
+        assert export.locate(file, line)[1:] == (2, "ex-01-2", 7)
+        assert export.locate(file, 1) is None
+
+
+def test_the_command_checks_and_mends(project):
+    """0 in sync, 1 with a line for each difference, 2 with one line where it cannot export; then nothing is written."""
+    (project / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "export.py", project / "scripts")
+    file = project / "course_lib" / "tiny" / "numbers.py"
 
     def run(*arguments):
-        command = [sys.executable, tmp_path / "scripts" / "export.py", *arguments]
+        command = [sys.executable, project / "scripts" / "export.py", *arguments]
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     found = run("--check")
-    assert (found.returncode, found.stdout.splitlines()) == (
-        1,
-        ["stray.py is exported by no notebook", "tiny.py is missing: run 'make export'"],
-    )
-    assert {file.name for file in own.parent.iterdir()} == {"by_hand.py", "stray.py"}, "a check writes nothing"
-    assert run().returncode == 0
-    assert {file.name for file in own.parent.iterdir()} == {"by_hand.py", "tiny.py"}, "what is written by hand stays"
-    assert run("--check").returncode == 0
-    assert run("--chek").returncode == 2
-    replace(tmp_path / "notebooks" / "01_tiny.ipynb", "def half(number)", "def half(number")
+    assert (found.returncode, found.stdout.count("\n")) == (1, 3) and file.read_text() == MODULE
+    assert run().returncode == 0 and run("--check").returncode == 0
+    text = file.read_text()
+    assert text == export.formatted(text) and "# exercise 01.1\ndef double" in text
+    before = file.stat().st_mtime_ns
+    assert run().returncode == 0 and file.stat().st_mtime_ns == before, "what is in sync is not written again"
+    save(project, DOUBLE, ADD.replace("total =", "total ="), DOUBLE)
     failed = run()
-    assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "cell 6 (ex-01-2), line 2" in failed.stderr
+    assert failed.returncode == 2 and failed.stderr.count("\n") == 1 and "both export double" in failed.stderr
+    assert file.read_text() == text

@@ -22,13 +22,15 @@ from unittest import mock
 import psutil
 import pytest
 
+from course_kit.exercises import notes
+from course_kit.exercises.saved import digest_of_cells, exercise_cells
+
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = "notebooks/06_base.ipynb"
 TOY, LEARNERS = "notebooks/07_toy.ipynb", "workbook/07_toy.ipynb"
 PATIENCE_S = 300  # a deadline for what hangs; a launch takes less than a tenth of it on a quiet machine
 
 IMPORTS = """\
-#| export
 import argparse
 import gc
 import os
@@ -40,11 +42,11 @@ import time
 import torch
 import torch.distributed as dist
 
-from course_lib.base import scale
+from course_lib.base.scales import scale
 """
 
 EXERCISE = """\
-#| export
+#| export toy.program
 def double(x):
     ### BEGIN SOLUTION
     return 2 * x
@@ -52,14 +54,14 @@ def double(x):
 """
 
 BLANK = """\
-#| export
+#| export toy.program
 def double(x):
     # YOUR CODE HERE
     raise NotImplementedError()
 """
 
 FAULTS = '''\
-#| export
+#| export toy.program
 def fail(rank):
     """Rank 1 raises and is slow to go: rank 0 has lost its connection, and said so, before."""
     if rank == 0:
@@ -80,7 +82,7 @@ def wait():
 '''
 
 MAIN = """\
-#| export
+#| export toy.program
 def options(argv):
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=1)
@@ -105,7 +107,25 @@ def main(argv=None):
         assert os.sched_getscheduler(0) == os.SCHED_BATCH
 """
 
-BASE = "#| export\ndef scale():\n    return 1\n\ndef main(argv=None):\n    pass\n"
+BASE = "#| export base.scales\ndef scale():\n    ### BEGIN SOLUTION\n    return 1\n    ### END SOLUTION\n"
+SETUP = "from __future__ import annotations"
+
+
+def of_library(cell_source: str, owner: str) -> str:
+    """What the library holds of an exported cell."""
+    lines = [line for line in cell_source.splitlines()[1:] if "### " not in line]
+    return f"# {owner}\n" + "\n".join(lines).replace("\n\n\ndef", f"\n\n\n# {owner}\ndef") + "\n"
+
+
+LIBRARY = {
+    "base/scales": of_library(BASE, "exercise 06.1") + "\n\ndef main(argv=None):\n    pass\n",
+    "base/words": "WORDS = 3\n",
+    "toy/program": f"{SETUP}\n\n{IMPORTS}\n\n" + "\n\n".join(
+        of_library(source, owner)
+        for source, owner in (
+            (EXERCISE, "exercise 07.1"), (FAULTS, "notebook 07, cell faults"), (MAIN, "notebook 07, cell main"))
+    ),
+}  # fmt: skip
 
 
 def cell(cell_id: str, source: str, cell_type: str = "code") -> dict:
@@ -113,26 +133,49 @@ def cell(cell_id: str, source: str, cell_type: str = "code") -> dict:
     return {"cell_type": cell_type, "id": cell_id, "metadata": {}, "source": source, **more}
 
 
-def notebook(*cells: dict, processes: object = None) -> str:
-    metadata = {} if processes is None else {"course": {"nproc_per_node": processes}}
-    return json.dumps({"cells": list(cells), "metadata": metadata, "nbformat": 4, "nbformat_minor": 5})
+def notebook(*cells: dict, program: object, processes: object = None) -> str:
+    course = {"program": program} | ({} if processes is None else {"nproc_per_node": processes})
+    return json.dumps({"cells": list(cells), "metadata": {"course": course}, "nbformat": 4, "nbformat_minor": 5})
 
 
-def toy(exercise: str = EXERCISE, faults: str = FAULTS, main: str = MAIN, processes: object = 2) -> str:
+def toy(
+    exercise: str = EXERCISE, faults: str = FAULTS, main: str = MAIN, processes: object = 2, program="toy.program"
+) -> str:
     """The toy notebook: cell 4 is its exercise, cell 5 fails, cell 6 is what the launcher starts."""
-    cells = {"imports": IMPORTS, "ex-07-1": exercise, "faults": faults, "main": main}
-    name, title = cell("name", "#| default_exp toy"), cell("title", "# A toy", "markdown")
-    return notebook(title, name, *(cell(*item) for item in cells.items()), processes=processes)
+    cells = {"setup": SETUP, "use": "1 + 1", "ex-07-1": exercise, "faults": faults, "main": main}
+    title = cell("title", "# A toy", "markdown")
+    return notebook(title, *(cell(*item) for item in cells.items()), processes=processes, program=program)
+
+
+def base(exercise: str = BASE) -> str:
+    """The notebook before it: one exercise."""
+    return notebook(cell("setup", SETUP), cell("ex-06-1", exercise), program="base.scales")
+
+
+def passed(path: Path, text: str) -> None:
+    """Save a learner's notebook, all of its exercises noted as passed."""
+    path.write_text(text)
+    for name, cells in exercise_cells(json.loads(text)).items():
+        notes.note(path.parent, name, True, digest_of_cells(cells))
+
+
+def write_library(course: Path) -> None:
+    """The library of the toy course, as the notebooks export it."""
+    for name, text in LIBRARY.items():
+        file = course / "course_lib" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        (file.parent / "__init__.py").touch()
+        file.write_text(text)
+    (course / "course_lib" / "__init__.py").touch()
 
 
 def make_course(folder: Path) -> Path:
-    """A course of two chapters: 06 is exported, 07 is not yet; the learner has begun neither."""
-    for name in ("notebooks", "workbook", "course_lib", "elsewhere"):
+    """A course of two chapters, of which a learner has begun neither."""
+    for name in ("notebooks", "workbook", "elsewhere"):
         (folder / name).mkdir(parents=True)
     shutil.copytree(ROOT / "scripts", folder / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "course_lib" / "__init__.py").write_text("")
-    (folder / "course_lib" / "base.py").write_text(f"# %% ../{FIRST} #a\ndef scale():\n    return 1\n")
-    (folder / "notebooks" / "06_base.ipynb").write_text(notebook(cell("name", "#| default_exp base"), cell("a", BASE)))
+    write_library(folder)
+    (folder / FIRST).write_text(base())
     (folder / TOY).write_text(toy())
     (folder / LEARNERS).write_text(toy(BLANK))
     return folder
@@ -185,6 +228,9 @@ def course(launcher, monkeypatch):
     yield launcher.course
     (launcher.course / TOY).write_text(toy())
     (launcher.course / LEARNERS).write_text(toy(BLANK))
+    write_library(launcher.course)
+    for name in ("workbook/.progress", "workbook/course_lib", "runs"):
+        shutil.rmtree(launcher.course / name, ignore_errors=True)
 
 
 @pytest.fixture
@@ -199,10 +245,8 @@ def launch(launcher, course, capsys):
     return run
 
 
-NO_MAIN = toy(main="#| export\ndef options(argv):\n    pass\n")
-NOTHING = notebook(cell("a", "#| default_exp toy"), cell("b", "print(1)"))
-NAMELESS = notebook(cell("a", "#| export\ndef main(argv=None):\n    pass\n"))
-SYNTAX = toy(faults="#| export\ndef fail(rank):\n    return (\n")
+OTHER = EXERCISE.replace("2 * x", "x + x")  # than the library's
+SYNTAX = toy(faults="#| export toy.program\ndef fail(rank):\n    return (\n")
 OUTSIDE = "elsewhere/07_toy.ipynb"
 
 BAD_NOTEBOOKS = {
@@ -210,10 +254,10 @@ BAD_NOTEBOOKS = {
     "JSON of another kind": ("[1, 2]", "is not a notebook"),
     "cells of another kind": ('{"cells": [1]}', "is not a notebook"),
     "cut short": (toy()[:-40], "cut short"),
-    "no export cells": (NOTHING, "no cell marked '#| export'"),
-    "no module": (NAMELESS, "'#| default_exp MODULE'"),
-    "no main": (NO_MAIN, "no function main"),
-    "syntax error": (SYNTAX, "cell 5 (faults), line 3: syntax error: '(' was never closed"),
+    "no program": (toy(program=None), "its metadata must name the module to start"),
+    "no such module": (toy(program="toy.none"), "its module 'toy.none' has no function main"),
+    "no main": (toy(program="base.words"), "its module 'base.words' has no function main"),
+    "syntax error": (SYNTAX, "cell faults, line 3: syntax error: '(' was never closed"),
     "processes in words": (toy(processes="two"), "'two'"),
     "no processes": (toy(processes=0), "0 processes: at least one"),
 }
@@ -252,7 +296,6 @@ BAD_OPTIONS = [
     (f"{TOY} --no-python", "--no-python says what torchrun runs"),
     (f"{TOY} --reference 06", "--reference is for a notebook of workbook/"),
     (f"{LEARNERS} --reference 13", "--reference 13: no such chapter"),
-    (f"{TOY} --no-export", "has to be exported first"),
     (f"{TOY} --slurm nodes=2", "gpus is missing"),
     (f"{TOY} --slurm nodes=2,gpus=0", "gpus is a number of 1 or more, not '0'"),
     (f"{TOY} --slurm nodes=two,gpus=8", "nodes is a number of 1 or more, not 'two'"),
@@ -276,6 +319,7 @@ def test_a_bad_option_gets_one_line_and_changes_nothing(line, expected, launch, 
 
 
 def test_an_unwritable_folder_gets_one_line_and_changes_nothing(launch, launcher, course, monkeypatch):
+    passed(course / LEARNERS, toy())
     (course / "workbook" / "course_lib").write_text("a file")
     before = snapshot(course)
     status, _, err = launch(LEARNERS)
@@ -283,6 +327,7 @@ def test_an_unwritable_folder_gets_one_line_and_changes_nothing(launch, launcher
     assert snapshot(course) == before
     (course / "workbook" / "course_lib").unlink()
 
+    (course / TOY).write_text(toy(OTHER))
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     before = snapshot(course)
     status, _, err = launch(TOY)
@@ -291,59 +336,53 @@ def test_an_unwritable_folder_gets_one_line_and_changes_nothing(launch, launcher
 
 
 def test_a_cell_that_fails_on_import_is_named_and_nothing_is_written(launch, course):
-    (course / TOY).write_text(toy(faults="#| export\n\nlimit = 3\nlimits = limit + missing\n"))
+    wrong = FAULTS.replace("def wait():", "def wait(limit=1 // 0):")
+    (course / TOY).write_text(toy(faults=wrong))
     before = snapshot(course)
     status, _, err = launch(TOY)
-    assert status == 1 and "NameError: name 'missing' is not defined" in err
-    assert f"{TOY}, cell 5 (faults), line 4: limits = limit + missing" in err
+    line = wrong.split("\n").index("def wait(limit=1 // 0):") + 1
+    assert status == 1 and "ZeroDivisionError" in err
+    assert f"{TOY}, cell 5 (faults), line {line}: def wait(limit=1 // 0):" in err
     assert snapshot(course) == before
 
 
-def test_a_blank_cell_without_a_reference_is_named(launch, course):
-    (course / TOY).write_text(toy().replace("ex-07-1", "ex-07-2"))
-    status, _, err = launch(LEARNERS)
-    assert status == 2 and "cell 4 (ex-07-1) is still blank" in err
-
-
-def test_an_earlier_notebook_that_cannot_be_exported_is_named(launch, course):
+def test_an_earlier_notebook_that_cannot_be_read_is_named(launch, course):
     """And may be left out; later ones do not matter."""
     (course / "workbook" / "08_later.ipynb").write_text("{")
-    for text, expected in (("{", "06_base.ipynb is not a notebook"), (None, "cell 2 (a), line 3: syntax error")):
-        wrong = text or (course / "notebooks" / "06_base.ipynb").read_text().replace("return 1", "return return")
-        (course / "workbook" / "06_base.ipynb").write_text(wrong)
-        before = snapshot(course)
-        status, _, err = launch(LEARNERS, "--dry-run")
-        assert status == 2 and err.count("\n") == 1 and expected in err
-        assert err.endswith("(--reference 06 leaves this chapter out)\n")
-        assert launch(LEARNERS, "--reference", "06", "--dry-run")[0] == 0
-        assert snapshot(course) == before
+    (course / "workbook" / "06_base.ipynb").write_text("{")
+    before = snapshot(course)
+    status, _, err = launch(LEARNERS, "--dry-run")
+    assert status == 2 and err.count("\n") == 1 and "06_base.ipynb is not a notebook" in err
+    assert err.endswith("(--reference 06 leaves this chapter out)\n")
+    assert launch(LEARNERS, "--reference", "06", "--dry-run")[0] == 0
+    assert snapshot(course) == before
     for name in ("06_base", "08_later"):
         (course / "workbook" / f"{name}.ipynb").unlink()
 
 
-def test_a_chapters_second_part_starts_the_program_of_the_first(launch, course):
-    """The learner's cells of both parts go with it, and --reference 06 leaves both out."""
-    part = notebook(cell("name", "#| default_exp base"), cell("b", "#| export more\ndef more():\n    return 2\n"))
-    for folder in ("notebooks", "workbook"):
-        (course / folder / "06b_more.ipynb").write_text(part)
-    (course / "workbook" / "06_base.ipynb").write_text(
-        notebook(cell("name", "#| default_exp base"), cell("a", BASE.replace("return 1", "return 10")))
-    )
-    library = course / "course_lib" / "base.py"
-    exported = library.read_text()
-    assert "no function main" in launch("notebooks/06b_more.ipynb", "--dry-run")[2]
-    library.write_text(f"# %% ../{FIRST} #a\n{BASE}")
-    before = snapshot(course)
-    status, out, err = launch("notebooks/06b_more.ipynb", "--dry-run")
-    assert status == 0 and not err and "rank_entry.py base\n" in out
-    status, out, err = launch("workbook/06b_more.ipynb", "--dry-run")
-    assert status == 0 and not err and f"--overlay {course / 'workbook' / 'course_lib'} base\n" in out
+def test_a_chapters_second_part_starts_the_program_of_the_first(launch, course, tmp_path):
+    """The learner's answers of both parts go with it, --reference 06 leaves both out, and 06b the second."""
+    more = notebook(cell("ex-06-2", BASE.replace("def scale", "def more")), program="base.scales")
+    library = course / "course_lib" / "base" / "scales.py"
+    library.write_text(LIBRARY["base/scales"] + "\n\ndef more():\n    return 2\n")
+    (course / "notebooks" / "06b_more.ipynb").write_text(more)
+    mine = {"06_base": base(BASE.replace("1", "10")), "06b_more": more.replace("return 1", "return 20")}
+    for name, text in mine.items():
+        passed(course / "workbook" / f"{name}.ipynb", text)
+
+    def launched(*arguments):
+        with mock.patch.dict(os.environ, {"PATH": str(tmp_path)}):  # without Slurm, nothing but the export happens
+            return launch(*arguments, "--slurm", "nodes=1,gpus=1")[2]
+
+    def answers():
+        return (course / "workbook" / "course_lib" / "base" / "scales.py").read_text().count("(yours)")
+
+    assert "rank_entry.py base.scales\n" in launch("notebooks/06b_more.ipynb", "--dry-run")[1]
+    assert "your own work is that of 06.1 and 06.2;" in launched("workbook/06b_more.ipynb") and answers() == 2
+    assert "your own work is that of 06.1;" in launched(LEARNERS, "--reference", "06b") and answers() == 1
+    assert "your own work is that of no notebook yet;" in launched(LEARNERS, "--reference", "06")
     out = launch(LEARNERS, "--reference", "06", "--dry-run")[1]
-    assert "--reference-modules base,more toy\n" in out
-    out = launch(LEARNERS, "--reference", "06b", "--dry-run")[1]
-    assert "--reference-modules more toy\n" in out
-    assert snapshot(course) == before
-    library.write_text(exported)
+    assert "--reference-modules base.scales toy.program\n" in out, "the copy that an earlier launch has left"
     for file in ("notebooks/06b_more.ipynb", "workbook/06b_more.ipynb", "workbook/06_base.ipynb"):
         (course / file).unlink()
 
@@ -361,7 +400,7 @@ def test_the_dry_run_gives_torchruns_options_as_they_are(launch, course):
     status, out, err = launch("--max-restarts", "3", TOY, *more.split()[2:], "--dry-run", "--", "--steps", "2")
     assert status == 0 and err == "" and out.count("\n") == 1
     assert f" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 2 {more} " in out
-    assert out.endswith("rank_entry.py toy --steps 2\n")
+    assert out.endswith("rank_entry.py toy.program --steps 2\n")
     assert snapshot(course) == before
 
 
@@ -433,26 +472,29 @@ def test_a_port_that_another_launcher_looks_at_is_free(launcher, monkeypatch):
     assert held(other.getsockname()[1]) is None
 
 
-def test_the_learners_modules_lie_over_the_reference(launch, course):
-    """Chapter 06 is the learner's too, once exported; --reference leaves it out."""
+def test_the_learners_modules_replace_the_references(course):
+    """A copy of a module does, as long as the module is what it was made from; --reference leaves it out."""
+    from launcher.copies import headed
+
     own = course / "workbook" / "course_lib"
-    own.mkdir()
-    (own / "base.py").write_text("# %% ../06_base.ipynb #a\ndef scale():\n    return 100\n")
+    (own / "base").mkdir(parents=True)
+    original = LIBRARY["base/scales"]
+    copy = headed(original.replace("return 1", "return 100"), "base.scales", original)
     code = (
         "import sys; from rank_entry import open_library; from pathlib import Path; "
-        "open_library(Path(sys.argv[1]), sys.argv[2:]); import course_lib.base; print(course_lib.base.scale())"
+        "open_library(Path(sys.argv[1]), sys.argv[2:]); from course_lib.base import scales; print(scales.scale())"
     )
-    for reference, found in (([], "100\n"), (["base"], "1\n")):
+    stale = copy.replace("return 100", "return 200").replace(copy[:60], headed("", "base.scales", "")[:60])
+    for text, reference, found in ((copy, [], "100\n"), (copy, ["base.scales"], "1\n"), (stale, [], "1\n")):
+        (own / "base" / "scales.py").write_text(text)
         command = [sys.executable, "-c", code, str(own), *reference]
         assert subprocess.run(command, capture_output=True, text=True, cwd=course / "scripts").stdout == found
-    out = launch(LEARNERS, "--reference", "06", "--dry-run")[1]
-    assert f"rank_entry.py --overlay {own} --reference-modules base toy\n" in out
-    shutil.rmtree(own)
 
 
 def test_slurm(launch, course, tmp_path):
     """The script's own srun line is run, with a scontrol that names two nodes; what it starts is a launch of both."""
     more = ("--max-restarts", "1", "--", "--steps", "5")
+    (course / TOY).write_text(toy(OTHER))
     with mock.patch.dict(os.environ, {"PATH": str(tmp_path)}):  # this machine may have Slurm
         status, out, err = launch(TOY, "--slurm", "nodes=2,gpus=4,cpus=6,time=1:30:00", *more)
     script = (course / "runs" / "slurm" / "07_toy.sbatch").read_text()
@@ -460,7 +502,8 @@ def test_slurm(launch, course, tmp_path):
     wanted = ("--nodes=2", "--gpus-per-node=4", "--ntasks-per-node=1", "--time=1:30:00", "--job-name=07_toy")
     wanted += ("--cpus-per-task=24", "--requeue", "--open-mode=append")  # the last two: there is --max-restarts
     assert all(f"#SBATCH {option}\n" in script for option in wanted)
-    assert (course / "course_lib" / "toy.py").exists(), "what the job runs is exported when it is submitted"
+    exported = (course / "course_lib" / "toy" / "program.py").read_text()
+    assert "return x + x" in exported, "what the job runs is exported when it is submitted"
 
     commands = {
         "scontrol": 'test "$*" = "show hostnames node[1-2]" && printf "node1\\nnode2\\n"',
@@ -484,10 +527,8 @@ def test_slurm(launch, course, tmp_path):
     status, out, err = launch("--dry-run", *started[4:])  # as on a node
     assert status == 0, err
     torchrun = "--nproc-per-node 4 --nnodes 2 --rdzv-backend c10d --rdzv-endpoint node1:23456 --rdzv-id 123456"
-    assert f"torch.distributed.run {torchrun} --max-restarts 1 " in out and out.endswith("toy --steps 5\n")
+    assert f"torch.distributed.run {torchrun} --max-restarts 1 " in out and out.endswith("toy.program --steps 5\n")
     assert "requeue" not in launch(TOY, "--slurm", "nodes=2,gpus=4", "--dry-run")[1]
-    shutil.rmtree(course / "runs")
-    (course / "course_lib" / "toy.py").unlink()
 
 
 # What Slurm 22.05's sbatch says.
@@ -527,14 +568,11 @@ def test_sbatch_that_submits_nothing(said, status, out, err, launch, course, tmp
         launch(TOY, "--slurm", "nodes=2,gpus=4")
         without = {path: content for path, (_, content) in snapshot(course).items()}
         shutil.rmtree(course / "runs")
-        (course / "course_lib" / "toy.py").unlink()
         (tmp_path / "said").write_text(said)
         (tmp_path / "sbatch").write_text(f'#!/bin/bash\necho "$(<{tmp_path}/said)" >&2; exit 1\n')
         (tmp_path / "sbatch").chmod(0o755)
         assert launch(TOY, "--slurm", "nodes=2,gpus=4") == (status, out, err)
     assert {path: content for path, (_, content) in snapshot(course).items()} == without
-    shutil.rmtree(course / "runs")
-    (course / "course_lib" / "toy.py").unlink()
 
 
 @pytest.mark.skipif(not shutil.which("sbatch"), reason="no sbatch here")
@@ -542,8 +580,6 @@ def test_a_real_sbatch_that_is_not_set_up(launch, course, tmp_path):
     (tmp_path / "slurm.conf").write_text("")
     with mock.patch.dict(os.environ, {"SLURM_CONF": str(tmp_path / "slurm.conf")}):
         assert launch(TOY, "--slurm", "nodes=2,gpus=4") == (0, ELSEWHERE, "")
-    shutil.rmtree(course / "runs")
-    (course / "course_lib" / "toy.py").unlink()
 
 
 def test_each_round_has_a_store_of_its_own(launcher):
@@ -653,7 +689,7 @@ def bare_node(course: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "sitecustomize.py").write_text(
         "import sys\n"
-        "for name in 'nbdev fastcore nbformat nbgrader nbconvert IPython jupyter_core ipyparallel'.split():\n"
+        "for name in 'nbformat nbgrader nbconvert IPython jupyter_core ipyparallel'.split():\n"
         "    sys.modules[name] = None\n"
     )
     return folder
@@ -670,21 +706,22 @@ def all_gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_it_exports_and_runs(running):
+    file = running / "course_lib" / "toy" / "program.py"
+    file.write_text(file.read_text().replace("return 2 * x", "return 3 * x"))
     status, out, err = Launch(running, TOY, "--", "--steps", "3").end()
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     lines = [f"rank {rank} of 2: 3 steps, total 6, {threads} threads, again False" for rank in (0, 1)]
     assert (status, sorted(out.splitlines()), err) == (0, lines, "")
-    text = (running / "course_lib" / "toy.py").read_text()
-    assert "return 2 * x" in text and "SOLUTION" not in text and "# %% ../notebooks/07_toy.ipynb #ex-07-1\n" in text
+    text = file.read_text()
+    assert "# exercise 07.1\ndef double(x):\n    return 2 * x\n" in text and "SOLUTION" not in text
     assert not [path for path in (running / "tmp").iterdir() if "torchinductor" not in path.name]  # PyTorch's cache
 
 
 def test_an_error_is_told_once_with_its_cell_also_on_a_bare_node(running):
-    """Run after the export above. Rank 0 loses its connection, and says so, a second and a half before rank 1 ends."""
+    """Rank 0 loses its connection, and says so, a second and a half before rank 1 ends."""
     status, out, err = Launch(running, TOY, "--", "--fault", "raise", bare=True).end()
     assert status == 1
     assert err == (
-        "launch: no nbdev on this machine: running what is exported\n"
         "launch: rank 1: ValueError: planted on rank 1\n"
         f'  in {TOY}, cell 5 (faults), line 7: raise ValueError("planted on rank 1")\n'
         f"  called from {TOY}, cell 6 (main), line 18: fail(rank)\n"
@@ -699,35 +736,34 @@ def test_a_restart_meets_no_address_of_before(running):
 
 
 def test_a_learners_notebook(running):
-    """The learner's modules are exported beside the notebook, with those of the notebooks before it, which nobody has
-    launched; the blank cell is the reference's, and is named.
+    """The learner's answers, those of the notebooks before it too, are spliced into copies beside the notebook; what is
+    blank is the reference's, and is named.
     """
     before, earlier = snapshot(running / "course_lib"), running / "workbook" / "06_base.ipynb"
-    earlier.write_text((running / "notebooks" / "06_base.ipynb").read_text().replace("return 1", "return 100"))
+    passed(earlier, base(BASE.replace("return 1", "return 100")))
     status, out, err = Launch(running, LEARNERS, "--nproc-per-node", "1").end()
     assert status == 0 and "rank 0 of 1: 1 steps, total 200," in out
-    blank = "launch: still blank, taken from the reference: 07.1 (ex-07-1)\n"
-    assert err == blank + "launch: your own work is that of 06; all else is the reference's\n"
-    text = (running / "workbook" / "course_lib" / "toy.py").read_text()
-    assert "# %% ../07_toy.ipynb #main\n" in text and "# %% ../../notebooks/07_toy.ipynb #ex-07-1\n" in text
+    blank = "launch: still blank, taken from the reference: 07.1\n"
+    assert err == blank + "launch: your own work is that of 06.1; all else is the reference's\n"
+    own = running / "workbook" / "course_lib"
+    assert [file.relative_to(own).as_posix() for file in own.rglob("*.py")] == ["base/scales.py"]
+    assert "# exercise 06.1 (yours)\ndef scale():\n" in (own / "base" / "scales.py").read_text()
     assert {path: found for path, found in snapshot(running / "course_lib").items() if path.suffix == ".py"} == {
         path: found for path, found in before.items() if path.suffix == ".py"
     }
-    own = running / "workbook" / "course_lib"
-    assert sorted(file.name for file in own.glob("*.py")) == ["base.py", "toy.py"]
 
-    (running / LEARNERS).write_text(toy("#| export\ndef double(x):\n    return x / 0\n"))
-    earlier.write_text(earlier.read_text().replace("return 100", "return return"))
+    passed(running / LEARNERS, toy("#| export toy.program\ndef double(x):\n    return x / 0\n"))
+    earlier.write_text("{")
     status, out, err = Launch(running, LEARNERS, "--nproc-per-node", "1", "--reference", "06").end()
-    assert "launch: your own work is that of 07; all else is the reference's\n" in err
+    assert "launch: your own work is that of 07.1; all else is the reference's\n" in err
     assert status == 1 and "blank" not in err
     error = "rank 0: ZeroDivisionError: division by zero"
     assert f"{error}\n  in {LEARNERS}, cell 4 (ex-07-1), line 3: return x / 0\n" in err
+    earlier.unlink()
 
 
 CHOICE = "notebooks/08_choice.ipynb"
 CHOICE_MAIN = """\
-#| export
 import os
 import subprocess
 from pathlib import Path
@@ -756,13 +792,15 @@ def choosing(running):
     """The course with the library's own `course_lib/__init__.py`, and a program that runs a kernel."""
     if not pytest.importorskip("triton").knobs.runtime.interpret:
         pytest.skip("kernels run on the GPU")
-    own, program = running / "course_lib" / "__init__.py", running / CHOICE
+    own, program = running / "course_lib" / "__init__.py", running / "course_lib" / "choice" / "program.py"
     own.write_text((ROOT / "course_lib" / "__init__.py").read_text())
-    program.write_text(notebook(cell("name", "#| default_exp choice"), cell("main", CHOICE_MAIN)))
+    program.parent.mkdir()
+    program.write_text(CHOICE_MAIN)
+    (running / CHOICE).write_text(notebook(cell("setup", SETUP), program="choice.program"))
     yield running
-    program.unlink()
+    (running / CHOICE).unlink()
     own.write_text("")
-    (running / "course_lib" / "choice.py").unlink()
+    shutil.rmtree(program.parent)
     shutil.rmtree(running / "runs", ignore_errors=True)
 
 
@@ -838,7 +876,6 @@ def test_signals(running):
 
 
 SWALLOWS = """\
-#| export
 import sys, time
 try:
     print("importing", file=sys.stderr)
@@ -850,8 +887,9 @@ except KeyboardInterrupt:
 
 def test_ctrl_c_before_the_ranks(running):
     """An import may swallow the exception that Ctrl-C usually raises, as PyTorch's does. Nothing is written by then."""
-    text = toy(faults=SWALLOWS).replace("default_exp toy", "default_exp slow")
-    (running / "notebooks" / "08_slow.ipynb").write_text(text)
+    (running / "notebooks" / "08_slow.ipynb").write_text(notebook(cell("setup", SETUP), program="slow.program"))
+    (running / "course_lib" / "slow").mkdir()
+    (running / "course_lib" / "slow" / "program.py").write_text(SWALLOWS + "\n\ndef main(argv=None):\n    pass\n")
     before = snapshot(running / "scripts"), snapshot(running / "course_lib")
     launch = Launch(running, "notebooks/08_slow.ipynb")
     while "importing" not in launch.err.read_text():

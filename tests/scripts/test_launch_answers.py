@@ -1,6 +1,6 @@
-"""The launcher and notebooks of the new shape: which answers a job runs, and what a launch before it has left. On CPUs.
+"""Which answers of a learner a launched job runs, and what an earlier launch has left. On CPUs.
 
-The tiny course's 02_counters beside the toy course of test_launch.py, whose notebooks have the old shape.
+The tiny course's 02_counters beside the toy course of test_launch.py.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ WORKBOOK, NOTEBOOK = f"workbook/{NEW}.ipynb", f"notebooks/{NEW}.ipynb"
 
 
 def add_counters(course) -> None:
-    """Add the notebook of the new shape, its library, and a workbook in which nothing is written yet."""
+    """Add 02_counters, its library, and a workbook in which nothing is written yet."""
     tiny_course.write_library(course)
     tiny_course.write(course / NOTEBOOK, tiny_course.new_cells(), PROGRAM)
     write(course, {})
@@ -147,23 +147,10 @@ def test_a_job_of_a_later_notebook_runs_them_too(launch, course, launcher):
     write(course, MINE, passed=("02.1",))
     status, out, err = launch(LEARNERS, export=True)
     assert status == 0 and "your own work is that of 02.1; all else" in err
-    assert {*copies(course)} == {"counters/numbers.py", "toy.py"}
+    assert {*copies(course)} == {"counters/numbers.py"}
     err = launch(LEARNERS, "--reference", "02", export=True)[2]
     assert "your own work is that of no notebook yet" in err
-    assert " --reference-modules counters.numbers toy\n" in launch(LEARNERS, "--reference", "02")[1], "left"
-
-
-def test_without_nbdev_old_notebooks_run_as_exported_and_answers_are_spliced_all_the_same(launch, course, launcher):
-    write(course, MINE, passed=("02.1",))
-    assert launch(LEARNERS, export=True)[0] == 0
-    exported = copies(course)["toy.py"]
-    (course / LEARNERS).write_text((course / LEARNERS).read_text().replace("steps, total", "steps, in all"))
-    asked = []
-    program = launcher.module.read_program(LEARNERS, [], True, unchecked=True, has_nbdev=lambda: asked.append(1))
-    assert asked and program.texts["toy"] == exported
-    assert "number + 1000" in program.texts["counters.counter"] and "math.prod" in program.texts["counters.numbers"]
-    launcher.module.read_program(WORKBOOK, [], True, has_nbdev=asked.clear)
-    assert asked, "a notebook of the new shape needs no nbdev"
+    assert " --reference-modules counters.numbers toy.program\n" in launch(LEARNERS, "--reference", "02")[1], "left"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +213,7 @@ def broken(cell_id: str, source: str, program: object = PROGRAM):
         (NOTEBOOK, broken("ex-02-1", "#| export counters.none\ndef square(n): pass"), [], "course_lib.counters.none"),
         (NOTEBOOK, broken("ex-02-1", "#| export counters.numbers\ndef cube(n): pass"), [], "cell ex-02-1"),
         (NOTEBOOK, broken("title", "# 02", "counters.none"), [], "its module 'counters.none' has no function main"),
-        (NOTEBOOK, broken("title", "# 02", 5), [], "is no module: 5"),
+        (NOTEBOOK, broken("title", "# 02", 5), [], "its metadata must name the module to start"),
         (NOTEBOOK, broken("title", "# 02"), ["--unchecked"], "--unchecked is for a notebook of workbook/"),
         (WORKBOOK, broken("ex-02-1", "#| export counters.numbers\ndef square("), ["--unchecked"], "ex-02-1, line 2"),
         (WORKBOOK, broken("title", "# 02", None), [], "is of an older course: 'make workbook' brings it up to date"),
@@ -261,7 +248,7 @@ def running(tmp_path_factory):
             process.kill()
 
 
-def test_a_job_runs_the_learners_answers_on_a_node_without_nbdev(running):
+def test_a_job_runs_the_learners_answers_on_a_bare_node(running):
     write(running, MINE | {"ex-02-2": ANSWERS["ex-02-2"]}, passed=("02.1", "02.2"))
     old = running / "workbook" / "course_lib" / "counters" / "counter.py"
     old.parent.mkdir(parents=True)
@@ -270,7 +257,6 @@ def test_a_job_runs_the_learners_answers_on_a_node_without_nbdev(running):
     status, out, err = Launch(running, WORKBOOK, "--nproc-per-node", "2", bare=True).end()
     assert (status, sorted(out.splitlines())) == (0, [f"rank {rank} of 2: 303, back -303" for rank in (0, 1)]), err
     assert err.splitlines()[-1] == "launch: your own work is that of 02.1 and 02.2; all else is the reference's"
-    assert "nbdev" not in err
 
 
 def test_an_error_in_a_spliced_answer_is_told_by_its_cell_and_line(running):

@@ -18,10 +18,10 @@ from course_kit.exercises.cells import MARKER, plain, read
 from course_kit.exercises.install import Answer, install, installed, uninstall
 from course_kit.exercises.saved import exercise_cells
 from course_kit.exercises.swap import raw
-from export import LIBRARY, NOTEBOOKS, ROOT, program_of, read_notebook, write_modules
+from export import LIBRARY, NOTEBOOKS, ROOT, read_notebook, write_modules
 from launcher.answers import Answers
 
-PATHS = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if program_of(read_notebook(path))]
+PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 
 
 def solutions(path) -> dict[str, list[tuple[str, str]]]:
@@ -133,7 +133,7 @@ def files_of(value) -> list[str]:
 
 
 IN_A_JOB = """
-import json, sys
+import json, sys, types
 from pathlib import Path
 
 sys.path.insert(0, "scripts")
@@ -147,8 +147,15 @@ from course_kit.exercises.swap import raw
 
 def constants(value):
     inner = [vars(value)[name] for name in vars(value)] if isinstance(value, type) else [value]
-    functions = [getattr(each, "__func__", getattr(each, "fn", each)) for each in inner]
-    return [constant for each in functions if raw(each) for constant in raw(each).__code__.co_consts]
+    functions = [raw(unwrapped(each)) for each in inner]
+    return [constant for each in functions if each for constant in each.__code__.co_consts]
+
+
+def unwrapped(value):
+    value = getattr(value, "__func__", value)
+    while not isinstance(value, types.FunctionType) and hasattr(value, "fn"):  # a kernel, perhaps tuned
+        value = value.fn
+    return value
 
 
 for module, cls, name, mark in json.load(sys.stdin):

@@ -28,19 +28,20 @@ from tiny_course import NEW, ROOT, read, text
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WITH_RANKS = "14b_fp8"  # the cheapest one
 LEFT_S = 60  # at most, until the ranks of a graded notebook have ended
-DIES = "import os\ndef double(number):\n    os._exit(1)"
-HANGS = """import time
+DIES = "#| export tiny.numbers\nimport os\ndef double(number):\n    os._exit(1)"
+HANGS = """#| export tiny.numbers
+import time
 def half(number):
     while True:
         try:
             time.sleep(3600)
         except KeyboardInterrupt:
             pass"""
-WARNS = """import sys
+WARNS = """#| export tiny.numbers
+import sys
 def double(number):
     print("close to overflow", file=sys.stderr)
-    return number * 2
-quit()"""
+    return number * 2"""
 pytestmark = pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SAWarning")  # nbgrader's own
 
 
@@ -107,10 +108,11 @@ def worth(notebook: dict) -> dict[str, int]:
 
 
 def without_needless_cells(notebook: dict) -> dict:
-    """A notebook without the cells that no check depends on."""
+    """A notebook without the cells that no exercise and no check depends on."""
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     sources = [cell["source"] for cell in cells]
-    needed = [needed_cells(sources, place, {}) for place, cell in enumerate(cells) if exercise_name(cell, "check")]
+    asked = [place for place, cell in enumerate(cells) if exercise_name(cell, "ex") or exercise_name(cell, "check")]
+    needed = [needed_cells(sources, place, {}) for place in asked]
     return {**notebook, "cells": [cells[place] for place in sorted(set().union(*needed))]}
 
 
@@ -190,9 +192,11 @@ def test_who_solves_a_part_gets_the_points_of_that_part(course, name):
     assert left_processes() == []
 
 
-def test_what_one_exercise_does_costs_no_points_of_another(tmp_path):
+def test_what_one_exercise_does_costs_no_points_of_another(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    tiny_course.write_library(tmp_path)
+    tiny_course.write_kit(tmp_path)
     cells = tiny_course.cells()
-    cells[1]["source"] = "import contextlib\ncheck = contextlib.nullcontext"  # several kernels would import PyTorch
     parts = [f"### Exercise 01.{number} · a name\n*Difficulty {number} of 5 · 2 minutes*\n" for number in (1, 2, 3)]
     tiny_course.write(tmp_path / "notebooks" / "01_tiny.ipynb", [text("headings", "\n".join(parts)), *cells])
     course = Course(tmp_path / "notebooks", tmp_path / "course", "\nc.Execute.timeout = 10\n")
@@ -211,7 +215,7 @@ def test_what_one_exercise_does_costs_no_points_of_another(tmp_path):
     }
 
 
-def test_a_notebook_of_the_new_shape_gets_the_points_of_what_is_solved(tmp_path, monkeypatch):
+def test_blank_and_broken_answers_cost_their_own_points_alone(tmp_path, monkeypatch):
     """Blank and broken answers, one that ends the kernel, and checks of a workbook, whose failures are let by, take no
     points from others: the reference stands for them.
     """

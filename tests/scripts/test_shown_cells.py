@@ -1,9 +1,7 @@
 """How the site shows the cells of a notebook: what its bars say, and where a solution stands."""
 
-import pytest
-
-import fold
-from shown_cells import TAG, label, shown
+import edit
+from shown_cells import TAG, shown
 
 
 def code(source: str, *tags: str, kind="code", outputs=()) -> dict:
@@ -11,25 +9,8 @@ def code(source: str, *tags: str, kind="code", outputs=()) -> dict:
 
 
 def bar(cell: dict) -> str | None:
-    """What stands on the bar of a folded cell."""
+    """What stands on the bar of a collapsed cell."""
     return cell["metadata"]["mystnb"]["code_prompt_show"] if TAG in cell["metadata"]["tags"] else None
-
-
-@pytest.mark.parametrize(
-    "first, words",
-    [
-        ("#| export zero.shards  # Unit, Piece", "zero.shards: Unit, Piece"),
-        ("#| export  # Recomputed", "Recomputed"),
-        ("#| export kernels.program", "kernels.program"),
-        ("#| default_exp zero.optimizer  # set-up", "Set-up"),
-        ('with check("05.1"):', "Check 05.1"),
-        ("# Figure: <b> & a layer's bytes", "Figure: <b> & a layer's bytes"),
-        ("ranks = Ranks(4)  # four of them", "ranks = Ranks(4)  # four of them"),
-    ],
-)
-def test_a_bar_says_what_the_first_line_says(first, words):
-    assert label(f"{first}\nx = 1\n") == words
-    assert bar(shown(code(f"{first}\nx = 1\n", TAG))[0]) == words
 
 
 def test_an_open_cell_and_a_text_are_shown_as_they_are():
@@ -37,7 +18,7 @@ def test_an_open_cell_and_a_text_are_shown_as_they_are():
         assert shown(cell) == [cell]
 
 
-def test_solutions_fold_apart_and_what_the_cell_printed_comes_last():
+def test_solutions_are_collapsed_apart_and_what_the_cell_printed_comes_last():
     cell = code(
         "def f(x):\n    ### BEGIN SOLUTION\n    a = 1\n\n    ### END SOLUTION\n    y = 2\n"
         "    ### BEGIN SOLUTION\n    b = 3\n    ### END SOLUTION\n",
@@ -50,7 +31,7 @@ def test_solutions_fold_apart_and_what_the_cell_printed_comes_last():
     assert len({part["id"] for part in parts}) == 4
 
 
-def test_a_cell_of_the_new_shape_shows_its_directive_and_hides_its_solution():
+def test_an_exercise_shows_its_directive_and_hides_its_solution():
     first = "#| export zero.shards:Unit\ndef gather(self: Unit):"
     source = f"{first}\n    ### BEGIN SOLUTION\n    a = 1\n    ### END SOLUTION"
     parts = shown(code(source))
@@ -59,10 +40,7 @@ def test_a_cell_of_the_new_shape_shows_its_directive_and_hides_its_solution():
     assert bar(shown(code("# Figure: two lanes\nx = 1", TAG))[0]) == "Figure: two lanes"
 
 
-def test_the_site_and_the_notebooks_mean_the_same_tag():
-    assert TAG == fold.TAG
-
-
-def test_a_raw_cell_is_folded_code():
-    (cell,) = shown(code("#| export zero.shards  # Unit\nclass Unit: ...", TAG, kind="raw"))
-    assert cell["cell_type"] == "code" and cell["outputs"] == [] and bar(cell) == "zero.shards: Unit"
+def test_a_bar_says_what_the_first_line_of_a_figure_says():
+    assert edit.COLLAPSED == TAG
+    (cell,) = shown(code("# Figure: <b> & its bytes\nx = 1", TAG))
+    assert bar(cell) == "Figure: <b> & its bytes"

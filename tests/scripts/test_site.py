@@ -114,13 +114,16 @@ def test_no_page_has_a_broken_link_or_picture_or_an_error_or_is_too_wide_for_a_p
     WebDriverWait(driver, PATIENCE_S).until(lambda _: driver.current_url == f"{address}docs/index.html")
 
 
+FIGURE = "# Figure: four tensors end to end in a flat buffer, cut into four equal pieces"
+
+
 @needs_browser
-def test_a_folded_cell_says_what_it_is_and_unfolds_and_a_solution_folds_by_itself(reader):
+def test_a_figures_code_and_a_solution_are_behind_a_bar_that_says_what_it_is(reader):
     driver, address = reader
     driver.get(f"{address}notebooks/05_zero.html")
     wait = WebDriverWait(driver, PATIENCE_S)
     bars = driver.find_elements(By.CSS_SELECTOR, "details.hide > summary")
-    for words, code in (("Check 05.1", 'with check("05.1")'), ("Solution", "gb_of_stage = ")):
+    for words, code in ((FIGURE.removeprefix("# "), FIGURE), ("Solution", "gb_of_stage = ")):
         bar = next(bar for bar in bars if bar.text == words)
         inside = bar.find_element(By.XPATH, "following-sibling::div")
         assert not inside.is_displayed()

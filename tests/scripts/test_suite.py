@@ -30,7 +30,7 @@ def test_each_notebook_has_tests_and_scripts_have_those_that_are_left():
     assert set(concerned.values()) == {None, *suite.NOTEBOOKS}
     for name, number in {
         "test_zero_ranks": "05", "test_shards": "05", "test_expert_exchange_ranks": "08", "test_fp8_ranks": "14b",
-        "test_survival": "10b", "test_planner": "11", "test_ranks": None, "test_export": None, "test_exercises": None,
+        "test_survival": "10b", "test_planner": "11", "test_ranks": None, "test_export": None, "test_answers": None,
     }.items():  # fmt: skip
         assert concerned[name] == number, name
 
@@ -55,9 +55,7 @@ def test_what_counts_processes_runs_at_a_stretch_and_each_notebook_by_itself():
     units = {
         "tests/zero/test_shards.py::test_x[1]": "tests/zero/test_shards.py",
         "notebooks/05_zero.ipynb::": "notebooks/05_zero.ipynb",
-        "tests/scripts/test_exercises.py::test_every[05_zero]": "exercises of 05_zero",
         "tests/scripts/test_answers.py::test_every[04_data_parallel]": "exercises of 04_data_parallel",
-        "tests/scripts/test_exercises.py::test_harness": "tests/scripts/test_exercises.py",
         "tests/scripts/test_answers.py::test_harness": "tests/scripts/test_answers.py",
         "tests/scripts/test_launch.py::test_y": "tests of processes",
         "tests/kit/test_ranks.py::test_z": "tests of processes",
@@ -79,7 +77,7 @@ def collected(*nodeids: str, chosen: str | None) -> tuple[list[str], list[str]]:
 
 NODES = (
     "tests/zero/test_zero.py::a",
-    "tests/scripts/test_exercises.py::test_every[05_zero]",
+    "tests/scripts/test_answers.py::test_every[05_zero]",
     "tests/scripts/test_answers.py::test_every[10_5d]",
     "tests/scripts/test_answers.py::harness",
     "tests/scripts/test_launch.py::b",

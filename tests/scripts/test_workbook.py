@@ -80,9 +80,9 @@ def test_the_blank_has_no_solutions_and_everything_else(course):
     blank = course.cells()
     assert list(blank) == list(source)
     stub = "    # YOUR CODE HERE\n    raise NotImplementedError()"
-    assert blank["ex-01-1"]["source"] == f'#| export\ndef double(number):\n    """Twice the number."""\n{stub}'
+    first = '#| export tiny.numbers\ndef double(number):\n    """Twice the number."""'
+    assert blank["ex-01-1"]["source"] == f"{first}\n{stub}"
     assert blank["ex-01-3"]["source"] == "# How many twos make ten?\n# YOUR CODE HERE\nraise NotImplementedError()"
-    assert "HIDDEN" not in blank["check-01-2"]["source"] and "4.5" not in blank["check-01-2"]["source"]
     for name in ("title", "setup", "hint-1", "check-01-1", "measure", "recap"):
         assert blank[name]["source"] == source[name]["source"]
     assert blank["check-01-1"]["metadata"]["editable"] is False, "a check is locked in JupyterLab"
@@ -300,15 +300,15 @@ def test_an_answer_goes_to_the_module_that_the_course_has_moved_it_to(course):
     given = tiny_course.DOUBLE.replace("def", "from course_lib.numbers import two\n\n\ndef", 1)
     course.change("ex-01-1", given)
     course.update()
-    mine = "#| export\nfrom course_lib.numbers import two\n\n\ndef double(n):\n    return n * two"
-    course.save(edited(course, ex_01_1=mine, ex_01_2="#| export my_own\ndef half(n): return n / 2"))
-    moves = {"#| export": "#| export tiny.doubles", "course_lib.numbers": "course_lib.tiny.numbers"}
+    mine = "#| export tiny.numbers\nfrom course_lib.numbers import two\n\n\ndef double(n):\n    return n * two"
+    course.save(edited(course, ex_01_1=mine, ex_01_2="#| export my.own\ndef half(n): return n / 2"))
+    moves = {"#| export tiny.numbers": "#| export tiny.doubles", "course_lib.numbers": "course_lib.tiny.numbers"}
     for old, new in moves.items():
         given, mine = given.replace(old, new, 1), mine.replace(old, new, 1)
     course.change("ex-01-1", given)
     assert course.update() == ["01_tiny: updated"]
     assert course.cells()["ex-01-1"]["source"] == mine
-    assert course.cells()["ex-01-2"]["source"].startswith("#| export my_own\n")
+    assert course.cells()["ex-01-2"]["source"].startswith("#| export my.own\n")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_without_the_base_every_cell_of_the_learners_stays(course, damage):
         base.write_text(base.read_text().replace("Twice and half", "My title"))
     else:
         saved = read(course.file)
-        del saved["metadata"]["course"]
+        del saved["metadata"]["course"]["base"]
         course.file.write_text(json.dumps(saved))
     course.change("title", "## 01 · Other numbers")
     [line] = course.update()
@@ -694,14 +694,14 @@ def split(course: Course) -> None:
     """The course's next version: from exercise 01.2 on, the notebook's cells stand in a second one."""
     cells = {cell["id"]: cell for cell in tiny_course.cells()}
     stay = ["title", "setup", "hint-1", "ex-01-1", "check-01-1", "recap"]
-    cells["ex-01-2"]["source"] = cells["ex-01-2"]["source"].replace("#| export", "#| export tiny.halves")
+    cells["ex-01-2"]["source"] = cells["ex-01-2"]["source"].replace("tiny.numbers", "tiny.halves")
     course.publish([cells[name] for name in stay])
-    second = [text("title", "## 01, part 2"), code("setup", "#| default_exp tiny.more")]
+    second = [text("title", "## 01, part 2"), code("setup", "from course_kit.checks import check")]
     second += [cell for name, cell in cells.items() if name not in stay]
     tiny_course.write(course.notebooks / "01b_more.ipynb", second)
 
 
-MINE = "#| export\ndef half(number):\n    return number * 0.5"
+MINE = "#| export tiny.numbers\ndef half(number):\n    return number * 0.5"
 
 
 def test_what_a_learner_has_written_moves_with_its_cell_to_a_new_notebook(course):
@@ -714,7 +714,7 @@ def test_what_a_learner_has_written_moves_with_its_cell_to_a_new_notebook(course
         "01_tiny: updated",
     ]
     second = {cell["id"]: cell for cell in read(course.workbook / "01b_more.ipynb")["cells"]}
-    assert second["ex-01-2"]["source"] == MINE.replace("#| export", "#| export tiny.halves")
+    assert second["ex-01-2"]["source"] == MINE.replace("tiny.numbers", "tiny.halves")
     assert second["measure"]["source"] == "measured = 5" and second["title"]["source"] == "## 01, part 2"
     assert "YOUR CODE HERE" in second["ex-01-3"]["source"]
     assert list(course.cells()) == ["title", "setup", "hint-1", "ex-01-1", "check-01-1", "mine", "recap"]
@@ -749,7 +749,7 @@ def test_a_notebook_that_the_course_has_no_longer_stays_and_its_cells_move(cours
     ]
     assert course.file.read_bytes() == before
     second = {cell["id"]: cell for cell in read(course.workbook / "01b_more.ipynb")["cells"]}
-    assert second["ex-01-2"]["source"] == MINE.replace("#| export", "#| export tiny.halves")
+    assert second["ex-01-2"]["source"] == MINE.replace("tiny.numbers", "tiny.halves")
 
 
 def test_the_welcome_page_is_updated_until_the_learner_changes_it(tmp_path):

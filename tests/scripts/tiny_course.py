@@ -1,7 +1,7 @@
 """A course of two small notebooks, for the tests of the scripts.
 
-01_tiny has the old shape: two functions to write and a number to predict, and its cells make a module of the library.
-02_counters has the new shape: its exercises are spliced into a library of two modules and a program.
+01_tiny: two functions to write and a number to predict. 02_counters: functions, methods, an exercise in two cells and a
+value, for a library of two modules and a program.
 """
 
 import json
@@ -31,14 +31,15 @@ def code(cell_id: str, source: str) -> dict:
     return new_code_cell(source, id=cell_id, metadata={"nbgrader": {"grade_id": cell_id, **kind}} if kind else {})
 
 
-DOUBLE = '''#| export
+FUTURE = "from __future__ import annotations\n\n"
+DOUBLE = '''#| export tiny.numbers
 def double(number):
     """Twice the number."""
     ### BEGIN SOLUTION
     return 2 * number
     ### END SOLUTION'''
 
-HALF = '''#| export
+HALF = '''#| export tiny.numbers
 def half(number):
     """Half of the number."""
     ### BEGIN SOLUTION
@@ -47,25 +48,18 @@ def half(number):
 
 
 def cells() -> list[dict]:
-    """The cells of the tiny notebook, new ones at each call."""
+    """The cells of 01_tiny, new ones at each call."""
     return [
         text("title", "## 01 · Numbers\n\nTwice and half."),
-        code("setup", "#| default_exp tiny\nfrom course_kit.checks import check"),
+        code("setup", f'{FUTURE}from course_kit.checks import check, setup\n\nsetup("01")'),
         text("hint-1", "<details><summary>Hint</summary>\n\nAdd it to itself.\n\n</details>"),
         code("ex-01-1", DOUBLE),
-        code(
-            "check-01-1",
-            'with check("01.1"):\n    assert double(3) == 6, "twice 3 is 6"\n    assert double(4) == 8, "twice 4 is 8"',
-        ),
+        code("check-01-1", 'check("01.1")'),
         code("ex-01-2", HALF),
-        code(
-            "check-01-2",
-            'with check("01.2"):\n    ### BEGIN HIDDEN TESTS\n    assert half(9) == 4.5\n'
-            '    ### END HIDDEN TESTS\n    assert half(3) == 1.5, "half of 3 has a fraction, 1.5"',
-        ),
+        code("check-01-2", 'check("01.2")'),
         code("ex-01-3", "# How many twos make ten?\n### BEGIN SOLUTION\nguess = 5\n### END SOLUTION"),
-        code("measure", "measured = len(range(0, 10, 2))\nprint(measured, guess)"),
-        code("check-01-3", 'with check("01.3"):\n    assert guess == measured, "count the twos: 2, 4, 6, 8, 10"'),
+        code("measure", "measured = len(range(0, 10, 2))\nprint(measured)"),
+        code("check-01-3", 'check("01.3")'),
         text(
             "recap",
             "| method | saves | costs | formula | use when | limit |\n|---|---|---|---|---|---|\n"
@@ -79,6 +73,28 @@ NEW = "02_counters"
 PROGRAM = "counters.program"
 LIBRARY = {
     "__init__": '"""The library of the tiny course."""\n',
+    "tiny.__init__": '"""Arithmetic."""\n',
+    "tiny.numbers": '''"""Twice and half."""
+
+from __future__ import annotations
+
+
+# exercise 01.1
+def double(number):
+    """Twice the number."""
+    return 2 * number
+
+
+# exercise 01.2
+def half(number):
+    """Half of the number."""
+    return number / 2
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print twice the half of 3."""
+    print(double(half(3)))
+''',
     "counters.__init__": '"""Counting."""\n',
     "counters.numbers": '''"""Functions of one number."""
 
@@ -183,6 +199,23 @@ def of(*parts: int) -> Counter:
     "ex-02-4": "# What is 3 squared?\n### BEGIN SOLUTION\nguess = 9\n### END SOLUTION",
 }
 CHECKS = {
+    "01_01": """from course_lib.tiny import numbers
+
+
+def check():
+    assert numbers.double(3) == 6, "twice 3 is 6"
+    assert numbers.double(4) == 8, "twice 4 is 8"
+""",
+    "01_02": """from course_lib.tiny import numbers
+
+
+def check():
+    assert numbers.half(9) == 4.5
+    assert numbers.half(3) == 1.5, "half of 3 has a fraction, 1.5"
+""",
+    "01_03": """def check(guess, measured):
+    assert guess == measured, "count the twos: 2, 4, 6, 8, 10"
+""",
     "02_01": """from course_lib.counters import numbers
 
 
@@ -211,10 +244,10 @@ def check():
 
 
 def new_cells() -> list[dict]:
-    """The cells of the tiny notebook of the new shape, new ones at each call."""
+    """The cells of 02_counters, new ones at each call."""
     return [
         text("title", "## 02 · Counters"),
-        code("setup", "from __future__ import annotations\n\nfrom course_kit.checks import check, setup\n\n"
+        code("setup", f"{FUTURE}from course_kit.checks import check, setup\n\n"
              "from course_lib.counters import counter, numbers\nfrom course_lib.counters.counter import Counter\n\n"
              'setup("02")'),
         text("headings", "\n\n".join(
@@ -239,7 +272,7 @@ def blank(source: str) -> str:
 
 
 def write_library(folder: Path) -> Path:
-    """Write the library of the new shape to `folder`/course_lib; returns that."""
+    """Write the library of both notebooks to `folder`/course_lib; returns that."""
     for name, source in LIBRARY.items():
         file = (folder / "course_lib" / Path(*name.split("."))).with_suffix(".py")
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -248,20 +281,22 @@ def write_library(folder: Path) -> Path:
 
 
 def write_kit(folder: Path) -> None:
-    """Write a copy of course_kit to `folder`, with the checks of the new shape."""
-    kit = shutil.copytree(ROOT / "course_kit", folder / "course_kit", ignore=shutil.ignore_patterns("__pycache__"))
-    (kit / "checks" / "counters").mkdir()
+    """Write a copy of course_kit to `folder`, with the checks of both notebooks in place of the course's."""
+    ignore = shutil.ignore_patterns("__pycache__", "check_[0-9]*.py")
+    kit = shutil.copytree(ROOT / "course_kit", folder / "course_kit", ignore=ignore)
     for name, source in CHECKS.items():
-        (kit / "checks" / "counters" / f"check_{name}.py").write_text(source, encoding="utf-8")
+        file = kit / "checks" / ("tiny" if name.startswith("01") else "counters") / f"check_{name}.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(source, encoding="utf-8")
 
 
-def notebook(cells: list[dict], program: str | None = None) -> nbformat.NotebookNode:
-    """A notebook of these cells, with the metadata that a course notebook has; `program`: that of a new shape."""
+def notebook(cells: list[dict], program: str | None = "tiny.numbers") -> nbformat.NotebookNode:
+    """A notebook of these cells, with the metadata that a course notebook has. program: None for an older course."""
     course = {"nproc_per_node": 1} | ({"program": program} if program else {})
     return new_notebook(cells=cells, metadata=notebook_metadata({"course": course}))
 
 
-def write(path: Path, cells: list[dict], program: str | None = None) -> Path:
+def write(path: Path, cells: list[dict], program: str | None = "tiny.numbers") -> Path:
     """Write a notebook of these cells to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(notebook(cells, program), indent=1) + "\n", encoding="utf-8")

@@ -29,8 +29,6 @@ answer, or what is changed in the notebook's solution:
   the solution's of that name, in whichever cell that is; what it leaves out stays. Imports and helpers come along with
   the definition below them. If it has none of the solution's definitions, it is all that the exercise's one cell holds,
   but for the directive.
-
-In a notebook of the old shape every answer is whole.
 """
 
 import ast

@@ -160,7 +160,8 @@ def second_gradients(name: str) -> list[torch.Tensor]:
 
 
 def test_each_function_is_judged():
-    assert functions() == {*ONCE, *TWICE}
+    """But that of exercise 02.2, a first version by hand which no transform uses."""
+    assert functions() - {"Recompute"} == {*ONCE, *TWICE}
 
 
 @pytest.mark.parametrize("name", ONCE)

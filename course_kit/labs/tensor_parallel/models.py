@@ -46,7 +46,10 @@ def relative_error(got: torch.Tensor | None, expected: torch.Tensor) -> float:
     """The largest difference from `expected`, over the largest element of it; infinite for another shape or None."""
     if got is None or got.shape != expected.shape:
         return float("inf")
-    return ((got - expected).abs().max() / expected.abs().max()).nan_to_num(nan=float("inf")).item()
+    if not expected.numel():
+        return 0.0
+    scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    return ((got - expected).abs().max() / scale).nan_to_num(nan=float("inf")).item()
 
 
 def sgd(parameters: Iterable[nn.Parameter], lr: float = 0.5) -> torch.optim.Optimizer:

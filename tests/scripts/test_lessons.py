@@ -1,6 +1,7 @@
-"""Notebooks of the new shape hold the lesson alone: exercises are functions of the library, and any can be skipped."""
+"""A notebook holds the lesson alone: its exercises are functions of the library, and any can be skipped."""
 
 import ast
+import builtins
 import re
 
 import pytest
@@ -10,20 +11,50 @@ from course_kit.exercises.cells import bound, is_exported, read
 from course_kit.exercises.saved import exercise_cells, exercise_of
 from course_kit.exercises.splice import owned
 from export import LIBRARY, NOTEBOOKS, ROOT, program_of, read_notebook
+from needed_cells import bound_names, used_names
 
-PATHS = [path for path in sorted(NOTEBOOKS.glob("*.ipynb")) if program_of(read_notebook(path))]
+PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 # Exercises whose answer is not exported, and why nothing of the library could call it.
 NOT_EXPORTED = {
+    "01.3": "a predicted number",
+    "01.10": "a predicted number",
+    "02.5": "a predicted number",
+    "02.12": "arithmetic on paper",
+    "03.1": "calls of PyTorch's",
+    "03.2": "predicted numbers",
+    "03.9": "predicted numbers",
+    "03.10": "a lab's bug, fixed",
+    "03.11": "a diagnosis",
+    "03.12": "a lab's bug, fixed",
     "04.1": "arithmetic on paper",
     "04.3": "a predicted number",
     "04.9": "a diagnosis",
     "04.12": "arithmetic on paper",
+    "05.1": "predicted numbers",
+    "05.5": "a diagnosis",
+    "05.10": "predicted numbers",
+    "05.13": "a predicted number",
     "06.10": "a predicted number",
     "06.11": "a diagnosis",
+    "07.3": "a diagnosis",
+    "07.5": "predicted shapes",
+    "07.14": "predicted numbers",
+    "08.7": "a diagnosis",
+    "08.14": "predicted numbers",
+    "09.8": "predicted numbers",
+    "09.16": "a diagnosis",
+    "10.4": "arithmetic on paper",
+    "10.8": "predicted shapes",
+    "10.9": "arithmetic on paper",
+    "10.13": "a diagnosis",
+    "10.21": "a diagnosis",
+    "11.9": "layouts by hand",
+    "11.10": "a diagnosis",
 }
 # Exported exercises that nothing else calls.
 UNCALLED: dict[str, str] = {}
 FOLDED = "hide-input"
+MOST_CELLS, LONGEST = 110, 40  # lines of an open cell that is no exercise
 
 
 @pytest.fixture(params=PATHS, ids=lambda path: path.stem)
@@ -44,10 +75,6 @@ def names_bound(source: str) -> set[str]:
     return {name for node in ast.parse(source).body for name in bound(node)}
 
 
-def test_there_are_notebooks_of_the_new_shape():
-    assert {path.name[:2] for path in PATHS} >= {"04", "06", "13"}
-
-
 def test_what_the_library_holds_stands_in_no_cell(path, cells):
     """No cell of a module's text, no raw cell, no body of a check; nothing is folded but figures and widgets."""
     assert not [cell["id"] for cell in cells if cell["cell_type"] != "code" or "#| default_exp" in cell["source"]]
@@ -60,6 +87,13 @@ def test_what_the_library_holds_stands_in_no_cell(path, cells):
         if FOLDED in cell["metadata"].get("tags", []):
             assert re.match("# (Figure|Widget|Measured)", cell["source"]), f"{cell['id']} is folded, and is no figure"
     assert (LIBRARY / (program_of(read_notebook(path)).replace(".", "/") + ".py")).exists()
+
+
+def test_a_notebook_is_short(path, cells):
+    assert len(read_notebook(path)["cells"]) <= MOST_CELLS
+    lines = {cell["id"]: len(cell["source"].splitlines()) for cell in cells
+             if FOLDED not in cell["metadata"].get("tags", []) and not exercise_of(cell["id"])}  # fmt: skip
+    assert not {cell: n for cell, n in lines.items() if n > LONGEST}
 
 
 def test_every_exercise_has_one_check_and_its_answer_goes_into_the_library(path, cells):
@@ -95,7 +129,7 @@ def test_what_is_exported_is_called(path, cells):
         for cell in own:
             exported = read(cell["source"], cell["id"])
             uncalled = [each for each in exported.names if each not in here] if exported else []
-            special = {"forward", "backward"}  # PyTorch calls them
+            special = {"forward", "backward", "__next__"}  # PyTorch and Python call them
             assert name in UNCALLED or not set(uncalled) - special, f"{name}: nothing calls {uncalled}"
 
 
@@ -104,8 +138,8 @@ def test_later_cells_call_an_exercise_through_its_package(path, cells):
     exercises = {cell["id"]: names_bound(cell["source"]) for cell in cells if exercise_of(cell["id"])}
     found = []
     for number, cell in enumerate(cells):
-        if exercise_of(cell["id"]) or exercise_of(cell["id"], "check"):
-            continue
+        if exercise_of(cell["id"], "check") or is_exported(cell["source"]) or exercise_of(cell["id"]):
+            continue  # what is exported is run in the library
         own = names_bound(cell["source"])
         for name in names_read(cell["source"]) - own:
             makers = [other for other in cells[:number] if name in names_bound(other["source"])]
@@ -127,6 +161,21 @@ def test_an_exercise_cell_needs_nothing_of_the_notebook_but_the_setup(path, cell
                     parts += [each for each in (*node.args.defaults, *node.args.kw_defaults) if each is not None]
                 missing = set().union(*(names_read(ast.unparse(part)) for part in parts)) - known
                 assert not missing, f"{cell['id']}: the set-up does not import {missing}"
+
+
+def test_names_in_an_exercise_mean_in_the_notebook_what_they_mean_in_the_library(path, cells):
+    """A learner tries a function where it is written: no figure may bind, or bind anew, a name that it looks up."""
+    makers = {}
+    for cell in cells:
+        for name in bound_names(cell["source"]):
+            makers.setdefault(name, []).append(cell)
+    for cell in cells:
+        if exercise_of(cell["id"]) and is_exported(cell["source"]):
+            looked_up = set().union(*used_names(cell["source"])) - bound_names(cell["source"]) - set(dir(builtins))
+            for name in looked_up:
+                found = [each["id"] for each in makers.get(name, []) if each is cells[0] or is_exported(each["source"])]
+                others = [each["id"] for each in makers.get(name, []) if each["id"] not in found]
+                assert found and not others, f"{cell['id']} looks up {name}: bound by {found}, and by {others}"
 
 
 def test_every_owner_comment_of_the_library_is_true():
