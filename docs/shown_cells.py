@@ -1,26 +1,13 @@
 """How the site shows a notebook's cells. The notebook files stay as they are; this happens when Sphinx reads them.
 
-A folded cell's bar says what its first line says. A solution folds by itself, apart from its exercise. Raw cells, which
-hold what only the library needs, are folded code like the rest.
+A solution is collapsed apart from its exercise, and so is the code of a figure; the bar says what it is.
 """
 
 import json
 import re
 
-TAG = "hide-input"  # of a cell that is folded
-DIRECTIVE = re.compile(r"#\|\s*(?:export|default_exp)\b[: ]*([^\s#]*)")
+TAG = "hide-input"  # of a cell that is collapsed
 SOLUTION = re.compile(r"^[ ]*### BEGIN SOLUTION\n(.*?\n?)[ ]*### END SOLUTION\n?", re.DOTALL | re.MULTILINE)
-
-
-def label(source: str) -> str:
-    """What a folded cell's first line says, as words: `#| export zero.shards  # Unit` as `zero.shards: Unit`."""
-    first = source.lstrip().split("\n")[0]
-    if found := DIRECTIVE.match(first):
-        words = first.partition("  # ")[2]
-        return words.capitalize() if words == "set-up" else ": ".join(filter(None, [found[1], words]))
-    if found := re.match(r'with check\("([\d.]+)"\):', first):
-        return f"Check {found[1]}"
-    return first.removeprefix("# ")
 
 
 def folded(cell: dict, words: str, *more: str) -> dict:
@@ -35,8 +22,6 @@ def shown(cell: dict) -> list[dict]:
     source = "".join(cell["source"])
     if cell["cell_type"] == "markdown":
         return [cell]
-    if cell["cell_type"] == "raw":
-        cell = cell | {"cell_type": "code", "outputs": [], "execution_count": None}
     texts = SOLUTION.split(source)  # every second one is a solution
     if len(texts) > 1:
         pieces = [cell | {"id": f"{cell['id']}-{i}", "source": text.rstrip()} for i, text in enumerate(texts)]
@@ -44,7 +29,8 @@ def shown(cell: dict) -> list[dict]:
         pieces = [piece for piece in pieces if piece["source"]]
         pieces[:-1] = [piece | {"outputs": []} for piece in pieces[:-1]]
         return pieces
-    return [folded(cell, label(source))] if TAG in cell["metadata"].get("tags", []) else [cell]
+    first = source.lstrip().split("\n")[0].removeprefix("# ")
+    return [folded(cell, first)] if TAG in cell["metadata"].get("tags", []) else [cell]
 
 
 def show_notebook(app, docname: str, content: list[str]) -> None:
