@@ -20,7 +20,7 @@ def reduce_scatter_trial(group: dist.ProcessGroup, shape: tuple[int, ...], dtype
     with Made() as made:
         got = rings.ring_reduce_scatter(tensor.view(shape), group)
     if not isinstance(got, torch.Tensor) or got.dtype != dtype:
-        return f"returns {getattr(got, 'dtype', type(got).__name__)}, not its piece of {dtype}"
+        return f"returns {getattr(got, 'dtype', type(got).__name__)}, not its shard in {dtype}"
     for piece in (p for p in range(n) if p != rank and got.shape == pieces[p].shape and torch.equal(got, pieces[p])):
         return (
             f"ends with the sum of piece {piece}, not of piece {rank}: which piece is sent first?"

@@ -8,7 +8,8 @@ import weakref
 import torch
 from torch import nn
 
-from course_kit.labs.pipeline.models import TINY, batch_of, one_process, relative_error
+from course_kit.labs.pipeline.models import TINY, batch_of, one_process
+from course_kit.labs.tensor_parallel.models import relative_error
 from course_lib.pipeline import stages
 from course_lib.single_gpu.model import Transformer, loss
 from course_lib.single_gpu.profile import MemoryProfile

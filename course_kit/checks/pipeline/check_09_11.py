@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from course_kit.labs.pipeline.halves import flops
-from course_kit.labs.pipeline.models import relative_error
+from course_kit.labs.tensor_parallel.models import relative_error
 from course_lib.pipeline import split_backward
 
 NEEDS = (

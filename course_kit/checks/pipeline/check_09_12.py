@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from course_kit.labs.pipeline.halves import two_ways
-from course_kit.labs.pipeline.models import TINY, relative_error
+from course_kit.labs.pipeline.models import TINY
+from course_kit.labs.tensor_parallel.models import relative_error
 from course_lib.pipeline import split_backward
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import Transformer

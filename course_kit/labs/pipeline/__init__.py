@@ -13,13 +13,13 @@ from course_kit.labs.pipeline.models import (
     naive_step,
     one_process,
     peaks_of_steps,
-    relative_error,
     there_and_back,
 )
 from course_kit.labs.pipeline.overlap import forward_and_backward
 from course_kit.labs.pipeline.rivals import against_torch
 from course_kit.labs.pipeline.same import check_order, check_same
 from course_kit.labs.pipeline.training import beside_one_process, on_two_pipelines, three_steps
+from course_kit.labs.tensor_parallel.models import relative_error
 
 __all__ = [
     "DEEP",

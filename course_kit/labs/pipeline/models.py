@@ -39,14 +39,6 @@ def one_process(config: ModelConfig = TINY, sequences: int = 8) -> tuple[float, 
     return found.item(), {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
-def relative_error(got: torch.Tensor | None, expected: torch.Tensor) -> float:
-    """How far a tensor is from what is expected, relative to the largest number of that; inf for another shape."""
-    if got is None or got.shape != expected.shape:
-        return float("inf")
-    scale = expected.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    return ((got - expected).abs().max() / scale).nan_to_num(nan=float("inf")).item()
-
-
 def common_zero() -> float:
     """When all ranks have met, in s: rank 0's `time.time()`, which all ranks get."""
     dist.barrier()

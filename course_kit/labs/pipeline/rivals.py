@@ -7,7 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from course_kit.labs.pipeline.models import batch_of, relative_error
+from course_kit.labs.pipeline.models import batch_of
+from course_kit.labs.tensor_parallel.models import relative_error
 from course_lib.pipeline.runner import PipelineRunner
 from course_lib.pipeline.schedules import Schedule, stages_of
 from course_lib.pipeline.stages import split_stages

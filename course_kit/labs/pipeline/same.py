@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_kit.labs.pipeline.models import TINY, batch_of, one_process, relative_error
+from course_kit.labs.pipeline.models import TINY, batch_of, one_process
+from course_kit.labs.tensor_parallel.models import relative_error
 from course_kit.ranks import shared
 from course_lib.pipeline import runner
 from course_lib.pipeline.schedules import Schedule, stages_of

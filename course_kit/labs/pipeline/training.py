@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_kit.labs.pipeline.models import TINY, batch_of, relative_error
+from course_kit.labs.pipeline.models import TINY, batch_of
+from course_kit.labs.tensor_parallel.models import relative_error
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel.replicas import DataParallel
 from course_lib.pipeline.norm import clip_grad_norm_
