@@ -19,6 +19,8 @@ from numbers import Integral, Real
 
 import numpy as np
 
+from course_lib.single_gpu.devices import hardware
+
 
 @dataclass(frozen=True)
 class Software:
@@ -160,27 +162,39 @@ class Cluster:
 
 
 GIB = 2**30
-# A GPU's figures are those of its row in data/hardware.csv. Its network is that of one system there, a typical one:
-# a cloud may have a quarter of it. Software is fitted to H100s for all of them, until runs of your own are fitted.
-_H100 = {
-    "peak_flops": 989e12, "memory_bytes": 80 * GIB, "memory_bandwidth": 3.35e12, "node_link": 450e9, "network": 50e9,
-    "fp8_flops": 1979e12,
-}  # fmt: skip
+
+
+def preset(name: str, gpu: str, network: float, gpus_per_node: int = 8, **others) -> Cluster:
+    """Return a cluster with the figures of a GPU's row in course_lib/data/hardware.csv; `others` replace them."""
+    columns = {
+        "peak_flops": ("bf16_dense_tflops", 10**12),
+        "memory_bytes": ("hbm_gb", GIB),
+        "memory_bandwidth": ("hbm_tb_s", 10**12),
+        "node_link": ("nvlink_gb_s_per_direction", 10**9),
+        "fp8_flops": ("fp8_dense_tflops", 10**12),
+    }
+    sheet = hardware()[gpu]
+    figures = {field: round(float(sheet[key]) * unit) for field, (key, unit) in columns.items() if sheet[key]}
+    return Cluster(name, network=network, gpus_per_node=gpus_per_node, **figures | others)
+
+
+# A preset's network is that of one system in hardware.csv, a typical one: a cloud may have a quarter of it. Software is
+# fitted to H100s for all of them, until runs of your own are fitted.
 CLUSTERS = {
-    "H100": Cluster("H100, 400 Gb/s a GPU", **_H100),  # DGX H100
-    "H100, EFA": Cluster("H100, EFA 400 Gb/s a GPU, nanotron", **_H100, software=NANOTRON),  # AWS P5
-    "H200": Cluster("H200, 400 Gb/s a GPU", **_H100 | {"memory_bytes": 141 * GIB, "memory_bandwidth": 4.8e12}),  # P5e
-    "A100": Cluster("A100 80 GB, 200 Gb/s a GPU", 312e12, 80 * GIB, 2.039e12, 300e9, 25e9),  # Selene
-    "A100-40GB": Cluster("A100 40 GB, 200 Gb/s a GPU", 312e12, 40 * GIB, 1.555e12, 300e9, 25e9),  # Azure ND A100 v4
-    "B200": Cluster("B200, 400 Gb/s a GPU", 2250e12, 180 * GIB, 8e12, 900e9, 50e9, fp8_flops=4500e12),  # AWS P6
+    "H100": preset("H100, 400 Gb/s a GPU", "H100-SXM-80GB", 50e9),  # DGX H100
+    "H100, EFA": preset("H100, EFA 400 Gb/s a GPU, nanotron", "H100-SXM-80GB", 50e9, software=NANOTRON),  # AWS P5
+    "H200": preset("H200, 400 Gb/s a GPU", "H200-SXM-141GB", 50e9),  # AWS P5e
+    "A100": preset("A100 80 GB, 200 Gb/s a GPU", "A100-SXM-80GB", 25e9),  # Selene
+    "A100-40GB": preset("A100 40 GB, 200 Gb/s a GPU", "A100-SXM-40GB", 25e9),  # Azure ND A100 v4
+    "B200": preset("B200, 400 Gb/s a GPU", "B200-SXM", 50e9),  # AWS P6
     # A rack is a node. 72 is no multiple of 16, and the planner does not see a group of 16 that is in two racks: for
     # jobs of several racks, dataclasses.replace(..., gpus_per_node=64) leaves 8 GPUs of each idle.
-    "GB200 NVL72": Cluster("GB200 NVL72, 400 Gb/s a GPU", 2500e12, 186 * GIB, 8e12, 900e9, 50e9, 72, 5000e12),
-    "MI300X": Cluster("MI300X, 400 Gb/s a GPU", 1300e12, 192 * GIB, 5.3e12, 448e9, 50e9, fp8_flops=2610e12),  # Azure
+    "GB200 NVL72": preset("GB200 NVL72, 400 Gb/s a GPU", "GB200", 50e9, 72),
+    "MI300X": preset("MI300X, 400 Gb/s a GPU", "MI300X", 50e9),  # Azure
     # Cards: their link is PCIe's, and what a ring reaches of it depends on the board more than with NVLink.
-    "H100 PCIe": Cluster("H100 PCIe, 200 Gb/s a GPU", 756e12, 80 * GIB, 2e12, 64e9, 25e9, fp8_flops=1513e12),
-    "L40S": Cluster("L40S, 50 Gb/s a GPU", 362.05e12, 46068 * 2**20, 0.864e12, 32e9, 6.25e9, fp8_flops=733e12),  # G6e
-    "RTX 4090": Cluster("RTX 4090, a box of 8", 165.2e12, 24564 * 2**20, 1.008e12, 32e9, 0, fp8_flops=330.3e12),
+    "H100 PCIe": preset("H100 PCIe, 200 Gb/s a GPU", "H100-PCIe-80GB", 25e9, node_link=64e9),
+    "L40S": preset("L40S, 50 Gb/s a GPU", "L40S", 6.25e9, node_link=32e9, memory_bytes=46068 * 2**20),  # AWS G6e
+    "RTX 4090": preset("RTX 4090, a box of 8", "RTX 4090", 0, node_link=32e9, memory_bytes=24564 * 2**20),
 }
 
 

@@ -21,23 +21,20 @@ only while bandwidth x latency bytes are asked for (Little's law; Volkov 2016, "
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import course_lib
+from course_lib.single_gpu.devices import hardware, read_table
 
-DATA = Path(course_lib.__file__).resolve().parent.parent / "data"
 WARP = 32  # threads
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class GPU:
-    """What a GPU has, and in which portions it hands that out. Every figure has its source in data/gpu_resources.csv;
-    memory and tensor-core peaks are those of data/hardware.csv. None: not published.
+    """The resources of a GPU, and the units in which it allocates them. Every figure has its source in course_lib/data:
+    memory and tensor-core peaks in hardware.csv, the others in gpu_resources.csv. None: not published.
     """
 
     name: str
@@ -66,20 +63,17 @@ class GPU:
     peak_flops: Mapping[str, float] = field(hash=False)  # dense, by dtype: float32 on the cores, others on tensor cores
 
 
-def read_resources(file: Path) -> dict[str, dict[str, str]]:
-    """The rows of gpu_resources.csv: by GPU or compute capability, then by quantity."""
+def read_resources() -> dict[str, dict[str, str]]:
+    """Return the figures of gpu_resources.csv: by GPU or compute capability, then by quantity."""
     found: dict[str, dict[str, str]] = {}
-    with open(file, newline="") as stream:
-        for row in csv.DictReader(stream):
-            found.setdefault(row["of"], {})[row["quantity"]] = row["value"]
+    for row in read_table("gpu_resources.csv"):
+        found.setdefault(row["of"], {})[row["quantity"]] = row["value"]
     return found
 
 
-def load_gpus(folder: Path = DATA) -> dict[str, GPU]:
-    """The GPUs of gpu_resources.csv in this folder, with memory and peaks from hardware.csv beside it."""
-    resources = read_resources(folder / "gpu_resources.csv")
-    with open(folder / "hardware.csv", newline="") as stream:
-        sheets = {row["gpu"]: row for row in csv.DictReader(stream)}  # of several rows the last: it has more digits
+def load_gpus() -> dict[str, GPU]:
+    """Return the GPUs of gpu_resources.csv, with memory and peaks from hardware.csv."""
+    resources, sheets = read_resources(), hardware()
     shared = {name: values for name, values in resources.items() if name.startswith("compute capability")}
     gpus = {}
     for name, own in resources.items():

@@ -14,9 +14,10 @@ import pytest
 from course_lib.best_config.clusters import CLUSTERS, NANOTRON, Cluster, Software, ring, stride_of
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout, groups_along
+from course_lib.single_gpu.devices import read_table
 
 DATA = Path(__file__).parents[2] / "data"
-HARDWARE = list(csv.DictReader((DATA / "hardware.csv").open()))
+HARDWARE = read_table("hardware.csv")
 REPORTED = {row["cluster"]: int(row["total_mib"]) for row in csv.DictReader((DATA / "gpu_memory.csv").open())}
 PERFECT = Software(nvlink_efficiency=1.0, network_efficiency=1.0)
 EIGHT = Cluster("eight a node", 1e15, 80e9, 3e12, node_link=400e9, network=50e9, software=PERFECT)

@@ -309,5 +309,5 @@ def test_wrong_input_is_one_clear_line(inputs, message):
 
 @pytest.mark.parametrize("shape, has_weight", [((2, 4), True), (4, False)])
 def test_the_module_refuses_what_it_cannot_do(shape, has_weight):
-    with pytest.raises(ValueError, match="FusedRMSNorm normalises one dimension and has a weight"):
+    with pytest.raises(ValueError, match="FusedRMSNorm normalizes one dimension and has a weight"):
         FusedRMSNorm(shape, elementwise_affine=has_weight)

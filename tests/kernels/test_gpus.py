@@ -4,7 +4,6 @@ runtime.
 The header (cuda_occupancy.h) comes with Triton and with the CUDA toolkit; it is host code, so any C++ compiler will do.
 """
 
-import csv
 import ctypes
 import itertools
 import os
@@ -17,7 +16,6 @@ import torch
 
 import course_lib  # noqa: F401  (before Triton)
 from course_lib.kernels.gpus import (
-    DATA,
     GPUS,
     WARP,
     bytes_in_flight,
@@ -28,6 +26,7 @@ from course_lib.kernels.gpus import (
     occupancy,
     waves,
 )
+from course_lib.single_gpu.devices import model_of, read_table
 
 CALCULATOR = """
 #include "cuda_occupancy.h"
@@ -144,8 +143,8 @@ def test_occupancy_is_that_of_the_runtime():
 @pytest.mark.gpu
 def test_the_table_is_that_of_this_gpu():
     properties = torch.cuda.get_device_properties()
-    gpu = next((gpu for name, gpu in GPUS.items() if name in properties.name), None)
-    if gpu is None or "SXM" not in gpu.name or "PCIe" in properties.name:
+    gpu = next((gpu for gpu in GPUS.values() if model_of(gpu.name) == model_of(properties.name)), None)
+    if gpu is None:
         pytest.skip(f"{properties.name} is not in gpu_resources.csv")
     assert properties.multi_processor_count == gpu.sms
     assert properties.max_threads_per_multi_processor == gpu.warps_per_sm * WARP
@@ -198,8 +197,7 @@ def test_littles_law():
 
 
 def test_every_figure_has_a_source_and_agrees_with_the_data_sheets():
-    with open(DATA / "gpu_resources.csv", newline="") as stream:
-        rows = list(csv.DictReader(stream))
+    rows = read_table("gpu_resources.csv")
     assert all(row["source"] for row in rows)
     assert len({(row["of"], row["quantity"]) for row in rows}) == len(rows)
     assert load_gpus() == GPUS

@@ -62,7 +62,7 @@ def test_an_update_leaves_a_teachers_changes_and_what_has_submissions(notebooks,
     assert run() == [f"{name}: written, 3 checks, 6 points" for name in NAMES]
     for name in NAMES:
         assert [points(file) for file in files(name)] == [{"check-01-1": 1, "check-01-2": 2, "check-01-3": 3}] * 2
-    assert (course / "release" / "data" / "hardware.csv").exists()
+    assert (course / "release" / "data" / "dp_scaling.csv").exists()
 
     before = contents(course)
     assert run() == [f"{name}: up to date" for name in NAMES]

@@ -2,15 +2,13 @@
 GPU.
 """
 
-import csv
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from course_kit.pictures.memory import GPUS_GIB, _calculator_controls, memory_calculator, memory_figure
+from course_lib.single_gpu.devices import read_table
 from course_lib.single_gpu.memory import (
     POLICIES,
     activation_bytes,
@@ -26,7 +24,6 @@ from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 
 torch.set_num_threads(1)
 GiB = 2**30
-HARDWARE = Path(__file__).parents[2] / "data" / "hardware.csv"
 SHAPES = {"8B": (32, 4096, 32), "70B": (80, 8192, 64), "405B": (126, 16384, 128)}  # layers, hidden, heads
 
 
@@ -481,8 +478,7 @@ def test_every_preset_fits_the_sliders():
 
 
 def test_the_gpus_to_pick_have_the_published_memory():
-    with HARDWARE.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read_table("hardware.csv")
     names = {"A100-SXM-40GB": 40, "A100-SXM-80GB": 80, "H100-SXM-80GB": 80, "GH200 (96GB)": 96, "H200-SXM-141GB": 141}
     names |= {"B200-SXM": 180, "MI300X": 192}
     for name, size in names.items():
