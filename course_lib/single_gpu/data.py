@@ -7,6 +7,7 @@ N, and the position is a single number: a run can stop, change its number of ran
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import os
 import re
@@ -17,6 +18,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from course_lib.single_gpu.documents import open_documents
+from course_lib.single_gpu.hf_tokenizers import load_tokenizer, lost_characters, special_tokens
 
 
 def corpus(max_characters: int = 8_000_000) -> str:
@@ -62,83 +66,106 @@ def text_parts(text: str, size: int = 200_000) -> Iterator[str]:
     yield text[start:]
 
 
-def unread_files(folder: str) -> tuple[list[str], int]:
-    """Files that load_dataset gives to no split, and how many files there are. It takes the most frequent kind of file
-    alone, and, where a file's name has "train" or "test" in it, only files with such names. Data cards and hidden files
-    do not count.
+def text_tokens(words, text: str) -> Iterator[list[int]]:
+    """Yield the token ids of `text` by the tokenizer `words`, part by part, without special tokens.
+
+    Some tokenizers put a space before any text (Llama 2, Mistral). All parts but the first are read behind a newline,
+    whose tokens are left out again, so that they begin as they do inside the text.
     """
-    from datasets import load_dataset_builder
-
-    found = [file for file in sorted(Path(folder).rglob("*")) if file.is_file()]
-    names = {file.resolve(): file.relative_to(folder) for file in found}
-    cards = {file for file, name in names.items() if name.suffix in ("", ".md") or name.match("dataset_*.json")}
-    cards |= {file for file, name in names.items() if any(part.startswith(".") for part in name.parts)}
-    splits = load_dataset_builder(folder).config.data_files or {}
-    read = {Path(file).resolve() for files in splits.values() for file in files}
-    return [str(name) for file, name in names.items() if file not in cards | read], len(names.keys() - cards)
+    read = functools.partial(words, add_special_tokens=False, verbose=False)
+    for number, part in enumerate(text_parts(text)):
+        part = part.encode(errors="replace").decode()  # JSON can hold half of a surrogate pair
+        newline = read("\n")["input_ids"] if number else []
+        ids = read(f"\n{part}" if number else part)["input_ids"]
+        yield ids[len(newline) :] if ids[: len(newline)] == newline else read(part)["input_ids"]
 
 
-def read_documents(words, dataset: str, split: str, column: str, limit: int | None) -> tuple[torch.Tensor, list[str]]:
-    """Tokens [n], int32, of a data set by the tokenizer `words`, each document with its end token; and a line for each
-    kind of data that is not among them: documents beyond `limit`, documents without text, files in no split.
+def read_documents(
+    words, special: tuple, dataset: str, split: str, column: str, limit: int | None, subset: str | None
+) -> tuple[torch.Tensor, list[str]]:
+    """Return the tokens [n], int32, of a data set, and a line for each kind of data that is not among them: documents
+    beyond `limit` or without text, files in no split, characters without a token. words: the tokenizer.
+
+    special: the tokens before and after each document, see special_tokens.
     """
-    from datasets import load_dataset
-
-    rows = load_dataset(dataset, split=split, streaming=True)
-    if rows.info.builder_name == "text":  # by itself each line would be a document, without its newline
-        rows = load_dataset(dataset, split=split, streaming=True, sample_by="document")
-    end = [] if words.eos_token_id is None else [words.eos_token_id]
+    rows, files_left_out = open_documents(dataset, split, subset, column)
+    before, after = special
     ids, found, empty, left_out = array("i"), 0, 0, []  # 4 bytes per token; an int in a list takes 36
+    characters = set()
     counted = Path(dataset).exists()  # the rest of a data set by name would be downloaded only to be counted
-    for row in rows:
+    for place, text in rows:
         found += 1
         if limit is not None and found > limit:
             if counted:
                 continue
             break
-        if not row[column]:
+        if text is None or text == "":
             empty += 1
             continue
-        for number, part in enumerate(text_parts(row[column])):
-            ids.extend(words(part, add_special_tokens=number == 0)["input_ids"])
-        ids.extend(end)
+        if not isinstance(text, str):
+            raise ValueError(f"{place}: column {column} is of type {type(text).__name__}; it must be a string")
+        characters.update(text)
+        ids.extend(before)
+        for part in text_tokens(words, text):
+            ids.extend(part)
+        ids.extend(after)
     used = found if limit is None else min(limit, found)
     if used < found:
         left_out.append(f"{used:,} of {found:,} documents" if counted else f"the first {used:,} documents; it has more")
     if empty:
         left_out.append(f"{empty:,} of {used:,} documents have no text and are left out")
-    unread, files = unread_files(dataset) if Path(dataset).is_dir() else ([], 0)
-    if unread:
-        names = ", ".join(unread[:3] + ["..."] * (len(unread) > 3))
-        left_out.append(f"{len(unread):,} of {files:,} files are in no split, by name or kind: {names}")
-    return torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32), left_out
+    tokens = torch.frombuffer(ids, dtype=torch.int32) if ids else torch.empty(0, dtype=torch.int32)
+    return tokens, left_out + files_left_out + lost_characters(words, characters)
 
 
-def hf_tokens(dataset: str, tokenizer: str, split: str = "train", column: str = "text", documents: int | None = None):
-    """Tokens [n], and the tokenizer, of a Hugging Face data set and tokenizer by name or folder. Needs `[hf]`. A text
-    file is one document. documents: how many at most; all where None. Rank 0 prints a line for what is left out.
+def digest(sources: tuple[str, ...], options: tuple) -> str:
+    """Return 16 hexadecimal digits that change with the options, and with any file of the sources (paths or names)."""
+    paths = [Path(source).resolve() if Path(source).exists() else source for source in sources]
+    files = [(Path(top), file) for top in sources for file in (Path(top), *Path(top).rglob("*"))]
+    stats = [(str(file.relative_to(top)), file.stat()) for top, file in sorted(files) if file.is_file()]
+    changed = [(name, stat.st_mtime_ns, stat.st_size) for name, stat in stats]  # names: they decide on the split
+    return hashlib.sha256(repr(("v5", paths, options, changed)).encode()).hexdigest()[:16]
+
+
+def hf_tokens(
+    dataset: str,
+    tokenizer: str,
+    split: str = "train",
+    column: str = "text",
+    documents: int | None = None,
+    subset: str | None = None,
+):
+    """Tokens [n], and the tokenizer, of a data set and a tokenizer by file, folder or name at Hugging Face. Needs
+    `[hf]`. A text file is one document. documents: how many at most; all where None. subset: one of the configurations
+    that a data set has. Rank 0 prints a line for what is left out. Raises ValueError, in one line.
 
     One process of a machine reads and tokenizes; the others, and later runs, map the file that it has left in the
-    user's cache folder. A folder that changes is read again; for a data set by name, delete that file.
+    user's cache folder. A file or folder that changes is read again; for a data set by name, delete that file.
     """
-    from transformers import AutoTokenizer
-
     if documents is not None and documents < 1:
         raise ValueError(f"documents {documents}: 1 or more, or None for all")
-    words, what = AutoTokenizer.from_pretrained(tokenizer), ("v2", dataset, tokenizer, split, column, documents)
+    words, told = load_tokenizer(tokenizer)
+    special = special_tokens(words)
 
     def read() -> torch.Tensor:
-        tokens, left_out = read_documents(words, dataset, split, column, documents)
-        notes.write_text("".join(f"{dataset}: {line}\n" for line in left_out))
+        try:
+            tokens, left_out = read_documents(words, special, dataset, split, column, documents, subset)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{dataset}: {error}") from None
+        notes.write_text("\n".join(left_out))
         return tokens
 
-    changed = [file.stat().st_mtime_ns for folder in (dataset, tokenizer) for file in sorted(Path(folder).rglob("*"))]
-    name = hashlib.sha256(repr((what, changed)).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "llm_training_at_scale"
-    notes = cache / f"tokens-{name}.txt"  # later runs, which do not read, say the same
-    tokens = mapped_once(cache / f"tokens-{name}.int32", read)
-    if notes.exists() and not (dist.is_initialized() and dist.get_rank()):
-        print(notes.read_text(), end="")
+    key = digest((dataset, tokenizer), (split, column, documents, subset, special))
+    notes = cache / f"tokens-{key}.txt"  # later runs, which do not read, say the same
+    try:
+        tokens = mapped_once(cache / f"tokens-{key}.int32", read)
+    except OSError as error:
+        raise OSError(f"the folder for tokens, {cache} (or below $XDG_CACHE_HOME): {error}") from None
+    if not (dist.is_initialized() and dist.get_rank()):
+        left_out = notes.read_text().splitlines() if notes.exists() else []
+        lines = [f"{tokenizer}: {line}\n" for line in told] + [f"{dataset}: {line}\n" for line in left_out]
+        print("".join(lines), end="")
     return tokens, words
 
 
@@ -154,9 +181,18 @@ def mapped_once(file: Path, make: Callable[[], torch.Tensor]) -> torch.Tensor:
             made, part = make(), file.with_suffix(f".{os.getpid()}.part")
             if made.numel() == 0:
                 return made  # nothing to map
-            torch.from_file(str(part), shared=True, size=made.numel(), dtype=torch.int32).copy_(made)
+            made.numpy().tofile(part)  # raises where the disk is full; a write to a mapped file would be SIGBUS
             part.replace(file)
     return torch.from_file(str(file), shared=False, size=file.stat().st_size // 4, dtype=torch.int32)
+
+
+def seeded(number: int) -> torch.Generator:
+    """Return a CPU generator seeded by any integer. One of 64 bits is taken as it is; a larger one is reduced modulo a
+    prime.
+    """
+    if not -(2**63) <= number < 2**64:
+        number %= 2**63 - 25
+    return torch.Generator().manual_seed(number)
 
 
 class TokenBatches:
@@ -183,7 +219,7 @@ class TokenBatches:
     def order(self, epoch: int) -> list[int]:
         """The window numbers of `epoch`, shuffled by the seed and the epoch alone."""
         if self.shuffled[0] != epoch:
-            generator = torch.Generator().manual_seed(1_000_003 * self.seed + epoch)
+            generator = seeded(1_000_003 * self.seed + epoch)
             self.shuffled = (epoch, torch.randperm(self.windows, generator=generator).tolist())
         return self.shuffled[1]
 

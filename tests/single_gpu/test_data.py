@@ -3,6 +3,7 @@ GPU.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus, hf_tokens, mapped_once, text_parts
+from course_lib.single_gpu.hf_tokenizers import END_TOKENS, load_tokenizer
+from course_lib.single_gpu.same_text import check_same_text, text_sum
 
 # windows, seq, batch of one rank, ranks; windows that batch * ranks divides, and odd ones
 CASES = [(24, 5, 2, 3), (100, 10, 2, 3), (17, 3, 4, 1), (7, 1, 2, 5), (3, 8, 2, 4), (1, 4, 3, 2)]
@@ -60,6 +63,16 @@ def test_every_epoch_is_shuffled_anew(seed):
     (loader,) = loaders(50, 2, 1, 1, seed)
     epochs = [tuple(drawn(loader, 50)) for _ in range(5)]
     assert len({*epochs, tuple(range(50))}) == 6
+
+
+def test_a_seed_may_be_any_integer():
+    """Small ones draw what torch draws; other ones, too large for torch, draw something else each."""
+    for seed in (-7, 0, 1, 2**40):
+        expected = torch.randperm(50, generator=torch.Generator().manual_seed(1_000_003 * seed + 1))
+        assert TokenBatches(torch.arange(151), 1, 3, seed=seed).order(1) == expected.tolist()
+    seeds = -1, 0, 2**63 - 1, 2**63, 2**64, 2**70, -(2**70), 10**100
+    orders = {tuple(TokenBatches(torch.arange(151), 1, 3, seed=seed).order(0)) for seed in seeds}
+    assert len(orders) == len(seeds)
 
 
 def test_the_seed_decides_the_order():
@@ -114,6 +127,25 @@ def test_batches_never_end():
         assert torch.equal(inputs, torch.arange(4).expand(3, 4))
         if step == 10:
             break
+
+
+def test_ranks_with_another_text_are_named(monkeypatch):
+    """Two ranks, simulated: the other one contributes `theirs`."""
+    tokens = torch.arange(1000, dtype=torch.int32)
+    theirs = [97, *text_sum(tokens)]
+
+    def gather(found, mine):
+        found[:] = [mine, tuple(theirs)]
+
+    check_same_text(tokens, 97)  # without a group there is nothing to compare
+    monkeypatch.setattr("course_lib.single_gpu.same_text.dist.is_initialized", lambda: True)
+    monkeypatch.setattr("course_lib.single_gpu.same_text.dist.get_world_size", lambda: 2)
+    monkeypatch.setattr("course_lib.single_gpu.same_text.dist.all_gather_object", gather)
+    check_same_text(tokens, 97)
+    for changed, vocab in ((tokens[:-1], 97), (tokens, 98), (tokens.flip(0), 97)):
+        line = one_line(check_same_text, changed, vocab)
+        assert line.startswith("rank 1 has another text than rank 0 (1,000 tokens of a vocabulary of 97; rank 0 has ")
+        assert f"; rank 0 has {len(changed):,} tokens of a vocabulary of {vocab})" in line
 
 
 @pytest.mark.parametrize("length, fits", [(11, True), (10, False), (1, False)])
@@ -191,7 +223,6 @@ def test_half_a_character_does_not_stop_decoding():
 @pytest.fixture
 def tokenizer_folder(tmp_path, monkeypatch):
     """A tokenizer of five words and an end token, saved as Hugging Face does."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -243,12 +274,12 @@ def test_a_data_set_is_read_once_and_a_folder_that_changes_again(dataset_folder,
         calls.side_effect = lambda self, text, **more: {"input_ids": [len(text)]}
         first, _ = hf_tokens(dataset_folder, tokenizer_folder)
         again, _ = hf_tokens(dataset_folder, tokenizer_folder)
-        assert calls.call_count == 3 and torch.equal(first, again)
+        assert calls.call_count == 7 and torch.equal(first, again)  # two calls each time find the special tokens
         hf_tokens(dataset_folder, tokenizer_folder, documents=2)
-        assert calls.call_count == 5, "another choice is another file"
+        assert calls.call_count == 11, "another choice is another file"
         file = Path(dataset_folder) / "train.jsonl"
         file.write_text(json.dumps({"text": "goes"}))
-        assert hf_tokens(dataset_folder, tokenizer_folder)[0].tolist() == [4, 0] and calls.call_count == 6
+        assert hf_tokens(dataset_folder, tokenizer_folder)[0].tolist() == [4, 0] and calls.call_count == 14
     assert not list((tmp_path / "cache").rglob("*.part"))
 
 
@@ -323,10 +354,12 @@ def test_a_long_document_is_tokenized_part_by_part_into_the_same_tokens(tmp_path
     from transformers import PreTrainedTokenizerFast
 
     llama_3 = r"\s*[\r\n]+|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+(?!\S)|\s+"
-    of_words = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(llama_3), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    of_words = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(llama_3), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     text = corpus(30_000) + "\r\n \n\n  λ.\n\nx" * 100 + "y" * 900 + " a b\n c\nd\n"
     for number, splits in enumerate((of_words, pre_tokenizers.ByteLevel(add_prefix_space=False))):
         words = Tokenizer(models.BPE())
@@ -346,6 +379,23 @@ def test_a_long_document_is_tokenized_part_by_part_into_the_same_tokens(tmp_path
         with mock.patch("course_lib.single_gpu.data.text_parts", lambda text: text_parts(text, 500)):
             tokens, _ = hf_tokens(folder, str(tmp_path / "words_of_bytes"))
         assert tokens.tolist() == [*expected, 1, *tokenizer("x")["input_ids"], 1]
+
+
+def test_a_tokenizer_that_puts_a_space_before_any_text_puts_one_before_a_long_document(tmp_path, tokenizer_folder):
+    """A tokenizer of Llama 2's kind."""
+    from tokenizers import Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: n for n, token in enumerate(["<end>", "<0x0A>", "▁", "a", "b", "▁a"])}
+    words = Tokenizer(models.BPE(vocabulary, [("▁", "a")], byte_fallback=True))
+    words.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    tokenizer.save_pretrained(tmp_path / "llama")
+    text = "ab ab\nab a\n b" * 9
+    assert tokenizer("ab a\nab")["input_ids"] == [5, 4, 5, 1, 3, 4], "no space behind a newline"
+    with mock.patch("course_lib.single_gpu.data.text_parts", lambda text: text_parts(text, 1)):
+        tokens, _ = hf_tokens(json_lines(tmp_path / "texts", [text]), str(tmp_path / "llama"))
+    assert tokens.tolist() == [*tokenizer(text)["input_ids"], 0]
 
 
 @pytest.mark.parametrize("text", ["", "x", "x" * 500, " \n" * 300])
@@ -399,6 +449,225 @@ def test_files_that_load_dataset_leaves_out_are_told(tmp_path, tokenizer_folder,
     (books / "test.txt").write_text("where")
     assert hf_tokens(str(books), tokenizer_folder)[0].tolist() == [4, 0], "a file for tests is in a split"
     assert capsys.readouterr().out == f"{books}: 2 of 4 {told}"
+
+
+def one_line(call, *args, **kwargs) -> str:
+    with pytest.raises(ValueError) as error:
+        call(*args, **kwargs)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_file_is_read_again_when_it_changes(tmp_path, tokenizer_folder):
+    file = tmp_path / "a.jsonl"
+    for number, (column, text) in enumerate(
+        (("text", "goes"), ("text", "where"), ("body", "where"), ("body", "memory"))
+    ):
+        file.write_text(json.dumps({column: text}))
+        os.utime(file, (1, number // 2))  # by its size alone, too
+        assert hf_tokens(str(file), tokenizer_folder, column=column)[0].tolist()[-1] == 0
+        expected = {"goes": 4, "where": 2, "memory": 3}[text]
+        assert hf_tokens(str(file), tokenizer_folder, column=column)[0].tolist() == [expected, 0]
+
+
+def test_a_folder_is_read_again_when_a_file_has_another_name(tmp_path, tokenizer_folder):
+    folder = json_lines(tmp_path / "texts", ["goes"])
+    assert hf_tokens(folder, tokenizer_folder)[0].tolist() == [4, 0]
+    (tmp_path / "texts" / "train.jsonl").rename(tmp_path / "texts" / "test.jsonl")
+    said = one_line(hf_tokens, folder, tokenizer_folder)
+    assert said == f"{folder}: there is no split train; it has test (--split)"
+
+
+def test_rows_that_hold_no_string_are_named(tmp_path, tokenizer_folder):
+    from datasets import Dataset
+
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "goes"}\n\n{"text": 0}\n')
+    told = "column text is of type {}; it must be a string"
+    assert one_line(hf_tokens, str(file), tokenizer_folder) == f"{file}: line 3: {told.format('int')}"
+    assert hf_tokens(str(file), tokenizer_folder, documents=1)[0].tolist() == [4, 0]
+    Dataset.from_dict({"id": [1], "text": [["goes"]]}).to_parquet(tmp_path / "a.parquet")
+    file = str(tmp_path / "a.parquet")
+    assert one_line(hf_tokens, file, tokenizer_folder) == f"{file}: row 1: {told.format('list')}"
+    line = f"{file}: there is no column body; it has id, text (--column)"
+    assert one_line(hf_tokens, file, tokenizer_folder, column="body") == line
+
+
+def test_half_a_surrogate_pair_does_not_stop_a_run(tmp_path, tokenizer_folder):
+    (tmp_path / "a.jsonl").write_text('{"text": "goes \\ud83d where"}')
+    assert hf_tokens(str(tmp_path / "a.jsonl"), tokenizer_folder)[0].tolist() == [4, 1, 2, 0]
+
+
+def test_folders_of_save_to_disk(tmp_path, tokenizer_folder):
+    from datasets import Dataset, DatasetDict
+
+    train, test = (Dataset.from_dict({"text": [text, None], "id": [1, 2]}) for text in ("goes", "where"))
+    train.save_to_disk(tmp_path / "one")
+    DatasetDict(train=train, test=test).save_to_disk(tmp_path / "two")
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    assert hf_tokens(one, tokenizer_folder)[0].tolist() == [4, 0]
+    assert hf_tokens(two, tokenizer_folder)[0].tolist() == [4, 0]
+    assert hf_tokens(two, tokenizer_folder, split="test")[0].tolist() == [2, 0]
+    assert hf_tokens(str(tmp_path / "two" / "test"), tokenizer_folder)[0].tolist() == [2, 0]
+    for folder, splits in ((one, "train"), (two, "train, test")):
+        said = one_line(hf_tokens, folder, tokenizer_folder, split="dev")
+        assert said == f"{folder}: there is no split dev; it has {splits} (--split)"
+        said = one_line(hf_tokens, folder, tokenizer_folder, column="body")
+        assert said == f"{folder}: there is no column body; it has text, id (--column)"
+        assert (
+            one_line(hf_tokens, folder, tokenizer_folder, subset="en")
+            == f"{folder}: it has no subsets; leave --subset out"
+        )
+
+
+def test_splits_and_subsets_of_a_folder(tmp_path, tokenizer_folder):
+    """Files may differ in their other columns."""
+    folder = tmp_path / "splits"
+    for name, row in {
+        "train/a": {"text": "goes"},
+        "train/b": {"text": "goes", "id": 1},
+        "test/c": {"text": "where"},
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.jsonl").write_text(json.dumps(row))
+    assert hf_tokens(str(folder), tokenizer_folder)[0].tolist() == [4, 0, 4, 0]
+    assert hf_tokens(str(folder), tokenizer_folder, split="test")[0].tolist() == [2, 0]
+    said = one_line(hf_tokens, str(folder), tokenizer_folder, split="dev")
+    assert said == f"{folder}: there is no split dev; it has train, test (--split)"
+    (folder / "train" / "b.jsonl").write_text(json.dumps({"body": "goes"}))
+    said = one_line(hf_tokens, str(folder), tokenizer_folder)
+    assert said == f"{folder}: train/b.jsonl: there is no column text; it has body (--column)"
+    configs = "".join(f"- config_name: {name}\n  data_files: {name}.jsonl\n" for name in ("en", "de"))
+    languages = json_lines(tmp_path / "languages", ["goes"])
+    (tmp_path / "languages" / "train.jsonl").rename(tmp_path / "languages" / "en.jsonl")
+    (tmp_path / "languages" / "de.jsonl").write_text(json.dumps({"text": "where"}))
+    (tmp_path / "languages" / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
+    assert hf_tokens(languages, tokenizer_folder, subset="en")[0].tolist() == [4, 0]
+    assert hf_tokens(languages, tokenizer_folder, subset="de")[0].tolist() == [2, 0]
+    said = one_line(hf_tokens, languages, tokenizer_folder)
+    assert said.startswith(f"{languages}: ") and "['en', 'de']" in said and said.endswith("(--subset)")
+    said = one_line(hf_tokens, languages, tokenizer_folder, subset="fr")
+    assert "'fr'" in said and "['en', 'de']" in said
+
+
+def test_folders_without_a_file_that_can_be_read(tmp_path, tokenizer_folder, capsys):
+    for name, file in (("nothing", ".hidden"), ("papers", "a.pdf"), ("brackets[1]", "a.txt"), ("mostly", "a.xml")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_text("goes")
+    for name in ("nothing", "papers"):
+        assert "no file in this folder can be read; a data set is a file (.jsonl, .json, .txt" in one_line(
+            hf_tokens, str(tmp_path / name), tokenizer_folder
+        )
+    assert "rename the folder" in one_line(hf_tokens, str(tmp_path / "brackets[1]"), tokenizer_folder)
+    for number in range(2):
+        (tmp_path / "mostly" / f"{number}.xml").write_text("<goes/>")
+    (tmp_path / "mostly" / "a.txt").write_text("goes")
+    said = one_line(hf_tokens, str(tmp_path / "mostly"), tokenizer_folder)
+    assert ".xml cannot be read; a data set is" in said
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "a.txt").write_text("goes")
+    (tmp_path / "linked" / "more").symlink_to(tmp_path / "mostly")
+    assert hf_tokens(str(tmp_path / "linked"), tokenizer_folder)[0].tolist() == [4, 0]
+    assert capsys.readouterr().out.endswith("1 of 2 files are in no split, by name or kind: more\n")
+
+
+def test_names_that_cannot_be_reached(tokenizer_folder, dataset_folder, tmp_path):
+    said = one_line(hf_tokens, "somebody/texts", tokenizer_folder)
+    assert said.startswith("somebody/texts: there is no such file or folder, and at Hugging Face: Couldn't reach")
+    assert said.endswith("; call hf download --repo-type dataset before")
+    works = "; a tokenizer is a tokenizer.json, a folder with one, or a name at Hugging Face"
+    for name in ("somebody/words", "tokenizer.json", "./words", str(tmp_path / "gone")):
+        reached = " (" if name == "somebody/words" else ""  # no file's name is looked up at Hugging Face
+        said = one_line(hf_tokens, dataset_folder, name)
+        assert said.startswith(f"{name}: no such file or folder{works}{reached}") and ("http" in said) == bool(reached)
+    for name in (dataset_folder, str(Path(dataset_folder) / "train.jsonl")):
+        assert one_line(hf_tokens, dataset_folder, name).startswith(
+            f"{name}: it has no tokenizer that can be read{works} ("
+        )
+
+
+def test_a_downloaded_data_set_is_read_by_its_name_without_a_network(tokenizer_folder, tmp_path, monkeypatch):
+    """As `hf download` leaves it: a snapshot of links to files without a suffix."""
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder, commit = tmp_path / "datasets--somebody--texts", "a" * 40
+    for name in ("refs", "blobs", f"snapshots/{commit}"):
+        (folder / name).mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    (folder / "blobs" / "123").write_text('{"text": "memory goes"}')
+    (folder / "snapshots" / commit / "train.jsonl").symlink_to("../../blobs/123")
+    assert hf_tokens("somebody/texts", tokenizer_folder)[0].tolist() == [3, 4, 0]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "gemma3_text", "gpt2"])
+def test_a_model_s_folder_without_its_tokenizer_is_refused(tmp_path, kind):
+    """transformers makes a tokenizer without words of such a folder: each text would be its end token alone."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    said = one_line(load_tokenizer, str(tmp_path))
+    assert said.startswith(f"{tmp_path}: its tokenizer has no vocabulary; a tokenizer is a tokenizer.json, a folder")
+
+
+@pytest.mark.parametrize("end", [*END_TOKENS, None])
+def test_a_tokenizer_json_alone(tmp_path, tokenizer_folder, dataset_folder, capsys, end):
+    (tmp_path / "alone").mkdir()
+    saved = json.loads((Path(tokenizer_folder) / "tokenizer.json").read_text())
+    saved["model"]["vocab"][end or "<end>"] = saved["model"]["vocab"].pop("<end>")
+    saved["added_tokens"] = []
+    (tmp_path / "alone" / "tokenizer.json").write_text(json.dumps(saved))
+    for name in ("alone/tokenizer.json", "alone"):
+        tokens, tokenizer = hf_tokens(dataset_folder, str(tmp_path / name))
+        assert tokens.tolist() == ([2, 3, 4, 0, 3, 1, 0, 4, 0] if end else [2, 3, 4, 3, 1, 4])
+        assert tokenizer.eos_token == end and len(tokenizer) == 5
+        told = f"no end token is named; {end} of its vocabulary ends each document"
+        told = told if end else "there is no end token: documents follow each other without one"
+        assert capsys.readouterr().out == f"{tmp_path / name}: {told}\n"
+
+
+def test_special_tokens_stand_once_around_a_long_document(tmp_path, tokenizer_folder):
+    """An end token that the tokenizer adds by itself is not added again; truncation and padding are not used."""
+    from tokenizers import Tokenizer, processors
+
+    words = Tokenizer.from_file(str(Path(tokenizer_folder) / "tokenizer.json"))
+    special = [("memory", 3), ("<end>", 0)]
+    words.post_processor = processors.TemplateProcessing("memory $A <end>", special_tokens=special)
+    words.enable_truncation(3)
+    words.enable_padding(length=9)
+    words.save(str(Path(tokenizer_folder) / "tokenizer.json"))
+    folder = json_lines(tmp_path / "texts", ["goes where memory", "goes"])
+    with mock.patch("course_lib.single_gpu.data.text_parts", lambda text: text_parts(text, 1)):
+        tokens, _ = hf_tokens(folder, tokenizer_folder)
+    assert tokens.tolist() == [3, 4, 2, 3, 0, 3, 4, 0]
+
+
+def test_a_vocabulary_without_the_letter_a_and_without_an_unknown_token(tmp_path, tokenizer_folder, capsys):
+    """Four bases of DNA: special tokens are where they belong, and whatever else is in a text is told."""
+    from tokenizers import Tokenizer, models, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.BPE({token: n for n, token in enumerate(["<begin>", "<end>", *"ACGT"])}, []))
+    special = [("<begin>", 0), ("<end>", 1)]
+    words.post_processor = processors.TemplateProcessing("<begin> $A <end>", special_tokens=special)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<begin>", eos_token="<end>")
+    tokenizer.save_pretrained(tmp_path / "bases")
+    tokens, _ = hf_tokens(json_lines(tmp_path / "texts", ["ACG", "TT"]), str(tmp_path / "bases"))
+    assert tokens.tolist() == [0, 2, 3, 4, 1, 0, 5, 5, 1] and capsys.readouterr().out == ""
+    tokens, _ = hf_tokens(json_lines(tmp_path / "masked", ["AcgG", "T\nN"]), str(tmp_path / "bases"))
+    assert tokens.tolist() == [0, 2, 4, 1, 0, 5, 1]
+    lost = "the tokenizer has no token for 3 characters, which are left out: N c g"
+    assert capsys.readouterr().out == f"{tmp_path / 'masked'}: {lost}\n"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, tokenizer_folder, dataset_folder, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(OSError, match=rf"for tokens, {tmp_path}/file/llm_training_at_scale .*Not a directory"):
+        hf_tokens(dataset_folder, tokenizer_folder)
+
+
+def test_a_tokenizer_json_with_its_folder(tokenizer_folder, dataset_folder, capsys):
+    tokens, tokenizer = hf_tokens(dataset_folder, str(Path(tokenizer_folder) / "tokenizer.json"))
+    assert tokens.tolist() == [2, 3, 4, 0, 3, 1, 0, 4, 0] and tokenizer.eos_token == "<end>"
+    assert capsys.readouterr().out == ""
 
 
 MAKES = """
