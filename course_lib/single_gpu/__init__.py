@@ -1,11 +1,12 @@
 """The model that every notebook transforms, its data and its memory, and one training step."""
 
 from course_lib.single_gpu.data import TokenBatches
+from course_lib.single_gpu.devices import peak_flops
 from course_lib.single_gpu.hugging_face import from_hf, to_hf
 from course_lib.single_gpu.memory import activation_bytes, gpt_param_count, param_count, state_bytes, training_bytes
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.single_gpu.profile import MemoryProfile, saved_bytes
-from course_lib.single_gpu.training import evaluate, mfu, peak_flops, train, train_step
+from course_lib.single_gpu.training import adamw, decay_groups, evaluate, mfu, train, train_step
 
 __all__ = [
     "TokenBatches",
@@ -24,6 +25,8 @@ __all__ = [
     "saved_bytes",
     "train_step",
     "train",
+    "adamw",
+    "decay_groups",
     "evaluate",
     "mfu",
     "peak_flops",

@@ -7,11 +7,12 @@ the name that transformers gives it.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.single_gpu.model import ModelConfig, Transformer, plain_name
 
 HF_NAMES = {  # ours -> theirs
     "embedding.": "model.embed_tokens.",
@@ -25,6 +26,7 @@ HF_NAMES = {  # ours -> theirs
 
 def hf_name(name: str) -> str:
     """Hugging Face's name of one of our parameters."""
+    name = plain_name(name)
     for ours, theirs in HF_NAMES.items():
         name = name.replace(ours, theirs)
     return "model.norm.weight" if name == "norm.weight" else name
@@ -32,20 +34,44 @@ def hf_name(name: str) -> str:
 
 def hf_kind(c: ModelConfig) -> str:
     """The architecture of transformers that has what this model has. Raises ValueError where there is none."""
-    if c.qkv_bias and (c.qk_norm or c.head_size):
-        raise ValueError("no model of transformers has biases of q, k and v, and norms of q and k or heads of any size")
-    return "Qwen3" if c.qk_norm else "Qwen2" if c.qkv_bias else "Llama"
+    if c.qkv_bias and c.qk_norm:
+        raise ValueError("no model of transformers has both biases of q, k and v, and norms of q and k")
+    if c.qk_norm or c.qkv_bias:
+        return "Qwen3" if c.qk_norm else "Qwen2"
+    return "Mistral" if c.hidden % c.heads else "Llama"  # LlamaConfig refuses heads that do not divide h
 
 
-def to_hf_config(c: ModelConfig):
-    """The same sizes as a `LlamaConfig`, `Qwen2Config` or `Qwen3Config` of transformers. Needs the extra `[hf]`."""
+def with_old_rope(config):
+    """Name the rotary positions of a config of transformers as transformers 4 does, too; returns the config.
+
+    It does not read rope_parameters, and would take a rope_theta of 10,000 and no scaling without a word.
+    """
+    rope = dict(config.rope_parameters)
+    theta = rope.pop("rope_theta")
+    scaling = None if rope["rope_type"] == "default" else rope
+    vars(config).update(rope_theta=theta, rope_scaling=scaling)  # to_dict writes them; transformers 5 reads the new one
+    return config
+
+
+def to_hf_config(c: ModelConfig, tokenizer: Any = None):
+    """Return the same sizes as a config of transformers, of the kind that hf_kind names. Needs the extra `[hf]`.
+
+    tokenizer: of transformers. The config names its start, end and padding tokens; without a tokenizer it names none,
+    and text is generated to the maximum length. Raises ValueError if transformers has no such model, or the tokenizer
+    has more tokens than the model.
+    """
     import transformers
 
+    if tokenizer is not None and len(tokenizer) > c.vocab:
+        raise ValueError(f"the tokenizer has {len(tokenizer):,} tokens, the model's vocabulary {c.vocab:,}")
     rope = {"rope_type": "default", "rope_theta": c.rope_theta}
     if c.rope_factor != 1:
         rope |= {"rope_type": "llama3", "factor": c.rope_factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
         rope |= {"original_max_position_embeddings": c.rope_trained}
-    return getattr(transformers, f"{hf_kind(c)}Config")(
+    context = c.context or 0
+    if context < 1 or c.rope_factor != 1 and context <= c.rope_trained:  # transformers expects more than rope_trained
+        context = round(c.rope_trained * c.rope_factor)
+    config = getattr(transformers, f"{hf_kind(c)}Config")(
         architectures=[f"{hf_kind(c)}ForCausalLM"],
         head_dim=c.head_dim,
         num_hidden_layers=c.layers,
@@ -57,40 +83,84 @@ def to_hf_config(c: ModelConfig):
         tie_word_embeddings=c.tied,
         rms_norm_eps=c.norm_eps,
         rope_parameters=rope,
+        max_position_embeddings=context,
+        **{f"{name}_token_id": getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
+        sliding_window=None,  # Mistral has one by default
     )
+    return with_old_rope(config)
 
 
-def to_hf(model: Transformer) -> nn.Module:
-    """A `LlamaForCausalLM`, or the same of Qwen2 or Qwen3, with the weights of `model`. Needs the extra `[hf]`. Raises
-    ValueError where transformers has no such model (hf_kind).
+def to_hf(model: Transformer, tokenizer: Any = None) -> nn.Module:
+    """A `LlamaForCausalLM`, or the same of Mistral, Qwen2 or Qwen3, with the weights of `model`. Needs the extra
+    `[hf]`. tokenizer: of transformers, whose end token ends what the model generates. Raises ValueError as
+    to_hf_config.
     """
     import transformers
 
-    theirs = getattr(transformers, f"{hf_kind(model.config)}ForCausalLM")(to_hf_config(model.config))
+    theirs = getattr(transformers, f"{hf_kind(model.config)}ForCausalLM")(to_hf_config(model.config, tokenizer))
     theirs.to(model.norm.weight.dtype)
-    theirs.load_state_dict({hf_name(name): tensor for name, tensor in model.state_dict().items()})
+    tensors = {hf_name(name): tensor for name, tensor in model.state_dict().items()}
+    if foreign := sorted(tensors.keys() - theirs.state_dict().keys()):
+        raise ValueError(f"no model of Llama's kind: it has {foreign[0]}; course_lib.checkpoint.to_hf writes mixtures")
+    theirs.load_state_dict(tensors)
     return theirs
 
 
 HF_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 
 
-def hf_config(c, kinds: tuple[str, ...] = HF_KINDS) -> ModelConfig:
-    """The sizes of a Hugging Face model of Llama's kind, from its config; kinds: values of `model_type` that will do.
+def one_of(values: tuple) -> str:
+    """Return the values as "a, b or c"."""
+    *others, last = map(str, values)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def unlike_ours(c, rope: dict) -> list[str]:
+    """Return the features of a config of transformers that our model lacks, each as "name is value, not ours".
+
+    rope: as rope_of returns it.
+    """
+    ours = {"rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,), "attention_bias": (False,)}
+    ours |= {"mlp_bias": (False,), "hidden_act": ("silu",), "sliding_window": (None,)}
+    if rope["rope_type"] == "llama3":
+        ours |= {"low_freq_factor": (1.0,), "high_freq_factor": (4.0,)}
+    found = {name: rope.get(name, getattr(c, name, None)) for name in ours}
+    found = {name: ours[name][0] if value is None else value for name, value in found.items()}
+    wrong = [name for name in ours if found[name] not in ours[name]]
+    return [f"{name} is {found[name]}, not {one_of(ours[name])}" for name in wrong]
+
+
+def rope_of(c) -> dict:
+    """Return the rotary positions of a config of transformers, with `rope_type` and `rope_theta`. Raises ValueError if
+    they differ by layer, or lack what Llama 3.1's need.
+    """
+    rope = getattr(c, "rope_parameters", None) or {}
+    if by_layer := [name for name, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(f"not the model of this course: rope_parameters differ by layer ({', '.join(by_layer)})")
+    rope = {"rope_type": rope.get("type", "default"), "rope_theta": getattr(c, "rope_theta", 10_000.0)} | rope
+    needed = ("factor", "original_max_position_embeddings") if rope["rope_type"] == "llama3" else ()
+    if missing := [name for name in needed if rope.get(name) is None]:
+        raise ValueError(f"rope_type is llama3, and rope_parameters lack {' and '.join(missing)}")
+    if not isinstance(rope["rope_theta"], (int, float)) or not rope["rope_theta"] > 0:
+        raise ValueError(f"rope_theta is {rope['rope_theta']!r}: it must be a number above 0")
+    return rope
+
+
+def hf_config(c) -> ModelConfig:
+    """The sizes of a Hugging Face model of Llama's kind, from its config.
 
     Raises ValueError where the model has what ours has not: another architecture, biases of o or of the MLP, another
     activation, positions that are rotated in part or scaled in another way than Llama 3.1's, a window of attention.
     """
-    rope, kind = c.rope_parameters, c.model_type
-    factors = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope["rope_type"] == "llama3" else {}
-    ours = {"model_type": kinds, "rope_type": ("default", "llama3"), "partial_rotary_factor": (1.0,)}
-    ours |= {"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu",), "sliding_window": (None,)}
-    ours |= {name: (value,) for name, value in factors.items()}
-    found = {name: rope.get(name, getattr(c, name, None)) or allowed[0] for name, allowed in ours.items()}
-    if differing := [name for name, allowed in ours.items() if found[name] not in allowed]:
-        listed = ", ".join(f"{name} is {found[name]}, not {' or '.join(map(str, ours[name]))}" for name in differing)
-        raise ValueError(f"not the model of this course: {listed}")
+    kind = getattr(c, "model_type", None)
+    if kind not in HF_KINDS:  # others may lack anything that is read below
+        more = "; course_lib.checkpoint.from_hf reads mixtures" if kind in ("mixtral", "qwen3_moe") else ""
+        raise ValueError(f"not the model of this course: model_type is {kind}, not {one_of(HF_KINDS)}{more}")
+    rope = rope_of(c)
+    if differing := unlike_ours(c, rope):
+        raise ValueError(f"not the model of this course: {', '.join(differing)}")
     head_size = getattr(c, "head_dim", None)
+    longer = rope["rope_type"] == "llama3" and rope["factor"] != 1
     return ModelConfig(
         c.num_hidden_layers,
         c.hidden_size,
@@ -102,10 +172,11 @@ def hf_config(c, kinds: tuple[str, ...] = HF_KINDS) -> ModelConfig:
         rope["rope_theta"],
         c.rms_norm_eps,
         head_size=None if head_size is None or head_size * c.num_attention_heads == c.hidden_size else head_size,
-        rope_factor=rope["factor"] if factors else 1.0,
-        rope_trained=rope["original_max_position_embeddings"] if factors else 8192,
+        rope_factor=rope["factor"] if longer else 1.0,
+        rope_trained=rope["original_max_position_embeddings"] if longer else 8192,
         qkv_bias=kind == "qwen2",
         qk_norm=kind == "qwen3",
+        context=getattr(c, "max_position_embeddings", None),
     )
 
 
@@ -113,29 +184,43 @@ PLAIN_TYPES = ("F64", "F32", "F16", "BF16")  # of safetensors: those whose numbe
 PLAIN_RELEASE = "use the release of the model in bfloat16, or save it dequantized with transformers"
 
 
+def loaded(kind: type, source: str | Path) -> nn.Module:
+    """Load a model of class `kind` of transformers from a name or folder. Raises as plain_model, or what transformers
+    raises if there is nothing to load.
+    """
+    from safetensors import safe_open
+    from transformers import AutoConfig
+
+    if quantized := getattr(AutoConfig.from_pretrained(source), "quantization_config", None):
+        method = quantized.get("quant_method", "an unnamed method")
+        more = "; course_lib.checkpoint.from_hf reads FP8" if method == "fp8" else ""
+        raise ValueError(f"{source} is quantized (quant_method {method}): {PLAIN_RELEASE}{more}")
+    for file in sorted(Path(source).glob("model*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            types = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}
+        if odd := next((name for name, each in types.items() if each not in PLAIN_TYPES), None):
+            raise ValueError(f"{odd} is {types[odd]} in {file}: {PLAIN_RELEASE}")
+    model, found = kind.from_pretrained(source, output_loading_info=True)
+    for how in ("missing", "unexpected"):
+        if names := sorted(found[f"{how}_keys"]):
+            raise ValueError(f"not the model of this course: {how} weights {', '.join(names[:3])}")
+    return model
+
+
 def plain_model(kind: type, source: nn.Module | str | Path) -> nn.Module:
     """A model of transformers: `source` itself, or what class `kind` loads from a name or folder.
 
-    Raises ValueError where its weights are quantized (their numbers mean nothing without their scales), or where the
-    model and its files differ in names: transformers fills what is missing with random numbers.
+    Raises ValueError, in one line, where there is none, its weights are quantized (their numbers mean nothing without
+    their scales), or the model and its files differ in names: transformers fills what is missing with random numbers.
     """
     if isinstance(source, (str, Path)):
-        from safetensors import safe_open
-        from transformers import AutoConfig
-
-        if quantized := getattr(AutoConfig.from_pretrained(source), "quantization_config", None):
-            method = quantized.get("quant_method", "an unnamed method")
-            more = ", or the from_hf of course_lib.checkpoint" if method == "fp8" else ""
-            raise ValueError(f"{source} is quantized (quant_method {method}): {PLAIN_RELEASE}{more}")
-        for file in sorted(Path(source).glob("model*.safetensors")):
-            with safe_open(file, "pt") as opened:
-                types = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}
-            if odd := next((name for name, each in types.items() if each not in PLAIN_TYPES), None):
-                raise ValueError(f"{odd} is {types[odd]} in {file}: {PLAIN_RELEASE}")
-        source, found = kind.from_pretrained(source, output_loading_info=True)
-        for how in ("missing", "unexpected"):
-            if names := sorted(found[f"{how}_keys"]):
-                raise ValueError(f"not the model of this course: {how} weights {', '.join(names[:3])}")
+        try:
+            source = loaded(kind, source)
+        except ImportError:
+            raise
+        except Exception as error:  # transformers raises anything: no such model, a wrong value, a file cut short
+            line = " ".join(str(error).split())
+            raise ValueError(line if str(source) in line else f"{source}: {line}") from None
     for name, tensor in source.state_dict().items():
         if name.endswith((".weight", ".bias")) and (not tensor.is_floating_point() or tensor.element_size() < 2):
             raise ValueError(f"{name} is {tensor.dtype}, a quantized weight: {PLAIN_RELEASE}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ class ModelConfig:
     rope_trained: int = 8192  # tokens of that context before
     qkv_bias: bool = False  # Qwen2
     qk_norm: bool = False  # each head of q and k is normalised (Qwen3)
+    context: int | None = field(default=None, compare=False)  # longest sequence; only config.json needs it
 
     def __post_init__(self):
         uneven = min(self.hidden, self.heads, self.kv_heads) < 1
@@ -63,11 +64,14 @@ class ModelConfig:
         return self.heads * self.head_dim
 
 
+NOT_OF_WEIGHTS = ("dropout", "context")  # fields that may differ from the model whose weights are loaded
 PRESETS = {
     "debug": ModelConfig(2, 64, 4, 2, 176, 256, tied=True),
     "small": ModelConfig(6, 256, 8, 4, 704, 256, tied=True),
     "SmolLM-135M": ModelConfig(30, 576, 9, 3, 1536, 49152, tied=True),
-    "llama3.2-1B": ModelConfig(16, 2048, 32, 8, 8192, 128256, tied=True, rope_theta=500_000.0, rope_factor=32.0),
+    "llama3.2-1B": ModelConfig(
+        16, 2048, 32, 8, 8192, 128256, tied=True, rope_theta=500_000.0, rope_factor=32.0, context=131_072
+    ),
     "llama3-8B": ModelConfig(32, 4096, 32, 8, 14336, 128256, rope_theta=500_000.0),
     "llama3-70B": ModelConfig(80, 8192, 64, 8, 28672, 128256, rope_theta=500_000.0),
     "llama3-405B": ModelConfig(126, 16384, 128, 8, 53248, 128256, rope_theta=500_000.0),
@@ -224,6 +228,17 @@ class Transformer(nn.Module):
         return x if self.head is None else self.head(self.norm(x))
 
 
+def need_transformer(model: nn.Module, function: str, instead: str) -> None:
+    """Raise TypeError unless `model` is a `Transformer`.
+
+    function: the caller's name; instead: what works in any model.
+    """
+    if isinstance(getattr(model, "module", None), Transformer):
+        raise TypeError(f"{function} comes before the model is wrapped in {type(model).__name__}")
+    if not isinstance(model, Transformer):
+        raise TypeError(f"{function} takes the course's Transformer, not {type(model).__name__}; {instead}")
+
+
 @torch.no_grad()
 def init_parameter(name: str, parameter: torch.Tensor, config: ModelConfig, seed: int = 0) -> None:
     """Fill the whole of one parameter: ones for norms, zeros for other vectors, else normal with deviation 0.02,
@@ -231,6 +246,7 @@ def init_parameter(name: str, parameter: torch.Tensor, config: ModelConfig, seed
 
     The numbers depend on the seed and the name alone: whoever needs one parameter can make it without the others.
     """
+    name = plain_name(name)
     if parameter.is_meta:  # a shape without numbers
         return
     if parameter.dim() < 2:
@@ -239,6 +255,11 @@ def init_parameter(name: str, parameter: torch.Tensor, config: ModelConfig, seed
     deviation = 0.02 / math.sqrt(2 * config.layers) if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
     generator = torch.Generator(parameter.device).manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     parameter.normal_(0.0, deviation, generator=generator)
+
+
+def plain_name(name: str) -> str:
+    """Return a parameter's name in the model as it was before torch.compile wrapped any of its modules."""
+    return name.replace("_orig_mod.", "")
 
 
 def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -9,19 +9,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus, hf_tokens
+from course_lib.single_gpu.devices import peak_flops
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.single_gpu.same_text import check_same_text
 
 
 # exercise 01.12
@@ -40,34 +41,6 @@ def mfu(config: ModelConfig, seq: int, tokens_per_s: float, peak: float) -> floa
     tokens_per_s: of that device; peak: its floating-point operations per second.
     """
     return tokens_per_s * flops_per_token(config, seq) / peak
-
-
-# Dense BF16 peak of a device by a part of its name, the longer name first; from data/hardware.csv, in TFLOP/s.
-PEAK_TFLOPS = {
-    "GB300": 2500,
-    "GB200": 2500,
-    "B300": 2250,
-    "B200": 2250,
-    "GH200": 989,
-    "H200": 989,
-    "H100 PCIe": 756,
-    "H100": 989,
-    "A100": 312,
-    "V100": 125,  # FP16: a V100 has no BF16
-    "MI355X": 2500,
-    "MI325X": 1300,
-    "MI300X": 1300,
-}
-
-
-def peak_flops(device_name: str | None = None) -> float | None:
-    """Dense BF16 floating-point operations per second of this machine's accelerator (or of one by name); None where it
-    is not known.
-    """
-    if device_name is None:
-        device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    named = (name for name in PEAK_TFLOPS if re.search(rf"\b{name}\b", device_name))  # an RTX A1000 is no A100
-    return next((PEAK_TFLOPS[name] * 1e12 for name in named), None)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -177,8 +150,12 @@ def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
     add("--lr", type=float, default=2e-3)
     add("--dtype", default=precision, choices=["fp32", "bf16"], help="of the matrix products")
     add("--seed", type=int, default=0)
-    add("--dataset", help="a Hugging Face data set, by name or folder (a text file is a document); needs --tokenizer")
-    add("--tokenizer", help="a Hugging Face tokenizer, by name or folder")
+    add("--dataset", help="a file, a folder, or a name at Hugging Face (a .txt is one document); needs --tokenizer")
+    add("--tokenizer", help="a tokenizer.json, a folder with one, or a name at Hugging Face")
+    add("--column", default="text", help="of --dataset: the column that holds the text")
+    add("--split", default="train", help="of --dataset")
+    add("--subset", help="of --dataset: the one of its configurations that is read")
+    add("--documents", type=int, help="of --dataset: how many are read at most; all by default")
     add("--out", type=out_file, help="a JSON file for the records of all steps")
     return parser
 
@@ -192,6 +169,13 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         parser.error("--lr must be a number above 0")
     if (chosen.dataset is None) != (chosen.tokenizer is None):
         parser.error("--dataset and --tokenizer go together")
+    if "" in (chosen.dataset, chosen.tokenizer):
+        parser.error("--dataset and --tokenizer must not be empty")
+    of_dataset = ("column", "split", "subset", "documents")
+    if chosen.dataset is None and any(getattr(chosen, name) != parser.get_default(name) for name in of_dataset):
+        parser.error("--column, --split, --subset and --documents go with --dataset")
+    if chosen.documents is not None and chosen.documents < 1:
+        parser.error("--documents must be 1 or more")
     return chosen
 
 
@@ -212,17 +196,46 @@ def describe(record: dict) -> str:
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}  # in every training program of this course
 
 
+def decay_groups(module_or_params: nn.Module | Iterable[nn.Parameter]) -> list[dict]:
+    """Return an optimizer's parameter groups: matrices have its weight decay, norms and biases have none.
+
+    A parameter without decay has fewer than two dimensions. A flat shard counts with the dimensions of its full
+    parameter, which `fully_shard` keeps as `whole_shape`.
+    """
+    is_module = isinstance(module_or_params, nn.Module)
+    groups = {True: {"params": []}, False: {"params": [], "weight_decay": 0.0}}
+    for parameter in module_or_params.parameters() if is_module else module_or_params:
+        decays = len(getattr(parameter, "whole_shape", parameter.shape)) > 1
+        groups[decays]["params"].append(parameter)
+    return [group for group in groups.values() if group["params"]]
+
+
 def adamw(model: nn.Module, lr: float) -> torch.optim.Optimizer:
     """The optimizer of every training program of this course."""
-    return torch.optim.AdamW(model.parameters(), lr=lr, **ADAMW)
+    return torch.optim.AdamW(decay_groups(model), lr=lr, **ADAMW)
 
 
 def training_text(chosen: argparse.Namespace) -> tuple[torch.Tensor, int]:
-    """The tokens [n] that the options name, and the size of their vocabulary; the corpus where they name none."""
-    if chosen.dataset:
-        tokens, tokenizer = hf_tokens(chosen.dataset, chosen.tokenizer)
-        return tokens, len(tokenizer)
-    return ByteTokenizer().encode(corpus()), ByteTokenizer.vocab_size
+    """The tokens [n] that the options name, and the size of their vocabulary; the corpus where they name none.
+
+    A data set or tokenizer that does not work ends the program with one line. Raises ValueError where ranks have
+    different texts.
+    """
+    if chosen.dataset is None:
+        tokens, vocab = ByteTokenizer().encode(corpus()), ByteTokenizer.vocab_size
+    else:
+        read = {name: getattr(chosen, name) for name in ("split", "column", "documents", "subset")}
+        try:
+            tokens, tokenizer = hf_tokens(chosen.dataset, chosen.tokenizer, **read)
+        except (ValueError, OSError, ImportError) as error:
+            needs = "; --dataset needs pip install -e '.[hf]'" if isinstance(error, ImportError) else ""
+            raise SystemExit(f"{error}{needs}") from None
+        vocab = 1 + max(tokenizer.get_vocab().values())
+    if len(tokens) <= chosen.seq:
+        text = chosen.dataset or "the text of the course"
+        raise SystemExit(f"{text}: {len(tokens):,} tokens; --seq {chosen.seq} needs {chosen.seq + 1:,} or more")
+    check_same_text(tokens, vocab)
+    return tokens, vocab
 
 
 def run(

@@ -32,6 +32,7 @@ SHAPES = {
     "Llama 3.1's positions": ModelConfig(2, 64, 4, 2, 96, 131, rope_theta=50.0, rope_factor=8.0, rope_trained=32),
     "Llama, heads wider than h": ModelConfig(2, 48, 4, 2, 100, 131, head_size=20),
     "Qwen2": ModelConfig(2, 64, 4, 2, 96, 131, tied=True, norm_eps=1e-6, qkv_bias=True),
+    "Qwen2, heads wider than h": ModelConfig(1, 48, 4, 2, 100, 131, head_size=20, qkv_bias=True),
     "Qwen3": ModelConfig(2, 48, 6, 2, 96, 131, norm_eps=1e-6, head_size=16, qk_norm=True),
 }
 each_shape = pytest.mark.parametrize("config", SHAPES.values(), ids=SHAPES)
@@ -178,28 +179,35 @@ def test_from_hf_refuses_quantized_weights_and_other_names(tmp_path):
         save_file(tensors | {q: tensors[q].to(dtype)}, file, {"format": "pt"})
         assert refusal().startswith(f"{q} is {name} in {file}: use the release")
     save_file(tensors | {q.replace("weight", "bias"): torch.zeros(64)}, file, {"format": "pt"})
-    assert refusal() == f"not the model of this course: unexpected weights {q.replace('weight', 'bias')}"
+    assert refusal() == f"{tmp_path}: not the model of this course: unexpected weights {q.replace('weight', 'bias')}"
     save_file({name: tensor for name, tensor in tensors.items() if name != q}, file, {"format": "pt"})
-    assert refusal() == f"not the model of this course: missing weights {q}"
+    assert refusal() == f"{tmp_path}: not the model of this course: missing weights {q}"
+    file.write_bytes(file.read_bytes()[:-8])
+    assert refusal().startswith(f"{tmp_path}: ") and "not fully covered" in refusal()
+    file.unlink()
+    assert f"no file named model.safetensors, or pytorch_model.bin, found in directory {tmp_path}" in refusal()
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    assert torch.equal(from_hf(tmp_path).embedding.weight, tensors["model.embed_tokens.weight"])
+    config.write_text(plain.replace('"llama"', '"no-such-model"'))
+    assert refusal().startswith(f"{tmp_path}: ") and "no-such-model" in refusal()
     projection = theirs.model.layers[0].self_attn.q_proj
     projection.weight = torch.nn.Parameter(projection.weight.to(torch.float8_e4m3fn), requires_grad=False)
     assert refusal(theirs).startswith(f"{q} is torch.float8_e4m3fn, a quantized weight: ")
 
 
 def test_the_sizes_of_a_hugging_face_config():
-    from transformers import GemmaConfig, LlamaConfig, MixtralConfig
+    from transformers import GemmaConfig, LlamaConfig, MistralConfig
 
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"intermediate_size": 96, "vocab_size": 50, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     expected = ModelConfig(1, 64, 4, 2, 96, 50, tied=True, rope_theta=5e5, norm_eps=1e-6)
     assert hf_config(LlamaConfig(**sizes, **rope)) == expected
-    assert hf_config(MixtralConfig(**sizes, **rope), ("mixtral",)) == expected
+    assert hf_config(MistralConfig(**sizes, **rope, sliding_window=None)) == expected
     with pytest.raises(ValueError, match="sliding_window is 8, not None$"):
-        hf_config(MixtralConfig(**sizes, sliding_window=8, head_dim=32), ("mixtral",))
-    for kind in (GemmaConfig, MixtralConfig):  # a mixture is notebook 08's
-        with pytest.raises(ValueError, match="model_type is (gemma|mixtral), not llama or mistral or qwen2 or qwen3$"):
-            hf_config(kind(**sizes, hidden_act="silu"))
+        hf_config(MistralConfig(**sizes, sliding_window=8, head_dim=32))
+    with pytest.raises(ValueError, match="model_type is gemma, not llama, mistral, qwen2 or qwen3$"):
+        hf_config(GemmaConfig(**sizes, hidden_act="silu"))
 
 
 # Sizes.

@@ -1,11 +1,12 @@
-"""course_lib.single_gpu.training: training lowers the loss, MFU is the playbook's, options refuse early. Needs no GPU.
+"""course_lib.single_gpu.training: training lowers the loss, MFU is the playbook's, options refuse early.
+
+Needs no GPU.
 """
 
-import csv
 import dataclasses
 import json
 import math
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,20 +18,17 @@ from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.single_gpu.training import (
-    PEAK_TFLOPS,
     evaluate,
     flops_per_token,
     main,
     mfu,
     options,
-    peak_flops,
     train,
     train_step,
 )
 
 torch.set_num_threads(1)
 CONFIG = PRESETS["debug"]
-HARDWARE = Path(__file__).parents[2] / "data" / "hardware.csv"
 FIELDS = ["step", "loss", "step_s", "tokens_per_s", "mfu", "peak_memory"]
 
 
@@ -192,44 +190,6 @@ def test_mfu_of_the_playbooks_1b_run():
     assert mfu(PRESETS["bench-1B"], 4096, 40149.94, 989.5e12) == pytest.approx(0.392, abs=5e-4)
 
 
-def test_peaks_are_the_published_ones():
-    with HARDWARE.open() as file:
-        rows = list(csv.DictReader(file))
-    names = {name: f"{name}-SXM" for name in ("H200", "H100", "A100", "B200", "B300", "V100")}
-    names |= {"H100 PCIe": "H100-PCIe"}
-    for name, tflops in PEAK_TFLOPS.items():
-        published = {
-            float(row["bf16_dense_tflops"])
-            for row in rows
-            if row["gpu"].startswith(names.get(name, name)) and row["bf16_dense_tflops"] and "dgxc" not in row["gpu"]
-        }
-        assert published == {tflops}, name
-
-
-@pytest.mark.parametrize(
-    "device, tflops",
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
-        ("NVIDIA GH200 480GB", 989),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA GB200", 2500),
-        ("NVIDIA GB300", 2500),
-        ("Tesla V100-SXM2-32GB", 125),
-        ("AMD Instinct MI300X", 1300),
-        ("NVIDIA GeForce RTX 4090", None),
-        ("NVIDIA RTX A1000", None),
-        ("NVIDIA A10G", None),
-        ("", None),
-    ],
-)
-def test_the_peak_of_a_device_by_its_name(device, tflops):
-    assert peak_flops(device) == (tflops and tflops * 1e12)
-
-
 # The program.
 
 
@@ -253,6 +213,12 @@ def test_options_of_the_launch_line():
         (["--lr", "nan"], "--lr"),
         (["--dataset", "texts"], "--dataset and --tokenizer go together"),
         (["--tokenizer", "words"], "--dataset and --tokenizer go together"),
+        (["--dataset", "", "--tokenizer", "words"], "must not be empty"),
+        *[
+            (["--" + name, "5"], "--column, --split, --subset and --documents go with --dataset")
+            for name in ("column", "split", "subset", "documents")
+        ],
+        (["--dataset", "texts", "--tokenizer", "words", "--documents", "0"], "--documents must be 1 or more"),
         (["--out", "no/such/folder/run.json"], "there is no folder no/such/folder"),
         (["--out", "a folder"], "a folder"),
     ],
@@ -304,7 +270,9 @@ def test_main_is_what_train_does(short_corpus, capsys):
     argv = ["--preset", "debug", "--steps", "3", "--batch", "2", "--seq", "32", "--dtype", "fp32", "--lr", "0.01"]
     found = main([*argv, "--seed", "7"])
     model = Transformer(CONFIG, seed=7)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
+    norms, matrices = ([p for p in model.parameters() if p.dim() == n] for n in (1, 2))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
     batches = TokenBatches(ByteTokenizer().encode(corpus(200_000)), 2, 32, seed=7)
     for record in found:
         inputs, targets = next(batches)
@@ -348,15 +316,45 @@ def test_run_trains_what_is_built_with_the_optimizer_that_is_made(short_corpus, 
 def test_the_optimizer_of_the_course_is_adamw_with_its_options():
     model = Transformer(CONFIG)
     optimizer = single_gpu.adamw(model, 0.25)
-    (group,) = optimizer.param_groups
-    assert type(optimizer) is torch.optim.AdamW and group["params"] == list(model.parameters())
-    assert (group["lr"], group["betas"], group["weight_decay"], group["fused"]) == (0.25, (0.9, 0.95), 0.1, True)
+    matrices, others = optimizer.param_groups
+    assert type(optimizer) is torch.optim.AdamW
+    assert {*matrices["params"], *others["params"]} == {*model.parameters()}
+    assert {p.dim() for p in matrices["params"]} == {2} and {p.dim() for p in others["params"]} == {1}
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.1, 0.0)  # norms and biases do not decay
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["fused"]) == (0.25, (0.9, 0.95), True)
 
 
 def test_main_takes_a_hugging_face_data_set(monkeypatch, capsys):
     """The vocabulary is the tokenizer's; test_data.py reads real folders."""
     numbers = torch.randint(300, (5000,), dtype=torch.int32)
-    monkeypatch.setattr(single_gpu, "hf_tokens", lambda dataset, tokenizer: (numbers, range(300)))
+    tokenizer, calls = mock.Mock(**{"get_vocab.return_value": {"the first": 0, "the last": 299}}), []
+    monkeypatch.setattr(
+        single_gpu, "hf_tokens", lambda *named, **more: calls.append((named, more)) or (numbers, tokenizer)
+    )
     argv = ["--preset", "debug", "--steps", "1", "--batch", "2", "--seq", "16", "--dataset", "d", "--tokenizer", "t"]
     assert main(argv)[0]["loss"] == pytest.approx(math.log(300), rel=0.03)
     assert "5,000 tokens of text" in capsys.readouterr().out
+    main([*argv, "--column", "c", "--split", "s", "--subset", "u", "--documents", "7"])
+    first = {"column": "text", "split": "train", "subset": None, "documents": None}
+    second = {"column": "c", "split": "s", "subset": "u", "documents": 7}
+    assert calls == [(("d", "t"), first), (("d", "t"), second)]
+
+
+@pytest.mark.parametrize("error", [ValueError("t.jsonl: line 3"), OSError("no access"), ImportError("No module 'x'")])
+def test_bad_text_ends_the_program_with_one_line(monkeypatch, error):
+    monkeypatch.setattr(single_gpu, "hf_tokens", mock.Mock(side_effect=error))
+    with pytest.raises(SystemExit) as stop:
+        main(["--dataset", "d", "--tokenizer", "t"])
+    more = "; --dataset needs pip install -e '.[hf]'" if isinstance(error, ImportError) else ""
+    assert stop.value.code == f"{error}{more}"
+
+
+@pytest.mark.parametrize("named, text", [(["--dataset", "d", "--tokenizer", "t"], "d"), ([], "the text of the course")])
+def test_a_text_shorter_than_a_sequence_ends_the_program_with_one_line(monkeypatch, named, text):
+    tokenizer = mock.Mock(**{"get_vocab.return_value": {"only": 0}})
+    monkeypatch.setattr(single_gpu, "hf_tokens", lambda *named, **more: (torch.zeros(16, dtype=torch.int32), tokenizer))
+    monkeypatch.setattr(single_gpu, "corpus", lambda: "sixteen letters!")
+    with pytest.raises(SystemExit, match=f"{text}: 16 tokens; --seq 16 needs 17 or more"):
+        main([*named, "--seq", "16"])
+    assert len(single_gpu.training_text(options([*named, "--seq", "15"]))[0]) == 16
