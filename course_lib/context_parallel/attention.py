@@ -113,10 +113,10 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: str) -> tu
     this order, or q and k can't belong together.
     """
     if q.shape[1] % len(chunks_of(0, 1, order)):
-        raise ValueError(f"{q.shape[1]} tokens on a rank can't be two chunks of one size, as {order} wants")
+        raise ValueError(f"{q.shape[1]} tokens per rank cannot be cut into two equal chunks, which {order} needs")
     if k.shape[1] != q.shape[1] or q.shape[2] % k.shape[2]:
         (tokens, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
-        raise ValueError(f"{tokens} tokens of {heads} heads, and {keys} keys of {kv_heads} heads")
+        raise ValueError(f"q of {tokens} tokens and {heads} heads does not fit k of {keys} and {kv_heads}")
     return as_autocast(q, k, v)
 
 

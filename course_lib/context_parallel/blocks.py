@@ -202,7 +202,7 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         if torch.is_grad_enabled():  # create_graph=True: lse is a constant to autograd, and would give wrong numbers
-            raise RuntimeError("attention in blocks has no gradients of its gradients")
+            raise RuntimeError("blockwise attention does not support double backward")
         with torch.autocast(gradient.device.type, enabled=False):  # on here where backward is called inside of it
             gradients = ctx.block.backward(gradient, *ctx.saved_tensors, *ctx.settings)
         return *gradients, None, *(None for _ in ctx.settings)

@@ -20,7 +20,7 @@ from course_lib.context_parallel.blocks import FUSED_BLOCK, AttentionBlock
 from course_lib.sequence_parallel.model import apply_sequence_parallel, given, need_positions
 from course_lib.sequence_parallel.shards import ORDERS, own_positions, shard_sequence
 from course_lib.single_gpu import training as single_gpu
-from course_lib.single_gpu.model import PRESETS
+from course_lib.single_gpu.model import PRESETS, need_transformer
 from course_lib.tensor_parallel.model import apply_tensor_parallel, check_degree
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 
@@ -31,8 +31,11 @@ def check_context_parallel(model: nn.Module, group: dist.ProcessGroup, method: s
     """Raise ValueError for an unknown method or order, for heads that the ranks can't share (ulysses), and for a model
     that is context parallel already.
     """
+    calls = "ring_attention(q, k, v, group) and its siblings"
+    need_transformer(model, "apply_context_parallel", f"{calls} work in any model's attention")
     if method not in METHODS or order not in ORDERS:
-        raise ValueError(f"method {method!r}, order {order!r}: of {', '.join(METHODS)} and {', '.join(ORDERS)}")
+        known = f"methods are {', '.join(METHODS)}, orders {', '.join(ORDERS)}"
+        raise ValueError(f"method {method!r}, order {order!r}: {known}")
     for block in model.blocks:
         core = getattr(block.attention.core, "function", block.attention.core)  # of a Recomputed one
         if getattr(core, "func", None) in METHODS.values():

@@ -29,7 +29,7 @@ from course_lib.flash_attention.one_walk import launch_one_walk
 from course_lib.flash_attention.reference import check_attention, flash_attention_reference, scale_or_usual
 from course_lib.single_gpu import model as plain_model
 from course_lib.single_gpu import training as single_gpu
-from course_lib.single_gpu.model import Transformer
+from course_lib.single_gpu.model import Transformer, need_transformer
 from course_lib.tensor_parallel.linear import as_autocast
 
 MOST_PROGRAMS = 65535  # along the second and the third axis of a grid: heads, and sequences
@@ -149,6 +149,7 @@ def use_flash_attention(model: nn.Module, attention=flash_attention) -> nn.Modul
     Before apply_context_parallel, which takes FLASH_BLOCK instead, and before apply_recompute. An attention that
     another verb has put there is left to it.
     """
+    need_transformer(model, "use_flash_attention", "flash_attention(q, k, v) works in any model's attention")
     for module in model.modules():
         if isinstance(module, plain_model.Attention) and module.core is plain_model.causal_attention:
             module.core = attention

@@ -111,7 +111,7 @@ def computed_share(s_q: int, s_k: int, block_q: int, block_k: int, causal: bool)
     """The shares for one head. Raises ValueError as check_blocks, and where there is no query or no key."""
     check_blocks(s_q, s_k, block_q, block_k)
     if not s_q or not s_k:
-        raise ValueError(f"{s_q} queries and {s_k} keys: no share of no tiles")
+        raise ValueError(f"{s_q} queries and {s_k} keys: there are no tiles")
     rows = range(0, s_q, block_q)
     ends = [key_bounds(row, block_q, block_k, s_q, s_k, causal)[1] for row in rows]
     computed = sum(-(-end // block_k) for end in ends)

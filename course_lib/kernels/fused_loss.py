@@ -41,6 +41,7 @@ import triton.language as tl
 from torch import nn
 
 from course_lib.kernels.rounding import cast, widen
+from course_lib.single_gpu.model import need_transformer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST_BLOCK = 16384  # logits that a program holds at a time: 16 a thread of 1024
@@ -256,6 +257,7 @@ def defer_head(model: nn.Module) -> nn.Module:
 
     Raises ValueError, and changes nothing, where there is no head, or one that is deferred or replaced already.
     """
+    need_transformer(model, "defer_head", "linear_cross_entropy(hidden, weight, targets) works with any head")
     head = model.head
     if type(head) is not nn.Linear or head.bias is not None:
         raise ValueError(f"the head is {type(head).__name__}: only an nn.Linear without bias can be deferred")

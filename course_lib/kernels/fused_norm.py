@@ -95,7 +95,7 @@ class FusedRMSNorm(nn.RMSNorm):
     def __init__(self, normalized_shape, eps=None, elementwise_affine=True, device=None, dtype=None):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         if len(self.normalized_shape) != 1 or self.weight is None:
-            raise ValueError(f"FusedRMSNorm normalises one dimension and has a weight; got {self.extra_repr()}")
+            raise ValueError(f"FusedRMSNorm normalizes one dimension and has a weight; got {self.extra_repr()}")
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None):
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps  # the type of the arithmetic, as PyTorch

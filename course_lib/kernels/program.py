@@ -20,7 +20,7 @@ from course_lib.kernels.fused_rope import rope
 from course_lib.kernels.fused_swiglu import swiglu
 from course_lib.single_gpu import model as plain_model
 from course_lib.single_gpu import training as single_gpu
-from course_lib.single_gpu.model import Transformer
+from course_lib.single_gpu.model import Transformer, need_transformer
 
 
 class FusedBlock(plain_model.Block):
@@ -47,6 +47,7 @@ def use_kernels(model: nn.Module) -> nn.Module:
     Raises ValueError, and changes nothing, for a model whose blocks are recomputed already: they would go on with the
     forward that they had.
     """
+    need_transformer(model, "use_kernels", "FusedRMSNorm, rope and swiglu work in any model")
     if any("forward" in vars(block) for block in model.blocks):
         raise ValueError("a block's forward is replaced already, by apply_recompute perhaps: use_kernels comes first")
     for module in model.modules():

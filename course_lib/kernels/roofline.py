@@ -110,7 +110,7 @@ def draw_roofline(
         raise ValueError("no roofline to draw")
     for name, (flops, size, seconds) in points.items():
         if not (flops > 0 and size > 0 and (seconds is None or seconds > 0)):
-            raise ValueError(f"{name}: {flops} FLOPs, {size} bytes, {seconds} s are to be above 0")
+            raise ValueError(f"{name}: {flops} FLOPs, {size} bytes, {seconds} s: each must be above 0")
     intensities = [flops / size for flops, size, _ in points.values()] + [line.ridge for line in rooflines]
     low, high = min(intensities) / 8, max(intensities) * 8
     for line, color in zip(rooflines, ("0.2", "#4C72B0", "#DD8452", "#55A868", "#C44E52")):

@@ -119,7 +119,7 @@ def time_kernel(
     """
     device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {device}: timed are cpu and cuda")
+        raise ValueError(f"device {device}: it must be cpu or cuda")
     if repeats < 1 or warmup < 1:
         raise ValueError(f"{repeats} runs after {warmup}: both are 1 or more")
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -146,7 +146,7 @@ class Event:
     def seconds_until(self, later: "Event") -> float:
         """Seconds between two marks. Raises RuntimeError where the stream hasn't come to both: synchronize first."""
         if not (self._reached.done() and later._reached.done()):
-            raise RuntimeError("the stream hasn't come to both events yet: synchronize() it first")
+            raise RuntimeError("the stream has not reached both events: call synchronize() first")
         return later._reached.result() - self._reached.result()
 
 

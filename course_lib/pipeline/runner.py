@@ -63,9 +63,14 @@ def negotiate(
 
 
 def check_runner(stages, schedule: Schedule, group: dist.ProcessGroup) -> dict[str, nn.Module]:
-    """This rank's own stages, by number as a word. Raises ValueError where stages, schedule and group do not fit."""
+    """This rank's own stages, by number as a word. Raises ValueError where stages, schedule and group do not fit, and
+    where PyTorch's checks would hang.
+    """
+    if group.size() > 1 and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        reason = "each collective waits for all of its ranks, which start it at different times"
+        raise ValueError(f"TORCH_DISTRIBUTED_DEBUG=DETAIL hangs a pipeline, as {reason}: use INFO")
     if len(schedule) != group.size():
-        raise ValueError(f"a schedule for {len(schedule)} ranks, in a group of {group.size()}")
+        raise ValueError(f"the schedule is for {len(schedule)} ranks, the group has {group.size()}")
     validate(schedule)
     own = sorted({action.stage for action in schedule[group.rank()]})
     has = dict(stages) if isinstance(stages, dict) else dict(enumerate(stages))

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from course_lib.single_gpu.model import need_transformer
+
 
 # exercise 09.1
 def split_layers(layers: int, stages: int) -> list[range]:
@@ -47,6 +49,7 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
     """
     if p < 1 or v < 1:
         raise ValueError(f"p = {p}, v = {v}: there are 1 or more ranks, with 1 or more stages each")
+    need_transformer(model, "split_stages", "PipelineRunner takes stages of any kind that return one tensor")
     stages, last = [], p * v - 1
     for number, layers in enumerate(split_layers(len(model.blocks), p * v)):
         stage = copy.copy(model)  # shares the model's dictionaries: of hooks, of submodules

@@ -18,8 +18,9 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from course_lib.recompute.any_model import check_blocks, recompute_modules
 from course_lib.recompute.profiling import hfu, profiler, step_flops
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import Transformer
@@ -27,15 +28,19 @@ from course_lib.single_gpu.profile import MemoryProfile
 
 
 class Recomputed:
-    """A function whose arguments alone are kept for backward, which runs it again; and what `policy` says."""
+    """A function whose arguments alone are kept for backward, which runs it again; and what `policy` says.
+
+    Without a policy no `context_fn` is passed: torch.compile cannot trace `noop_context_fn`, checkpoint's default, when
+    it is read from an attribute.
+    """
 
     def __init__(self, function, policy=None):
-        self.function, self.context_fn = function, noop_context_fn
+        self.function, self.settings = function, {"use_reentrant": False}
         if policy is not None:
-            self.context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+            self.settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
 
-    def __call__(self, *arguments):
-        return checkpoint(self.function, *arguments, use_reentrant=False, context_fn=self.context_fn)
+    def __call__(self, *arguments, **keywords):
+        return checkpoint(self.function, *arguments, **self.settings, **keywords)
 
 
 aten = torch.ops.aten
@@ -55,16 +60,21 @@ def keep_fused_attention(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
 
 # exercise 02.4
 def apply_recompute(model: nn.Module, mode: str, policy: Callable | None = None) -> nn.Module:
-    """Recompute activations in each of `model.blocks`; replaces an earlier mode. Returns the model.
+    """Recompute activations in each of `model.blocks`, or in each module of an nn.ModuleList of any model; replaces an
+    earlier mode. Returns the model.
 
     mode: "none"; "selective" computes attention's scores again, or what `policy` does not keep (a function, see
     torch.utils.checkpoint.create_selective_checkpoint_contexts); "full" keeps each block's input alone. Raises
-    ValueError for another mode, and for a policy with another mode than selective.
+    ValueError for another mode, for a policy with another mode than selective, and for selective without a policy on a
+    ModuleList; TypeError for a model with other blocks.
     """
     if mode not in ("none", "selective", "full"):
         raise ValueError(f"mode {mode!r}: it is none, selective or full")
     if policy is not None and mode != "selective":
         raise ValueError(f"a policy belongs to mode selective, not {mode}")
+    if isinstance(model, nn.ModuleList):
+        return recompute_modules(model, mode, policy, Recomputed)
+    check_blocks(model)
     for block in model.blocks:
         attention = block.attention
         block.__dict__.pop("forward", None)

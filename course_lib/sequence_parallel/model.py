@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from course_lib.sequence_parallel.shards import by_rank, in_order, start_gather, start_reduce_scatter
+from course_lib.single_gpu.model import need_transformer
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from course_lib.tensor_parallel.model import SplitNorm
 from course_lib.tensor_parallel.partitioned_checkpoints import PartitionedCheckpoint
@@ -122,13 +123,15 @@ def need_positions(model: nn.Module, args: tuple, kwargs: dict) -> None:
     """
     x, positions = given(args, kwargs)
     if x.is_floating_point() and positions is None:
-        raise ValueError("hidden states of a part of the sequence: give the positions of all tokens of the sequence")
+        raise ValueError("hidden states without positions: pass the positions of all tokens of the sequence")
 
 
 def check_sequence_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ValueError for a model that is not split over the group, whose row layers work in chunks or have biases,
     that has partitioned checkpoints, or is sequence parallel already.
     """
+    pair = "gather_sequence(part, group) and reduce_scatter_sequence(summand, group)"
+    need_transformer(model, "apply_sequence_parallel", f"{pair} work on any [b, s, ...]")
     rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
     if not rows or rows[0].group != group:
         raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
@@ -137,9 +140,9 @@ def check_sequence_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
     if rows[0].leave is reduce_scatter_sequence:
         raise ValueError("the model is sequence parallel already")
     if any(row.bias is not None for row in rows):
-        raise ValueError("a row layer's bias would get the gradient of each rank's own tokens only")
+        raise ValueError("a row layer has a bias, whose gradient would lack the tokens of the other ranks")
     if any(isinstance(block.forward, PartitionedCheckpoint) for block in model.blocks):
-        raise ValueError("partitioned checkpoints want the same hidden states on all ranks: use mode full, afterwards")
+        raise ValueError("partitioned checkpoints need equal hidden states on all ranks: use mode full, afterwards")
 
 
 # exercise 07.4

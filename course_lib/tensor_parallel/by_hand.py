@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from course_lib.single_gpu.data import seeded
 from course_lib.single_gpu.training import ADAMW
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -114,7 +115,7 @@ def train(
     group = group or dist.group.WORLD
     if ffn_hidden % group.size():
         raise ValueError(f"{group.size()} ranks do not divide ffn_hidden, which is {ffn_hidden}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     x = torch.randn(tokens, hidden, generator=generator).to(device)
     teacher, (a, b) = ([weight.to(device) for weight in mlp_weights(hidden, ffn_hidden, generator)] for _ in range(2))
     target = F.linear(F.silu(F.linear(x, teacher[0])), teacher[1])

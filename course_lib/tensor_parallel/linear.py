@@ -170,7 +170,7 @@ def replicas_of(group: dist.ProcessGroup, copies: int) -> Replicas:
         if len(members) % count:
             raise ValueError(f"{count} copies do not divide {len(members)} ranks")
     if sum(len(members) for members, _ in groups) != len(of_all):
-        raise ValueError("ranks of one group came with different ones, or numbers of copies")
+        raise ValueError("the ranks of a group passed different groups or different numbers of copies")
     same = [members[i : i + count] for members, count in groups for i in range(0, len(members), count)]
     shards = [members[i::count] for members, count in groups for i in range(count)]
     return Replicas(one_split(same), one_split(shards))

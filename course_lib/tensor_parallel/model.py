@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu import training as single_gpu
-from course_lib.single_gpu.model import MLP, PRESETS, ModelConfig, Transformer, init_parameter
+from course_lib.single_gpu.model import MLP, PRESETS, ModelConfig, Transformer, init_parameter, need_transformer
 from course_lib.tensor_parallel import by_hand, linear
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, replicas_of
 from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
@@ -71,7 +71,11 @@ def share_head_norms(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def check_model(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise ValueError where apply_tensor_parallel can't split this model over the ranks of `group`."""
+    """Raise ValueError where apply_tensor_parallel can't split this model over the ranks of `group`, TypeError where it
+    is no `Transformer`.
+    """
+    layers = "ColumnParallelLinear(linear, group) and RowParallelLinear(linear, group)"
+    need_transformer(model, "apply_tensor_parallel", f"{layers} work on any nn.Linear")
     check_degree(model.config, group.size())
     if any(hasattr(parameter, "tensor_shard") for parameter in model.parameters()):
         raise ValueError("the model is split already")
@@ -91,8 +95,9 @@ def apply_tensor_parallel(
     noticed. Collective over the default group where there are more ranks than K/V heads. Raises ValueError, and changes
     nothing, where the group's size does not fit the model or the model is split already.
     """
-    group, config = group or dist.group.WORLD, model.config
+    group = group or dist.group.WORLD
     check_model(model, group)
+    config = model.config
     copies = group.size() // config.kv_heads
     replicas = replicas_of(group, copies) if copies > 1 else None
     share_head_norms(model, group)

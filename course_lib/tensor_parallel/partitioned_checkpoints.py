@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.recompute.modes import Recomputed, apply_recompute
+from course_lib.single_gpu.model import need_transformer
 from course_lib.tensor_parallel.shards import TensorShard
 
 
@@ -55,9 +56,10 @@ def apply_partitioned_recompute(model: nn.Module, group: dist.ProcessGroup | Non
     Replaces an earlier mode of recompute.apply_recompute, which undoes it. Returns the model. Raises ValueError for a
     model that is sequence parallel (notebook 07): there each rank has other hidden states, a part of all, already.
     """
+    need_transformer(model, "apply_partitioned_recompute", "apply_recompute takes an nn.ModuleList of any model")
     leaving = {module.leave.__name__ for module in model.modules() if hasattr(module, "leave")}
     if leaving - {"sum_over_group"}:
-        raise ValueError("the model is sequence parallel: what its ranks have between the layers is in parts already")
+        raise ValueError("the model is sequence parallel: its hidden states are split over the ranks already")
     apply_recompute(model, "none")
     for block in model.blocks:
         block.forward = PartitionedCheckpoint(block.forward, group or dist.group.WORLD)

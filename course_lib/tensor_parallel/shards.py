@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.collectives.into_tensor import all_gather_into_tensor
+from course_lib.single_gpu.model import plain_name
 from course_lib.zero.sharded_models import places_of
 
 
@@ -112,5 +113,5 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     named, state = dict(model.named_parameters(remove_duplicate=False)), {}
     for name, tensor in model.state_dict().items():
         shard = getattr(named.get(name), "tensor_shard", None)
-        state[name] = (shard.gather(tensor) if shard else tensor).to("cpu", copy=True)
+        state[plain_name(name)] = (shard.gather(tensor) if shard else tensor).to("cpu", copy=True)
     return state

@@ -114,16 +114,17 @@ def vocab_parallel_cross_entropy(
     only where the ranks divide it. reduction: "mean" over the targets that are not ignored, or "sum". Collective.
 
     Raises ValueError for another reduction, where `vocab` leaves a rank without a token, and where the logits are not
-    this rank's part of it. A target outside of the vocabulary is not noticed: it counts as nobody's.
+    this rank's part of it. A target outside of the vocabulary makes the loss and its gradients NaN.
     """
     group = group or dist.group.WORLD
     shard = vocabulary_shard(vocab or logits.shape[-1] * group.size(), group, -1)
     if logits.shape[-1] != shard.size:
-        raise ValueError(f"{logits.shape[-1]} logits, where this rank's part of {shard.whole} tokens is {shard.size}")
+        raise ValueError(f"{logits.shape[-1]} logits, but this rank's shard of {shard.whole} tokens has {shard.size}")
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction {reduction!r}: it is mean or sum")
     targets = targets.flatten()
     trained = targets != IGNORED
     losses = VocabParallelCrossEntropy.apply(logits.flatten(0, -2), targets, shard)
-    summed = losses.masked_fill(~trained, 0.0).sum()
+    outside = (trained & ((targets < 0) | (targets >= shard.whole))).any()
+    summed = losses.masked_fill(~trained, 0.0).sum() * torch.where(outside, torch.nan, 1.0)
     return summed if reduction == "sum" else summed / trained.sum()

@@ -307,11 +307,11 @@ def refused() -> dict[str, str]:
 def test_what_cannot_be_shared_is_one_line(ranks):
     for found in ranks(refused):
         for method in METHODS:
-            odd = "ValueError: 3 tokens on a rank can't be two chunks of one size, as zigzag wants"
+            odd = "ValueError: 3 tokens per rank cannot be cut into two equal chunks, which zigzag needs"
             assert found[f"{method} odd"] == odd
             assert found[f"{method} order"] == "ValueError: order 'striped': it is one of zigzag, contiguous"
-            assert found[f"{method} keys"] == "ValueError: 4 tokens of 12 heads, and 8 keys of 3 heads"
+            assert found[f"{method} keys"] == "ValueError: q of 4 tokens and 12 heads does not fit k of 8 and 3"
             known = found.get(f"{method} 5 K/V heads")
-            assert known in (None, "ValueError: 4 tokens of 12 heads, and 4 keys of 5 heads")
+            assert known in (None, "ValueError: q of 4 tokens and 12 heads does not fit k of 4 and 5")
         assert found["heads"] == "ValueError: ulysses: 4 ranks can't share 6 heads and 2 K/V heads"
         assert found["kv_heads"] == "ValueError: ulysses: 4 ranks can't share 12 heads and 3 K/V heads"

@@ -134,7 +134,7 @@ def other_uses() -> dict[str, object]:
         hidden = first(x)
         found[f"{method} {order} stages"] = differing({"it": last(hidden, own)}, {"it": expected})
         for name, call in {"stage": lambda: last(hidden), "None": lambda: last(hidden, positions=None)}.items():  # noqa: B023
-            text = "ValueError: hidden states of a part of the sequence: give the positions of all tokens"
+            text = "ValueError: hidden states without positions: pass the positions of all tokens"
             found[f"{method} {order} {name} without positions"] = [] if said(call).startswith(text) else [said(call)]
 
     def forward(*given):
@@ -212,7 +212,7 @@ def refused() -> dict[str, tuple[str, bool]]:
 
 def test_what_cannot_be_context_parallel_is_one_line_and_stays_as_it_is(ranks):
     for found in ranks(refused):
-        known = "of ring, all_gather, ulysses and zigzag, contiguous"
+        known = "methods are ring, all_gather, ulysses, orders zigzag, contiguous"
         assert found == {
             "method": (f"ValueError: method 'striped', order 'zigzag': {known}", True),
             "order": (f"ValueError: method 'ring', order 'random': {known}", True),

@@ -669,7 +669,7 @@ def refused() -> dict[str, str]:
 def test_mistakes_are_told_in_one_line(ranks):
     for rank, found in enumerate(ranks(refused)):
         assert found == {
-            "group": "ValueError: a schedule for 4 ranks, in a group of 2",
+            "group": "ValueError: the schedule is for 4 ranks, the group has 2",
             "schedule": "ValueError: stage 1, micro-batch 3 of 4: has F, not F and B, or F, I and W",
             "missing": f"ValueError: rank {rank} of the pipeline has no stage {rank}: it has [5]",
             "too few": f"ValueError: rank {rank} of the pipeline has no stage {rank}: it has {list(range(rank))}",

@@ -151,6 +151,79 @@ def test_autocast_reaches_the_replay(dropout, mode):
 
 
 @every_mode
+def test_torch_compile_makes_one_graph_of_it(mode):
+    """Selective modes too: torch.compile traces a policy that is given by functools.partial."""
+    model = Transformer(dataclasses.replace(CONFIG, layers=1))
+    expected = gradients(model, *sequences())
+    apply_recompute(model, *MODES[mode])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    step_loss = loss(compiled(sequences()[0]), sequences()[1])
+    model.zero_grad()
+    step_loss.backward()
+    assert torch.equal(step_loss, expected["loss"])
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, expected[name], rtol=1e-5, atol=1e-7), name
+
+
+class Scaled(nn.Module):
+    """A layer of another library: two linear layers, and an argument by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x, scale=1.0):
+        return x + self.down(F.gelu(self.up(x))) * scale
+
+
+def layers_loss(layers: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+    """A scalar that all layers have a part in."""
+    for layer in layers:
+        x = layer(x, scale=0.5)
+    return x.square().mean()
+
+
+def test_a_module_list_of_any_model_is_recomputed():
+    layers, x = nn.ModuleList(Scaled() for _ in range(4)), torch.randn(64, 8)
+    names = list(layers.state_dict())
+    expected = torch.autograd.grad(layers_loss(layers, x), list(layers.parameters()))
+    kept = {}
+    for mode, policy in (("none", None), ("full", None), ("selective", keep_products), ("full", None)):
+        assert apply_recompute(layers, mode, policy) is layers and list(layers.state_dict()) == names
+        found = torch.autograd.grad(layers_loss(layers, x), list(layers.parameters()))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), mode
+        kept[policy or mode] = kept_bytes(layers, lambda: layers_loss(layers, x))
+    inputs, up = 4 * 64 * 8 * 4, 4 * 64 * 32 * 4  # bytes of the layers' inputs, and of what the wide ones return
+    assert kept["full"] < 2 * inputs and kept["full"] + up <= kept[keep_products] < kept["none"], kept
+    apply_recompute(layers, "none")
+    assert not any("forward" in vars(layer) for layer in layers)
+    with pytest.raises(ValueError, match="needs a policy, such as keep_products"):
+        apply_recompute(layers, "selective")
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_compiled_blocks_are_refused_and_stay_as_they_are(mode):
+    model, tokens = Transformer(ModelConfig(1, 32, 4, 2, 44, 97), 0), torch.randint(97, (2, 8))
+    expected = model(tokens)
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")
+    for modules in (model, model.blocks):
+        with pytest.raises(ValueError, match="comes before torch.compile"):
+            apply_recompute(modules, mode)
+    torch.testing.assert_close(model(tokens), expected)
+
+
+def test_a_model_with_other_blocks_is_refused():
+    for model in (nn.Sequential(Scaled()), torch.nn.Module()):
+        model.blocks = nn.ModuleList([Scaled()])
+        with pytest.raises(TypeError, match=r"course's blocks, not \w+; apply_recompute\(model.layers, .full.\) works"):
+            apply_recompute(model, "full")
+        assert "forward" not in vars(model.blocks[0])
+    with pytest.raises(TypeError, match="not Scaled"):
+        apply_recompute(Scaled(), "full")
+
+
+@every_mode
 def test_a_copy_recomputes_with_its_own_weights(mode):
     original = apply_recompute(Transformer(CONFIG), *MODES[mode])
     twin = copy.deepcopy(original)

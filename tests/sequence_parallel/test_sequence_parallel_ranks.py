@@ -366,7 +366,7 @@ def stages() -> dict[str, object]:
         "None": lambda: last(hidden, None),
         "by keyword": lambda: last(x=hidden),
     }.items():
-        text = "ValueError: hidden states of a part of the sequence: give the positions of all tokens of the sequence"
+        text = "ValueError: hidden states without positions: pass the positions of all tokens of the sequence"
         found[name] = said(call) == text
     found["tokens by keyword"] = torch.equal(first(x=inputs), first(inputs))
     odd = said(lambda: first(inputs[:, :7]))

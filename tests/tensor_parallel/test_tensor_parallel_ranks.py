@@ -675,8 +675,8 @@ def test_misuse_that_would_give_plausible_numbers_is_one_line(ranks):
         assert found["3 tokens"] == found["a loss of 3 tokens"]  # unrefused, the other ranks wait for ever
         assert found["3 tokens"] == "ValueError: a vocabulary of 3 leaves one of 4 ranks without a token"
         assert found["5 tokens"] == "ValueError: a vocabulary of 5 leaves one of 4 ranks without a token"
-        assert found["other numbers"].startswith("ValueError: ranks of one group came with different ones, or numbers")
-        assert found["whole logits"].startswith("ValueError: 97 logits, where this rank's part of 97 tokens is 2")
+        assert found["other numbers"].startswith("ValueError: the ranks of a group passed different groups or ")
+        assert found["whole logits"].startswith("ValueError: 97 logits, but this rank's shard of 97 tokens has 2")
         assert found["reduction"] == "ValueError: reduction 'none': it is mean or sum" and found["float64"] == "nothing"
         assert "from index 24 of 96, where rank 0 has embedding.weight" in found["default group"]
 
