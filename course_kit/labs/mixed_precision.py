@@ -16,7 +16,7 @@ from course_lib.mixed_precision.masters import LossScaler, MasterWeights, mixed_
 from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer
 from course_lib.single_gpu.model import loss as cross_entropy
-from course_lib.single_gpu.training import ADAMW, train_step
+from course_lib.single_gpu.training import ADAMW, adamw, decay_groups, train_step
 
 BATCH, SEQ, STEPS, LR = 4, 32, 51, 3e-3  # of the runs in 16 bits
 ALONE = BATCH * SEQ / 2**20  # what makes a batch's gradients as small as in a batch of 2^20 tokens: 2^-13
@@ -63,13 +63,13 @@ def loss_curve(model: nn.Module, optimizer, step: Step, batches: list[Batch]) ->
 def plain_curve(dtype: torch.dtype, batches: list[Batch], **options) -> list[float]:
     """Return the losses of training with weights, gradients and moments all of one dtype; options: AdamW's."""
     model = Transformer(PRESETS["debug"]).to(dtype)
-    return loss_curve(model, torch.optim.AdamW(model.parameters(), LR, **ADAMW | options), train_step, batches)
+    return loss_curve(model, torch.optim.AdamW(decay_groups(model), LR, **ADAMW | options), train_step, batches)
 
 
 def master_curve(dtype: torch.dtype, batches: list[Batch], scaler: LossScaler | None = None) -> list[float]:
     """Return the losses with weights and gradients of 16 bits, and masters and moments in float32."""
     model = Transformer(PRESETS["debug"]).to(dtype)
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=LR, **ADAMW)
+    optimizer = MasterWeights(decay_groups(model), torch.optim.AdamW, lr=LR, **ADAMW)
     return loss_curve(model, optimizer, functools.partial(mixed_step, scaler), batches)
 
 
@@ -84,7 +84,7 @@ def half_step(batch: Batch) -> dict[str, float]:
     and "weight is inf or NaN".
     """
     model = Transformer(PRESETS["debug"]).half()
-    optimizer = torch.optim.AdamW(model.parameters(), LR, **ADAMW | {"fused": False})
+    optimizer = torch.optim.AdamW(decay_groups(model), LR, **ADAMW | {"fused": False})
     train_step(model, optimizer, *batch)
     states = [optimizer.state[parameter] for parameter in model.parameters()]
     first, second = (torch.cat([state[name].flatten() for state in states]) for name in ("exp_avg", "exp_avg_sq"))
@@ -97,7 +97,7 @@ def half_step(batch: Batch) -> dict[str, float]:
 def trained(batches: list[Batch]) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a float32 model and its AdamW after a few steps."""
     model = Transformer(PRESETS["debug"])
-    optimizer = torch.optim.AdamW(model.parameters(), LR, **ADAMW)
+    optimizer = adamw(model, LR)
     loss_curve(model, optimizer, train_step, batches[:WARM_UP])
     return model, optimizer
 
@@ -116,7 +116,8 @@ def unmoved_by_rate(batches: list[Batch], rates: list[float]) -> dict[float, lis
             for parameter in later.parameters():
                 parameter.data.copy_(parameter.detach().to(dtype))
             before = [parameter.detach().to(dtype) for parameter in later.parameters()]
-            later_optimizer.param_groups[0]["lr"] = rate
+            for group in later_optimizer.param_groups:
+                group["lr"] = rate
             train_step(later, later_optimizer, *batches[WARM_UP])
             pairs = zip(before, later.parameters(), strict=True)
             unmoved = torch.cat([(old == new.detach().to(dtype)).flatten() for old, new in pairs])
@@ -157,9 +158,9 @@ def small_rate_curves(batches: list[Batch], rate: float = 3e-5, steps: int = 25)
     again, curves = [batches[WARM_UP]] * steps, {}
     for name, dtype in (("FP32", torch.float32), ("all BF16", torch.bfloat16)):
         model = copy.deepcopy(start).to(dtype)
-        curves[name] = loss_curve(model, torch.optim.AdamW(model.parameters(), rate, **ADAMW), train_step, again)
+        curves[name] = loss_curve(model, adamw(model, rate), train_step, again)
     model = copy.deepcopy(start).bfloat16()
-    optimizer = MasterWeights(model.parameters(), torch.optim.AdamW, lr=rate, **ADAMW)
+    optimizer = MasterWeights(decay_groups(model), torch.optim.AdamW, lr=rate, **ADAMW)
     curves["BF16, masters"] = loss_curve(model, optimizer, functools.partial(mixed_step, None), again)
     return curves
 
@@ -183,7 +184,7 @@ def sums_curve(half_norms: bool, batches: list[Batch]) -> tuple[list[float], flo
         for name, child in list(module.named_children()):
             if isinstance(child, nn.RMSNorm):
                 setattr(module, name, HalfNorm(child))
-    optimizer, scaler = MasterWeights(model.parameters(), torch.optim.AdamW, lr=LR, **ADAMW), LossScaler(2.0**12)
+    optimizer, scaler = MasterWeights(decay_groups(model), torch.optim.AdamW, lr=LR, **ADAMW), LossScaler(2.0**12)
     return loss_curve(model, optimizer, functools.partial(mixed_step, scaler), batches), scaler.factor.item()
 
 
@@ -198,7 +199,8 @@ def sum_in_turn(numbers: torch.Tensor) -> float:
 def torch_amp_curve(batches: list[Batch]) -> list[float]:
     """Return the losses with torch.autocast and torch.amp.GradScaler, as PyTorch's documentation has it."""
     model, scaler = Transformer(PRESETS["debug"]), torch.amp.GradScaler("cpu", 2.0**16, growth_interval=20)
-    optimizer = torch.optim.AdamW(model.parameters(), LR, **ADAMW)
+    optimizer = adamw(model, LR)
+    in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]  # of the norm
 
     def step(model: nn.Module, optimizer, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         optimizer.zero_grad()
@@ -206,7 +208,7 @@ def torch_amp_curve(batches: list[Batch]) -> list[float]:
             step_loss = cross_entropy(model(inputs), targets)
         scaler.scale(step_loss).backward()
         scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(in_order, 1.0)
         scaler.step(optimizer)
         scaler.update()
         return step_loss.detach()
@@ -217,7 +219,7 @@ def torch_amp_curve(batches: list[Batch]) -> list[float]:
 def our_amp_curve(batches: list[Batch]) -> list[float]:
     """Return the losses with the same autocast and the course's LossScaler."""
     model, scaler = Transformer(PRESETS["debug"]), LossScaler(2.0**16, interval=20)
-    optimizer = torch.optim.AdamW(model.parameters(), LR, **ADAMW)
+    optimizer = adamw(model, LR)
     return loss_curve(model, optimizer, lambda *parts: mixed_step(scaler, *parts, torch.float16), batches)
 
 

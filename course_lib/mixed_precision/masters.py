@@ -39,16 +39,25 @@ from course_lib.single_gpu.model import loss
 class MasterWeights:
     """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
 
+    parameters: parameters, or parameter groups, as for torch's optimizers.
     After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
     The state is the optimizer's and the masters. Raises ValueError for parameters that float32 doesn't hold.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
-        self.weights = [parameter for parameter in parameters if parameter.requires_grad]
+    def __init__(self, parameters: Iterable[nn.Parameter | dict], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
+        groups = list(parameters)
+        if groups and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        groups = [group | {"params": [p for p in group["params"] if p.requires_grad]} for group in groups]
+        self.weights = [weight for group in groups for weight in group["params"]]
         if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
             raise ValueError(f"float32 master weights are for parameters of 16 bits, not {wrong.pop()}")
         self.master_parameters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
-        self.optimizer = optimizer_cls(self.master_parameters, **kwargs)
+        for weight, master in zip(self.weights, self.master_parameters, strict=True):
+            master.__dict__.update(weight.__dict__)  # how the weight is sharded, and over whom its norm is summed
+        masters = iter(self.master_parameters)
+        groups = [group | {"params": [next(masters) for _ in group["params"]]} for group in groups]
+        self.optimizer = optimizer_cls(groups, **kwargs)
         self.param_groups = self.optimizer.param_groups
 
     # exercise 14.3
@@ -88,16 +97,17 @@ class MasterWeights:
 
 def step_unless(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
     """optimizer.step(), which changes nothing where found_inf (a float32 scalar on the device) is 1: no weight, no
-    moment, no step counter. The host doesn't learn which.
+    moment, no step counter. The host doesn't learn which. The optimizer is one of torch, or has one as `.optimizer`.
 
     Raises ValueError where the optimizer can't: torch's Adam and AdamW can if they are fused.
     """
-    inner = optimizer.optimizer if isinstance(optimizer, MasterWeights) else optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
     if not getattr(inner, "_step_supports_amp_scaling", False):
         raise ValueError(f"this {type(inner).__name__} can't skip a step on the device; fused=True makes one that can")
     if isinstance(inner, torch.optim.SGD) and any(group["momentum"] for group in inner.param_groups):
         raise ValueError("torch's fused SGD has uninitialized momentum after a skipped first step; take AdamW")
-    inner.found_inf = found_inf
+    device = next(parameter for group in inner.param_groups for parameter in group["params"]).device
+    inner.found_inf = found_inf.to(device)  # the host if the states are offloaded
     try:
         optimizer.step()
     finally:
@@ -110,6 +120,9 @@ class LossScaler(nn.Module):
     S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
     the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
     device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
+
+    On several ranks: DataParallel has the same gradients on all after finish(), and needs no group; fully_shard does;
+    for a ZeroOptimizer, `zero.unscale_(scaler)` takes the place of unscale. ParallelModel trains in BF16, without one.
     """
 
     def __init__(
@@ -150,7 +163,14 @@ class LossScaler(nn.Module):
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
 
     def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """The optimizer's step, or none: see `step_unless`."""
+        """Step the optimizer, or skip: see `step_unless`. Raises ValueError, before the step, for sharded gradients
+        without a group, and for gradients of a ZeroOptimizer that are not divided by S.
+        """
+        sharded = any(hasattr(p, "shard_group") for group in optimizer.param_groups for p in group["params"])
+        if sharded and self.group is None:
+            raise ValueError("ranks with shards of one model skip a step together: LossScaler(group=...) says which")
+        if not getattr(optimizer, "unscaled", True):
+            raise ValueError("call zero.unscale_(scaler) first: a ZeroOptimizer's gradients are not in .grad")
         step_unless(self.found_inf, optimizer)
 
     # exercise 14.4

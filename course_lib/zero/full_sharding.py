@@ -12,6 +12,7 @@ unit) elements. (Rajbhandari et al. 2020, ZeRO, §5.3, §7.2.2; The Ultra-Scale 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import contextmanager
 
@@ -26,6 +27,17 @@ from course_lib.zero.sharded_parameters import ShardedParameters, Unit
 def in_backward() -> bool:
     """Whether a backward calls this: in a recomputed forward, for instance."""
     return torch._C._current_graph_task_id() != -1
+
+
+def scaled_by_one_rank() -> bool:
+    """Return whether a torch.amp.GradScaler makes this step: unlike ShardedGradScaler, it does not ask other ranks.
+
+    It leaves a mark on fused optimizers only, so this function looks at its callers.
+    """
+    frame, code = sys._getframe(), torch.amp.GradScaler.step.__code__
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None and type(frame.f_locals["self"]) in (torch.amp.GradScaler, torch.cuda.amp.GradScaler)
 
 
 class UnitRunner(nn.Module):
@@ -44,14 +56,16 @@ class UnitRunner(nn.Module):
         self.sent: list[Unit] = []  # their gradients are on their way
         for unit, successor in zip(units, units[1:], strict=False):
             unit.successor = successor
-        weak, handles = weakref.ref(self), []
+        # Hooks of the module and of autograd graphs keep this wrapper alive: a backward may run after the caller has
+        # dropped it. The hook on all optimizers must not.
+        module.register_forward_pre_hook(lambda *_: self.gather_root())
         for unit in units:
             for each in unit.modules:
-                handles.append(each.register_forward_pre_hook(lambda *_, unit=unit: weak().before_forward(unit)))
-                hook = lambda _, __, out, unit=unit: weak().after_forward(unit, out)  # noqa: E731
-                handles.append(each.register_forward_hook(hook))
-        handles.append(register_optimizer_step_pre_hook(lambda optimizer, *_: weak().before_step(optimizer)))
-        weakref.finalize(self, lambda: [handle.remove() for handle in handles])
+                each.register_forward_pre_hook(lambda *_, unit=unit: self.before_forward(unit))
+                each.register_forward_hook(lambda _, __, out, unit=unit: self.after_forward(unit, out))
+        weak = weakref.ref(self)
+        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: weak().before_step(optimizer))
+        weakref.finalize(self, handle.remove)
 
     def forward(self, *args, **kwargs):
         """What the module returns; floating-point arguments are cast to compute_dtype."""
@@ -61,7 +75,6 @@ class UnitRunner(nn.Module):
             unit.free()
         for unit in [self.root, *(self.ran or self.units)[:1]]:
             unit.gather()
-        self.root.wait()
         self.ran = []
         if self.compute_dtype is not None:
             args, kwargs = tree_map(self.cast, (args, kwargs))
@@ -85,10 +98,17 @@ class UnitRunner(nn.Module):
         return bool(self.open or self.sent or self.root.has_gradients)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError where an optimizer of these parameters steps before finish()."""
+        """Raise RuntimeError where an optimizer of these parameters steps before finish(), or for a GradScaler."""
         own = {piece for unit in [*self.units, self.root] for part in unit.parts for piece in part.sharded}
-        if self.unfinished and not own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+        if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self.unfinished:
             raise RuntimeError("optimizer.step() before finish(): call finish() after a step's last backward")
+        if scaled_by_one_rank():
+            raise RuntimeError(
+                "torch.amp.GradScaler skips a step on one rank and not on the others: use "
+                "mixed_precision.LossScaler(group=...), or BF16 without a scaler"
+            )
 
     def before_forward(self, unit: Unit) -> None:
         """Have the unit whole, free the one before it, and have the one that ran next the last time on its way."""
@@ -104,16 +124,19 @@ class UnitRunner(nn.Module):
 
     def after_forward(self, unit: Unit, out) -> None:
         """Be told when the unit's backward begins."""
-        weak = weakref.ref(self)
         for tensor in tree_leaves(out):
             if torch.is_tensor(tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: weak().backward_begins(unit))
+                tensor.register_hook(lambda _: self.backward_begins(unit))
 
     def backward_begins(self, unit: Unit) -> None:
         """The gradient of a unit's output is there. The root may be gone: a forward without grad frees it."""
+        self.gather_root()
+        self.before_backward(unit)
+
+    def gather_root(self) -> None:
+        """Gather the root's parameters."""
         self.root.gather()
         self.root.wait()
-        self.before_backward(unit)
 
     def send(self, units: list[Unit]) -> None:
         """Free these units and start their reduce-scatter. At most one unit is on its way at the end."""
@@ -162,6 +185,7 @@ class UnitRunner(nn.Module):
             part.replicate()
         for part in self.parts:
             part.settle()
+            part.used.clear()
         for unit in [*self.units, self.root]:
             unit.free()
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_lib.mixed_precision.masters import LossScaler
 from course_lib.zero.optimizer_shards import GradientShard, OptimizerShard, ShardReducer
 from course_lib.zero.sharded_parameters import find_blocks
 from course_lib.zero.shards import nested_norm, norm_group, outer_groups
@@ -25,6 +27,7 @@ class GradientRounds:
     group: dist.ProcessGroup
     stage: int
     synchronizes: bool  # False inside no_sync()
+    unscaled = False  # whether unscale_() has divided this step's gradients
     gradients: list[GradientShard]
     shards: list[OptimizerShard]
     reducer: ShardReducer
@@ -53,6 +56,24 @@ class GradientRounds:
         if not all(bucket.reduced and not bucket.whole.stored for bucket in self.gradients):
             self.reducer.finish()
 
+    def unscale_(self, scaler: LossScaler) -> None:
+        """Divide the mean gradient by the scale of a LossScaler, before it is clipped, and look for inf and nan on all
+        ranks. Raises ValueError where gradients are summed in float16: `grad_dtype=torch.float32` changes that.
+        """
+        self.finish()
+        scaler.unscale([SimpleNamespace(grad=bucket.gradient) for bucket in self.gradients])
+        if scaler.group is None:
+            dist.all_reduce(scaler.found_inf, dist.ReduceOp.MAX, self.group)
+        self.unscaled = True
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """torch.amp.GradScaler asks for it before a step. Raises RuntimeError: it would find no gradients."""
+        raise RuntimeError(
+            "torch.amp.GradScaler does not find a ZeroOptimizer's gradients: use mixed_precision.LossScaler and "
+            "zero.unscale_(scaler), or BF16 without a scaler"
+        )
+
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the mean gradient so that the norm of all of it is at most `max_norm`; returns the norm it had."""
         self.finish()
@@ -68,6 +89,7 @@ class GradientRounds:
         """Forget all gradients."""
         if self.reducer.unfinished:
             self.reducer.finish()
+        self.unscaled = False
         for bucket in self.gradients:
             bucket.clear()
 

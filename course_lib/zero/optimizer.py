@@ -70,7 +70,8 @@ class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
     gradients leave `.grad` at once. stage 1: they stay whole, in buckets; stage 2: two buckets at a time are whole.
     With a module, all-gathers overlap its next forward; call wait() before you read parameters elsewhere. All ranks
     run as many backwards, and with several a step (outside of no_sync()) use the same parameters, or call finish()
-    after each. What no rank has used counts as having a gradient of 0.
+    after each. A parameter that no rank has used stays as it is, without decay. If some ranks have used it, the others
+    count as having a gradient of 0. With a loss scale: `zero.unscale_(scaler)`, clip, `scaler.step(zero)`.
     """
 
     def __init__(
@@ -136,6 +137,8 @@ class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
             raise RuntimeError("parameters have moved (module.to(), assign=True): make the ZeroOptimizer afterwards")
         for ours, inner in zip(self.param_groups, self.optimizer.param_groups, strict=True):  # a scheduler changes ours
             inner.update((key, value) for key, value in ours.items() if key != "params")
+        for bucket, shard in zip(self.gradients, self.shards, strict=True):
+            shard.hold(bucket, self.optimizer)
         self.update_and_gather()
         return result
 
@@ -259,6 +262,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
             return single_gpu.adamw(model, lr)
         settings = {"stage": chosen.stage, "bucket_mb": chosen.bucket_mb, "offload": chosen.offload}
         settings |= {"compute_dtype": dtype, "grad_dtype": sums, "lr": lr}
+        settings |= {"param_groups": single_gpu.decay_groups(model)}
         return ZeroOptimizer(model, torch.optim.AdamW, **settings, **single_gpu.ADAMW)
 
     def step(model, optimizer, inputs, targets, _dtype=None, max_norm=1.0):

@@ -15,7 +15,7 @@ from torch import nn
 
 from course_lib.collectives.into_tensor import all_gather_into_tensor
 from course_lib.data_parallel.buckets import Reducer, make_buckets
-from course_lib.zero.shards import ALIGNED, FlatLayout, GradientBuffer, outer_groups
+from course_lib.zero.shards import ALIGNED, FlatLayout, GradientBuffer, divide_factors, is_unused, outer_groups
 
 
 class BufferPool:
@@ -45,13 +45,15 @@ class BufferPool:
 class GradientShard:
     """This rank's piece of a bucket's mean gradient: `gradient` [shard_numel], the sum over the ranks times `mean`."""
 
-    scale = 1.0  # for the Reducer: gradients are not scaled on their way in, only the piece is, after the sum
+    scale = 1.0  # for the Reducer: gradients are not scaled when they are stored, but as divide_factors says
 
     def __init__(self, parameters: list[nn.Parameter], group, mean: float, dtype: torch.dtype | None):
-        self.parameters, self.group, self.mean = parameters, group, mean
+        self.parameters, self.group = parameters, group
         self.layout = FlatLayout(parameters, group, ALIGNED)
         self.whole = GradientBuffer(parameters, self.layout)
         self.like = parameters[0].detach().new_empty(0, dtype=dtype)
+        self.pre_scale, self.post_scale = divide_factors(self.like.dtype, mean)
+        self.used: set[nn.Parameter] = set()  # those whose gradient this rank has made since the last clear()
         self.missing = set(parameters)  # those whose gradient this round has not made yet
         self.reduced = False  # whether `gradient` holds something since the last clear()
         self.pool = self.carried = self.work = None
@@ -75,10 +77,14 @@ class GradientShard:
         """Move a gradient that backward has made to the whole buffer."""
         self.open()
         self.whole.store(parameter)
+        self.used.add(parameter)
 
     def launch(self) -> None:
         """Start the reduce-scatter."""
         self.open()
+        self.whole.fill_missing()
+        if self.pre_scale != 1.0:
+            self.whole.buffer.mul_(self.pre_scale)
         self.work = self.whole.send(self.gradient)
         if self.pool:
             self.pool.sending.append(self)
@@ -88,7 +94,8 @@ class GradientShard:
         if self.work is None:
             return
         self.work.wait()
-        self.gradient.mul_(self.mean)
+        if self.post_scale != 1.0:
+            self.gradient.mul_(self.post_scale)
         if self.carried is not None:
             self.gradient.add_(self.carried)
         self.work, self.carried, self.reduced = None, None, True
@@ -108,6 +115,7 @@ class GradientShard:
         """Forget the gradient."""
         self.reduced, self.carried = False, None
         self.whole.stored.clear()
+        self.used.clear()
 
 
 class ShardReducer(Reducer):
@@ -150,7 +158,7 @@ class OptimizerShard:
         for parameter, view in zip(parameters, self.layout.views(self.values), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        self.work = None
+        self.work, self.held = None, []
 
     @property
     def moved(self) -> bool:
@@ -164,8 +172,45 @@ class OptimizerShard:
         self.shard.grad = gradient.to(self.shard.device, self.shard.dtype)
 
     @torch.no_grad()
+    def hold(self, bucket: GradientShard, optimizer: torch.optim.Optimizer) -> None:
+        """Remember, before a step, the values and states of each parameter without a gradient on this rank.
+
+        gather() restores them if no rank had a gradient: `torch.optim` leaves such a parameter alone. Only its step
+        counter advances, which it shares with its bucket.
+        """
+        self.held = []
+        if bucket.used.issuperset(self.parameters):
+            return
+        gradients = self.layout.pieces(bucket.gradient)
+        before = {name: self.layout.pieces(value) for name, value in self.updated(optimizer).items()}
+        for i, parameter in enumerate(self.parameters):
+            if parameter not in bucket.used:
+                copies = {name: pieces[i].clone() for name, pieces in before.items()}
+                self.held.append((i, is_unused(gradients[i]), copies, optimizer))
+
+    def updated(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """Return the tensors [shard_numel] that a step changes: the shard, as "", and its states by name."""
+        states = optimizer.state.get(self.shard, {}).items()
+        alike = {name: value for name, value in states if torch.is_tensor(value) and value.shape == self.shard.shape}
+        return {"": self.shard.detach()} | alike
+
+    def release(self) -> None:
+        """Restore, after a step, what `hold` has remembered. A state that this step has made began with 0, and weight
+        decay may have changed it.
+        """
+        for i, unused, before, optimizer in self.held:
+            decays = any(group.get("weight_decay") for group in optimizer.param_groups)
+            for name, value in self.updated(optimizer).items():
+                piece = self.layout.pieces(value)[i]
+                if name in before or decays:
+                    old = before.get(name, torch.zeros_like(piece))
+                    piece.copy_(torch.where(unused.to(piece.device), old, piece))
+        self.held = []
+
+    @torch.no_grad()
     def gather(self) -> None:
         """Start the all-gather of the values, and let go of the gradient that has made them."""
+        self.release()
         self.shard.grad = None
         if self.is_copy:
             self.own_values.copy_(self.shard)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from course_lib.data_parallel.replicas import broadcast_from_first, check_same_model
+from course_lib.single_gpu.model import plain_name
 from course_lib.zero.full_sharding import FullyShard, UnitRunner
 from course_lib.zero.sharded_parameters import Encoding, ShardedParameters, Unit, find_blocks
 from course_lib.zero.shards import norm_group, outer_groups
@@ -95,8 +96,9 @@ def fully_shard(
     encode: what travels in place of values, or a function that says so for each flat buffer; None: values in
     compute_dtype. init(name, tensor): fills a whole tensor of a meta-device module, on the default device; one is made
     at a time. A parameter's `reduce_group` is read as by DataParallel: its ranks share it out, with replicas as
-    without. What no rank has used of a unit that ran counts as having a gradient of 0. wrapper: who decides when units
-    are gathered (notebook 10 has another one). Make the optimizer later.
+    without. A parameter that no rank has used keeps its `.grad`, None after zero_grad(); if some ranks have used it,
+    the others count as having a gradient of 0. wrapper: who decides when units are gathered (notebook 10 has another
+    one); it lives as long as the module. Make the optimizer later.
 
     Raises ValueError, on all ranks, for meta tensors without `init`, units inside of one another, a module that is
     sharded already, and different models or arguments on the ranks.
@@ -150,7 +152,7 @@ def full_state_dict(model: FullyShard) -> dict[str, torch.Tensor]:
             tensor = tensor.to("cpu", copy=True)
             whole.update((name, tensor) for name, _, _ in places)
     state = model.module.state_dict()
-    return {name: whole[name] if name in whole else state[name].to("cpu", copy=True) for name in state}
+    return {plain_name(name): whole[name] if name in whole else state[name].to("cpu", copy=True) for name in state}
 
 
 @torch.no_grad()
@@ -160,16 +162,17 @@ def load_full_state_dict(model: FullyShard, state_dict: dict[str, torch.Tensor])
     Raises ValueError where names or shapes differ; nothing is changed then.
     """
     parts = model.parts
-    shapes = {name: value.shape for name, value in model.module.state_dict().items()}
+    state_dict = {plain_name(name): value for name, value in state_dict.items()}
+    shapes = {plain_name(name): value.shape for name, value in model.module.state_dict().items()}
     for part in parts:
         for shape, places in zip(part.layout.shapes, part.places, strict=True):
-            shapes.update((name, shape) for name, _, _ in places)
+            shapes.update((plain_name(name), shape) for name, _, _ in places)
     found = {name: value.shape for name, value in state_dict.items()}
     for name in sorted(shapes.keys() | found.keys()):
         if shapes.get(name) != found.get(name):
             raise ValueError(f"{name}: the module has {shapes.get(name)}, the state has {found.get(name)}")
     for part in parts:
-        part.shard.copy_(part.layout.shard_of([state_dict[places[0][0]] for places in part.places]))
+        part.shard.copy_(part.layout.shard_of([state_dict[plain_name(places[0][0])] for places in part.places]))
     for name, buffer in model.module.named_buffers():
-        if name in state_dict:
-            buffer.copy_(state_dict[name])
+        if plain_name(name) in state_dict:
+            buffer.copy_(state_dict[plain_name(name)])

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.collectives.into_tensor import all_gather_into_tensor
-from course_lib.zero.shards import ALIGNED, FlatLayout, GradientBuffer
+from course_lib.zero.shards import ALIGNED, FlatLayout, GradientBuffer, divide_factors, is_unused
 
 
 class Encoding(NamedTuple):
@@ -82,7 +82,7 @@ class ShardedParameters:
     """
 
     def __init__(self, parameters, places, group, mean: float, compute_dtype, reduce_dtype, encoding, make):
-        first, self.places, self.mean, self.trained = parameters[0], places, mean, parameters[0].requires_grad
+        first, self.places, self.trained = parameters[0], places, parameters[0].requires_grad
         self.layout = FlatLayout(parameters, group, ALIGNED)
         device = torch.get_default_device() if first.is_meta else first.device
         self.shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
@@ -103,6 +103,8 @@ class ShardedParameters:
         self.buffer.free()
         self.gradients = GradientBuffer(self.whole, self.layout)
         self.reduce_dtype, self.sent = reduce_dtype or dtype, []
+        self.pre_scale, self.post_scale = divide_factors(self.reduce_dtype, mean)
+        self.used: set[nn.Parameter] = set()  # those of `whole` whose gradient this rank has made since finish()
         self.replicas: dist.ProcessGroup | None = None  # the ranks of other groups that keep the same pieces
         self.replicates = True  # whether the sum over them follows that over the group
         self.carried = self.replicating = None
@@ -145,6 +147,10 @@ class ShardedParameters:
     def launch(self) -> None:
         """Start the reduce-scatter of the gradients that backward has made; what comes later is for another one."""
         self.store([parameter for parameter in self.whole if parameter.grad is not None])
+        self.used |= self.gradients.stored
+        self.gradients.fill_missing()
+        if self.pre_scale != 1.0:
+            self.gradients.buffer.mul_(self.pre_scale)
         piece = self.shard.new_empty(self.layout.shard_numel, dtype=self.reduce_dtype)
         self.sent.append((self.gradients.send(piece), self.gradients.buffer, piece, self.replicates))
         self.gradients.attach(None)
@@ -156,7 +162,7 @@ class ShardedParameters:
         while self.sent:
             work, _, piece, replicates = self.sent.pop(0)
             work.wait()
-            gradient = piece.to(self.shard.dtype).mul_(self.mean)
+            gradient = piece.to(self.shard.dtype).mul_(self.post_scale)
             if self.replicas is None:
                 self.add(gradient)
                 continue
@@ -180,11 +186,13 @@ class ShardedParameters:
             self.replicating = None
 
     def add(self, gradient: torch.Tensor) -> None:
-        """Add a flat gradient [shard_numel] to the pieces' `.grad`."""
-        for parameter, part in zip(self.sharded, self.layout.pieces(gradient), strict=True):
+        """Add a flat gradient [shard_numel] to the local shards' `.grad`, which stays None if no rank has a gradient.
+        The host reads the latter from the device, only for parameters that this rank has not used.
+        """
+        for parameter, whole, part in zip(self.sharded, self.whole, self.layout.pieces(gradient), strict=True):
             if parameter.grad is not None:
                 parameter.grad.add_(part)
-            elif part.numel():
+            elif part.numel() and (whole in self.used or not is_unused(part)):
                 parameter.grad = part
 
 

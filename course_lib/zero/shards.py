@@ -104,6 +104,16 @@ def global_norm(gradients: list[tuple[torch.Tensor, dist.ProcessGroup | None]]) 
     return sum(squares).sqrt()
 
 
+def divide_factors(dtype: torch.dtype, mean: float) -> tuple[float, float]:
+    """Return the factors of gradients before and after their sum over N ranks; their product is `mean`, 1 / N.
+
+    dtype: of the sum. The division costs least after a reduce-scatter, when a rank has only 1 / N of the elements.
+    float16 is divided before: it ends at 65,504, a loss scale brings gradients close to that, and a sum of quotients
+    overflows only where the mean does. (FSDP2 divides float16 before and after, by about the root of N each.)
+    """
+    return (mean, 1.0) if dtype == torch.float16 else (1.0, mean)
+
+
 class GradientBuffer:
     """Whole gradients of `parameters` in a flat buffer, on their way to the ranks that own them."""
 
@@ -128,6 +138,16 @@ class GradientBuffer:
         self.stored.add(parameter)
         parameter.grad = None
 
+    def fill_missing(self) -> None:
+        """Store -0.0 for each parameter without a gradient, for `is_unused`. -0.0 plus -0.0 is -0.0, and -0.0 plus any
+        other number, +0.0 included, is that number. A factor above 0 keeps the sign. So a sum over the ranks is -0.0 in
+        all elements if no rank has a gradient, and this takes no message of its own.
+        """
+        for parameter, view in self.views.items():
+            if parameter not in self.stored:
+                view.fill_(-0.0)
+                self.stored.add(parameter)
+
     # exercise 05.6
     def send(self, shard: torch.Tensor) -> dist.Work:
         """Start the reduce-scatter, and return its work: `shard` [shard_numel] gets the sum over the ranks of this
@@ -140,6 +160,15 @@ class GradientBuffer:
         whole = self.buffer[: self.layout.padded]
         whole[self.layout.numel :].zero_()
         return reduce_scatter_tensor(shard, whole, group=self.layout.group, async_op=True)
+
+
+def is_unused(gradient: torch.Tensor) -> torch.Tensor:
+    """Return whether no rank had a gradient to add to this sum over the ranks (see `fill_missing`), a bool scalar.
+
+    A gradient that is exactly -0.0 in all elements counts as none. Backward's sums over tokens start at +0.0, so a
+    parameter that has been used without effect has a gradient of +0.0.
+    """
+    return ((gradient == 0) & gradient.signbit()).all()
 
 
 def norm_group(group: dist.ProcessGroup, over: dist.ProcessGroup, outer: tuple = ()) -> dist.ProcessGroup:

@@ -48,7 +48,7 @@ def test_small_steps_leave_most_bfloat16_weights_where_they_are(batches):
 
 def test_a_larger_batch_underflows_more(batches):
     shares = labs.underflow_by_batch(batches, [2**7, 2**20])
-    assert shares[2**7][0] < 0.1 < 0.5 < shares[2**20][0] and shares[2**20][0] + shares[2**20][1] <= 1
+    assert shares[2**7][0] < 0.1 < 0.5 < shares[2**20][0] and sum(shares[2**20]) <= 1 + 1e-6
 
 
 def test_norms_in_half_precision_make_the_scale_useless(batches):
@@ -71,5 +71,5 @@ def test_means_of_a_curve_begin_with_its_first_value():
 
 
 def test_ours_and_torch_amp_have_the_same_losses(batches):
-    curves, taken = labs.against_amp(batches[:3])
-    assert curves["ours"] == curves["torch.amp"] and len(curves["ours"]) == 3 and min(taken.values()) > 0
+    curves, taken = labs.against_amp(batches[:8])
+    assert curves["ours"] == curves["torch.amp"] and len(curves["ours"]) == 8 and min(taken.values()) > 0

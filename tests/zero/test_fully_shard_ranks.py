@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from calls import peak_bytes, said
@@ -604,7 +605,8 @@ def modules_differ() -> list[str]:
             if change:
                 change(net)
         sharded = fully_shard(model, units=units and units(model))
-        sgd, theirs = (torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (sharded, alone))
+        options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}  # what no rank has used does not decay
+        sgd, theirs = (torch.optim.SGD(net.parameters(), **options) for net in (sharded, alone))
         for step in range(5 if run is run_skipping else 2):
             run(sharded, rank, step).backward()
             sharded.finish()
@@ -832,18 +834,24 @@ def lives() -> dict[str, bool]:
     expected.load_state_dict(full_state_dict(model))
     found["an error in forward"] = torch.allclose(model(inputs), expected(inputs), rtol=1e-4, atol=1e-5)
     model.finish()
-    gc.collect()
-    gc.disable()
-    gone, buffers = weakref.ref(model), [weakref.ref(part.buffer) for unit in model.units for part in unit.parts]
+    before, (late, target) = len(_global_optimizer_pre_hooks), batches(1)
+    gone = [weakref.ref(each) for each in (model, net, *(part.buffer for part in model.parts))]
+    step_loss = loss(model(late), target)
     del model
-    found["wrapper goes at once"] = gone() is None
-    found["so do its buffers"] = not any(ref() for ref in buffers)
-    hooks = [hooks for module in net.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
-    found["hooks go"] = not any(hooks)
-    gone = weakref.ref(net)
-    del net, optimizer, pieces, hooks
-    found["model goes"] = gone() is None
-    gc.enable()
+    gc.collect()
+    step_loss.backward()  # the module keeps what the wrapper knows
+    found["the wrapper lives as long as its module"] = all(ref() is not None for ref in gone)
+    with contextlib.suppress(RuntimeError):
+        optimizer.step()
+        found["a step without finish()"] = False
+    gone[0]().finish()
+    found["gradients"] = all(p.grad is not None for p in pieces if p.numel())
+    del net, optimizer, pieces, step_loss
+    gc.collect()
+    found["both go together"] = not any(ref() for ref in gone)
+    found["so does the hook on optimizers"] = len(_global_optimizer_pre_hooks) == before - 1
+    fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))(torch.ones(2, 3)).sum().backward()
+    fully_shard(nn.Linear(3, 1))(torch.ones(2, 3)).sum().backward()  # a root alone
     buffered = fully_shard(Layers(1))
     state = full_state_dict(buffered)
     buffered.module.ones.add_(1)
@@ -851,7 +859,7 @@ def lives() -> dict[str, bool]:
     return found
 
 
-def test_wrapper_and_model_go_without_the_garbage_collector(ranks):
+def test_the_module_keeps_its_wrapper_and_both_go_together(ranks):
     for found in ranks(lives):
         assert all(found.values()), found
 

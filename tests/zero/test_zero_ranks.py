@@ -20,6 +20,7 @@ from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 from course_lib.single_gpu.profile import MemoryProfile
 from course_lib.zero.optimizer import ZeroOptimizer
 from course_lib.zero.optimizer_shards import OptimizerShard
+from course_lib.zero.shards import FlatLayout, GradientBuffer, is_unused
 
 ODD = ModelConfig(layers=2, hidden=30, heads=3, kv_heads=1, ffn_hidden=37, vocab=53, tied=True)
 STEPS, SEQUENCES, SEQ, MAX_NORM = 3, 12, 7, 0.5  # 12 sequences: as many for each of 2, 3 or 4 ranks
@@ -529,17 +530,21 @@ def odd_loss(model: Odd, use: str, seed: int) -> torch.Tensor:
 
 
 def unused() -> list[str]:
-    """On a rank: what differs from the mean of all ranks' gradients, computed here; 0 for what no rank has used."""
+    """On a rank: what differs from steps by the mean of all ranks' gradients, computed here, with a decay of weights;
+    in the last step all is used.
+    """
     wrong, rank = [], dist.get_rank()
     for name, uses in USES.items():
         for stage, bucket_mb, rounds in ((1, 25, 1), (1, 5e-5, 2), (2, 25, 2), (2, 5e-5, 1), (2, 5e-5, 3)):
             model, alone = Odd(rank), Odd(0)
-            zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, bucket_mb=bucket_mb, lr=0.1, momentum=0.9)
-            sgd = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
-            for step in range(2):
+            options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+            zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, bucket_mb=bucket_mb, **options)
+            sgd = torch.optim.SGD(alone.parameters(), **options)
+            for step in range(3):
+                used = uses if step < 2 else USES["all"]
                 for i in range(rounds):
-                    odd_loss(model, uses[rank], rank + step + 10 * i).backward()
-                    (sum(odd_loss(alone, uses[r], r + step + 10 * i) for r in range(4)) / 4).backward()
+                    odd_loss(model, used[rank], rank + step + 10 * i).backward()
+                    (sum(odd_loss(alone, used[r], r + step + 10 * i) for r in range(4)) / 4).backward()
                 zero.step()
                 sgd.step()
                 zero.wait()
@@ -551,9 +556,36 @@ def unused() -> list[str]:
     return wrong
 
 
-def test_a_parameter_that_a_rank_has_not_used_counts_as_zeros(ranks):
+def test_a_parameter_gets_the_mean_if_any_rank_used_it_and_stays_as_it_is_otherwise(ranks):
     """The model also has a shared weight, an empty parameter, a scalar and others smaller than the world size."""
     assert ranks(unused) == [[]] * 4
+
+
+def sums_of_zeros() -> dict[str, list[bool]]:
+    """On a rank: by dtype, whether a sum of -0.0 over the ranks is taken for unused; with +0.0 on rank 2; with 1."""
+    found = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        found[str(dtype)] = []
+        for other in (-0.0, 0.0, 1.0):
+            parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in (5, 11)]
+            buffer = GradientBuffer(parameters, FlatLayout(parameters, dist.group.WORLD))
+            buffer.attach(torch.empty(buffer.layout.padded, dtype=dtype))
+            if dist.get_rank() == 2:
+                parameters[1].grad = torch.full((11,), other, dtype=dtype)
+                buffer.store(parameters[1])
+            buffer.fill_missing()
+            shard = parameters[0].new_empty(buffer.layout.shard_numel)
+            buffer.send(shard).wait()
+            pieces = buffer.layout.pieces(shard * 0.25)
+            found[str(dtype)] += [bool(is_unused(piece)) for piece in pieces if piece.numel()]
+    return found
+
+
+def test_a_sum_of_negative_zeros_is_told_from_any_other(ranks):
+    """Rank 0 has 4 elements of the first parameter, rank 1 the last one and 3 of the second."""
+    for rank, found in enumerate(ranks(sums_of_zeros)):
+        wanted = {0: [True] * 3, 1: [True, True, True, False, True, False]}.get(rank, [True, False, False])
+        assert all(each == wanted for each in found.values()), (rank, found)
 
 
 class Branches(nn.Module):
