@@ -6,6 +6,7 @@ beside the routed ones (DeepSeekMoE, Dai et al. 2024). Jiang et al. 2024 (Mixtra
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -16,9 +17,8 @@ from torch import nn
 
 from course_lib.expert_parallel.experts import Experts, batched_experts, grouped_experts
 from course_lib.expert_parallel.router import Router, Routing
-from course_lib.single_gpu.hugging_face import hf_config, hf_name, plain_model
-from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import MLP, ModelConfig, Transformer, init_parameter
+from course_lib.single_gpu.memory import param_count, parameter_parts
+from course_lib.single_gpu.model import MLP, ModelConfig, Transformer, init_parameter, need_transformer
 
 
 class MoE(nn.Module):
@@ -63,6 +63,28 @@ def active_config(config: ModelConfig, moe: dict | None) -> ModelConfig:
     return dataclasses.replace(config, ffn_hidden=(moe["top_k"] + moe.get("shared", 0)) * width)
 
 
+def moe_options(options: argparse.Namespace, found: dict | None = None) -> dict | None:
+    """Return the arguments of apply_moe for a program's options experts, top_k (2 by default), expert_hidden, shared.
+
+    An option is None if it was not given. found: the arguments by a model's config.json, which the options may repeat.
+
+    Returns None for a model without experts. Raises ValueError if the options contradict `found`, or lack --experts.
+    """
+    asked = {"experts": options.experts, "top_k": options.top_k}
+    asked |= {"ffn_hidden": options.expert_hidden, "shared": options.shared}
+    given = {name: value for name, value in asked.items() if value is not None}
+    for name, value in given.items() if found else ():
+        if value != (there := found.get(name, 0)):
+            option = {"ffn_hidden": "expert-hidden", "top_k": "top-k"}.get(name, name)
+            raise ValueError(f"--{option} is {value}, and the model's config.json says {there}")
+    if found or not given:
+        return found
+    if options.experts is None:
+        raise ValueError("--top-k, --expert-hidden and --shared go with --experts")
+    sizes = asked | {"top_k": 2 if options.top_k is None else options.top_k}
+    return {name: value for name, value in sizes.items() if name != "shared" or value}
+
+
 def run_after(x: torch.Tensor, gates: torch.Tensor, meanwhile: Callable, compute: Callable) -> torch.Tensor:
     """A mixture's `run` where no token travels."""
     meanwhile()
@@ -71,6 +93,7 @@ def run_after(x: torch.Tensor, gates: torch.Tensor, meanwhile: Callable, compute
 
 def check_moe(model: Transformer, experts: int, top_k: int, **routing) -> None:
     """Raise ValueError where the numbers do not fit together, or a block has no MLP of the model's own."""
+    need_transformer(model, "apply_moe", "MoE(config, experts, top_k) takes the place of an MLP in any model")
     if not all(type(block.mlp) is MLP and isinstance(block.mlp.down_proj, nn.Linear) for block in model.blocks):
         raise ValueError("a block's MLP is split or replaced already: apply_moe comes first")
     Routing(experts, top_k, **routing)
@@ -139,37 +162,12 @@ def mixture_params(
     return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
 
 
-def from_hf(source, **routing) -> Transformer:
-    """A `Transformer` of mixtures with the weights of a `MixtralForCausalLM`, or of one by name or folder. Needs the
-    extra `[hf]`. routing: of Router; the balance loss has a weight of 0 where it is not given.
-
-    Raises ValueError where the model has what ours has not (see hugging_face.hf_config): noise at the router, k = 1.
-    Also where its weights are quantized (see plain_model).
-    """
-    from transformers import MixtralForCausalLM
-
-    theirs = plain_model(MixtralForCausalLM, source)
-    c = theirs.config
-    config = hf_config(c, ("mixtral",))
-    if c.router_jitter_noise:
-        raise ValueError(f"not the model of this course: router_jitter_noise is {c.router_jitter_noise}, not 0.0")
-    if c.num_experts_per_tok == 1:
-        raise ValueError("not the model of this course: num_experts_per_tok is 1, and its gate 1, not the score")
-    with torch.device("meta"):
-        model = apply_moe(Transformer(config), c.num_local_experts, c.num_experts_per_tok, **routing)
-    tensors, found = theirs.state_dict(), {}
-    for name, like in model.state_dict().items():
-        their_name = (
-            hf_name(name).replace("mlp.router.", "mlp.gate.").removesuffix(".weight" if ".experts." in name else "")
-        )
-        if name.endswith("router.bias"):
-            found[name] = torch.zeros(like.shape)
-        elif name.endswith(("experts.gate_proj.weight", "experts.up_proj.weight")):
-            both = tensors[their_name.rpartition(".")[0] + ".gate_up_proj"]  # [E, 2f, h]
-            found[name] = both.chunk(2, dim=1)["up_proj" in name].clone()
-        else:
-            found[name] = tensors[their_name].clone()
-    model.load_state_dict(found, assign=True)
-    if config.tied:
-        model.head.weight = model.embedding.weight
-    return model
+def describe_model(name: str, config: ModelConfig, moe: dict | None) -> str:
+    """Return a model's name and parameter counts, for a line of output. moe: arguments of apply_moe, or None."""
+    heads = config.qkv_bias * (config.heads + 2 * config.kv_heads) + config.qk_norm * 2
+    small = config.layers * heads * config.head_dim  # biases and norms of q, k and v, which parameter_parts leaves out
+    if moe is None:
+        return f"{name}, {param_count(config) + small:,} parameters"
+    sizes = {each: moe[each] for each in ("experts", "top_k", "ffn_hidden", "shared") if each in moe}
+    total, active = (count + small for count in mixture_params(config, **sizes))
+    return f"{name} with {moe['experts']} experts, {total:,} parameters, {active:,} active"

@@ -27,7 +27,7 @@ from course_lib.expert_parallel.nested_shards import shard_nested
 from course_lib.expert_parallel.router import SCORES, Routing, routers_of, take_counts, update_bias
 from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_sequence
 from course_lib.single_gpu import training as single_gpu
-from course_lib.single_gpu.model import PRESETS
+from course_lib.single_gpu.model import PRESETS, need_transformer
 from course_lib.tensor_parallel.linear import one_split
 from course_lib.tensor_parallel.model import apply_tensor_parallel, check_degree
 from course_lib.tensor_parallel.regions import copy_to_group, sum_over_group
@@ -48,7 +48,7 @@ class ExpertGroups(NamedTuple):
         world = dist.get_world_size()
         if world % (ep * tp) or ep % nodes:
             raise ValueError(
-                f"--ep {ep} times --tp {tp} does not divide the {world} ranks, or --nodes {nodes} not --ep"
+                f"--ep {ep} times --tp {tp} must divide the {world} ranks, and --nodes {nodes} must divide --ep"
             )
         device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
         sizes = world // (ep * tp), nodes, ep // nodes, tp
@@ -96,7 +96,7 @@ def check_split(layer: MoE, ep: int, tp: int) -> None:
     if hasattr(layer.experts.gate_proj.weight, "tensor_shard"):
         raise ValueError("the experts are split already")
     if experts % ep or width % tp:
-        raise ValueError(f"{ep} ranks can't share {experts} experts, or {tp} their width {width}, in equal parts")
+        raise ValueError(f"{ep} ranks must divide {experts} experts, and {tp} ranks their width {width}")
 
 
 def check_batch_group(block: nn.Module, batch_group: dist.ProcessGroup) -> None:
@@ -108,7 +108,13 @@ def check_batch_group(block: nn.Module, batch_group: dist.ProcessGroup) -> None:
     inside = sum(rank in members for rank in dist.get_process_group_ranks(tp_group))
     if inside != (tp_group.size() if sequence else 1):
         wanted = "all tensor-parallel ranks, which split the sequence" if sequence else "one tensor-parallel rank alone"
-        raise ValueError(f"batch_group: it should hold {wanted}, and has {inside}")
+        raise ValueError(f"batch_group must hold {wanted}; it holds {inside}")
+
+
+def mixture_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a `Transformer` whose MLP is a mixture. Raises TypeError for another model."""
+    need_transformer(model, "apply_expert_parallel", "exchanged(x, gates, ..., group, compute) works with any experts")
+    return [block for block in model.blocks if isinstance(block.mlp, MoE)]
 
 
 def check_expert_parallel(
@@ -126,7 +132,7 @@ def check_expert_parallel(
     for block in blocks:
         check_split(block.mlp, ep, tp)
     if batch_group is None and len(groups) > 1:
-        raise ValueError("two hops: name the batch_group, all ranks whose tokens make up the batch")
+        raise ValueError("two groups: pass batch_group too, all ranks whose tokens make up the batch")
     for block in blocks:
         check_batch_group(block, batch_group or groups[0])
 
@@ -150,7 +156,7 @@ def apply_expert_parallel(
     collective over the default group. Raises ValueError, and changes nothing, where `check_expert_parallel` refuses.
     """
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    blocks = mixture_blocks(model)
     check_expert_parallel(blocks, groups, batch_group, tp_group)
     batch_group, reduce_group = batch_group or groups[0], reduce_group or group_of_one()
     for block in blocks:

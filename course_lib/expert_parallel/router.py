@@ -63,15 +63,16 @@ class Routing:
         if self.score not in SCORES:
             raise ValueError(f"score {self.score!r}: it is one of {', '.join(SCORES)}")
         if not 1 <= self.top_k <= self.experts:
-            raise ValueError(f"top_k {self.top_k}: a token goes to 1 expert at least, and to {self.experts} at most")
+            raise ValueError(f"top_k {self.top_k}: it must be 1 to {self.experts}, the number of experts")
         if not 1 <= self.node_limit <= self.nodes or self.experts % self.nodes:
-            raise ValueError(
-                f"{self.experts} experts on {self.nodes} nodes, {self.node_limit} of these a token: can't be"
-            )
+            wrong = f"nodes {self.nodes}, node_limit {self.node_limit}"
+            raise ValueError(f"{wrong}: nodes must divide experts ({self.experts}), and node_limit be 1 to nodes")
         if self.top_k > self.node_limit * self.experts // self.nodes:
-            raise ValueError(f"{self.node_limit} of {self.nodes} nodes have fewer than {self.top_k} experts")
+            raise ValueError(
+                f"node_limit {self.node_limit}: on so many nodes are fewer than top_k {self.top_k} experts"
+            )
         if self.capacity is not None and not self.capacity > 0:
-            raise ValueError(f"capacity {self.capacity}: a number above 0, or None")
+            raise ValueError(f"capacity {self.capacity}: it must be above 0, or None")
 
     def slots(self, tokens: int) -> int:
         """How many of a call's tokens an expert takes at most."""

@@ -439,15 +439,15 @@ def refused() -> dict[str, tuple[str, bool]]:
 
 
 def test_what_cannot_be_spread_is_one_line_and_stays_as_it_is(ranks):
-    share = "ValueError: 4 ranks can't share 6 experts, or 1 their width 32, in equal parts"
+    share = "ValueError: 4 ranks must divide 6 experts, and 1 ranks their width 32"
     for found in ranks(refused):
         assert found == {
             "dense": ("ValueError: the model has no mixture of experts: apply_moe comes first", True),
             "experts": (share, True),
-            "width": ("ValueError: 2 ranks can't share 8 experts, or 4 their width 10, in equal parts", True),
+            "width": ("ValueError: 2 ranks must divide 8 experts, and 4 ranks their width 10", True),
             "twice": ("ValueError: the experts are split already", True),
             "two hops": (
-                "ValueError: two hops: name the batch_group, all ranks whose tokens make up the batch",
+                "ValueError: two groups: pass batch_group too, all ranks whose tokens make up the batch",
                 True,
             ),
             "hops' experts": (share, True),
@@ -475,7 +475,7 @@ def test_groups_of_a_rank(ranks):
     assert found[3][4, 2, 1] == {"exchange": [[1, 3], [2, 3]], "copies": [[3]], "dp": [everybody], "tp": [[3]]}
     assert found[3][1, 1, 4] == {"exchange": [[3]], "copies": [[3]], "dp": [[3]], "tp": [everybody]}
     for ep, nodes, tp in ((3, 1, 1), (4, 1, 2), (4, 3, 1)):
-        assert found[0][ep, nodes, tp].startswith(f"ValueError: --ep {ep} times --tp {tp} does not divide the 4 ranks")
+        assert found[0][ep, nodes, tp].startswith(f"ValueError: --ep {ep} times --tp {tp} must divide the 4 ranks")
 
 
 def test_all_groups_come_from_one_mesh(monkeypatch):
@@ -583,10 +583,10 @@ def impossible(argv: list[str]) -> str:
 
 def test_main_says_in_one_line_what_it_cannot_do(ranks, capsys):
     for argv, text in (
-        (["--ep", "3"], "ValueError: --ep 3 times --tp 1 does not divide the 4 ranks"),
-        (["--ep", "4", "--tp", "2"], "ValueError: --ep 4 times --tp 2 does not divide the 4 ranks"),
-        (["--experts", "6"], "ValueError: 4 ranks can't share 6 experts"),
-        (["--expert-hidden", "6", "--tp", "4"], "ValueError: 1 ranks can't share 4 experts, or 4 their width 6"),
+        (["--ep", "3"], "ValueError: --ep 3 times --tp 1 must divide the 4 ranks"),
+        (["--ep", "4", "--tp", "2"], "ValueError: --ep 4 times --tp 2 must divide the 4 ranks"),
+        (["--experts", "6"], "ValueError: 4 ranks must divide 6 experts"),
+        (["--expert-hidden", "6", "--tp", "4"], "ValueError: 1 ranks must divide 4 experts, and 4 ranks their width 6"),
     ):
         assert all(found.startswith(text) for found in ranks(impossible, argv)), (argv, ranks(impossible, argv))
     for argv in (
@@ -631,5 +631,5 @@ def batch_groups_said() -> list[str]:
 
 def test_a_batch_group_that_does_not_fit_is_refused(ranks):
     for with_sequence, without in ranks(batch_groups_said):
-        assert with_sequence.startswith("ValueError: batch_group: it should hold all tensor-parallel ranks")
-        assert without.startswith("ValueError: batch_group: it should hold one tensor-parallel rank alone")
+        assert with_sequence.startswith("ValueError: batch_group must hold all tensor-parallel ranks")
+        assert without.startswith("ValueError: batch_group must hold one tensor-parallel rank alone")

@@ -7,8 +7,8 @@ from torch import nn
 
 from calls import said
 from course_lib.expert_parallel.experts import loop_experts
-from course_lib.expert_parallel.mixture import MoE, active_config, apply_moe, from_hf, mixture_params
-from course_lib.expert_parallel.router import Router, routers_of
+from course_lib.expert_parallel.mixture import MoE, active_config, apply_moe, describe_model, mixture_params
+from course_lib.expert_parallel.router import routers_of
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu.model import MLP, PRESETS, ModelConfig, Transformer, init_parameter, loss
 from course_lib.tensor_parallel.shards import materialize
@@ -90,7 +90,7 @@ def test_refusals_change_nothing():
     partly.blocks[1].mlp.down_proj = nn.Identity()
     cases = {
         "top_k 5": (whole, (4, 5), {}),
-        "4 experts on 3 nodes": (whole, (4, 2), {"nodes": 3}),
+        "nodes 3, node_limit 1: nodes must divide": (whole, (4, 2), {"nodes": 3}),
         "score 'relu'": (whole, (4, 2), {"score": "relu"}),
         "a block's MLP is split or replaced already": (apply_moe(Transformer(TINY), 4, 2), (4, 2), {}),
         "a block's MLP is split or replaced already: apply_moe comes first": (replaced, (4, 2), {}),
@@ -208,63 +208,12 @@ def test_the_published_sizes_of_mixtral_and_deepseek_v3():
     assert [round(n / 1e9, 1) for n in found] == [671.0, 37.6]
 
 
-# Mixtral.
-
-
-def mixtral(tied: bool = False, dtype=torch.float32, **changed):
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"intermediate_size": 40, "vocab_size": 61, "num_local_experts": 4, "num_experts_per_tok": 2}
-    config = MixtralConfig(**{**sizes, "initializer_range": 0.1, "tie_word_embeddings": tied, **changed})
-    return MixtralForCausalLM(config).to(dtype).eval()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_logits_and_gradients_are_mixtrals(tied, tmp_path):
-    """float32 within 1e-5 of the largest; from a model and from a folder; nothing is shared with the original."""
-    theirs = mixtral(tied)
-    theirs.save_pretrained(tmp_path)
-    for ours in (from_hf(theirs), from_hf(str(tmp_path))):
-        inputs, targets = tokens()
-        expected, found = theirs(inputs).logits, ours(inputs)
-        assert ((found - expected).abs().max() / expected.abs().max()).item() < 1e-5
-        theirs.zero_grad()
-        loss(expected, targets).backward()
-        loss(found, targets).backward()
-        for block, layer in zip(ours.blocks, theirs.model.layers, strict=True):
-            gate, up = layer.mlp.experts.gate_up_proj.grad.chunk(2, dim=1)
-            pairs = {"gate_proj": gate, "up_proj": up, "down_proj": layer.mlp.experts.down_proj.grad}
-            for name, grad in pairs.items():
-                mine = getattr(block.mlp.experts, name).weight.grad
-                assert ((mine - grad).abs().max() / grad.abs().max()).item() < 1e-5, name
-            router = layer.mlp.gate.weight.grad
-            assert ((block.mlp.router.weight.grad - router).abs().max() / router.abs().max()).item() < 1e-5
-        assert (ours.head.weight is ours.embedding.weight) == tied
-        assert not any(p.is_meta for p in ours.state_dict().values())
-        theirs_too = {p.data_ptr() for p in theirs.parameters()}
-        assert not theirs_too & {p.data_ptr() for p in ours.parameters()}
-        assert ours.active_config.ffn_hidden == 80
-
-
-def test_in_bfloat16_and_with_options_of_the_router():
-    ours = from_hf(mixtral(dtype=torch.bfloat16), balance=0.02)
-    assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
-    assert [router.routing.balance for router in routers_of(ours)] == [0.02] * 2
-    assert isinstance(ours.blocks[0].mlp.router, Router) and not ours.blocks[0].mlp.router.bias.any()
-
-
-@pytest.mark.parametrize(
-    "change, named",
-    [
-        ({"sliding_window": 16}, "sliding_window is 16, not None"),
-        ({"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1, not 0.0"),
-        ({"hidden_act": "gelu"}, "hidden_act is gelu, not silu"),
-        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is linear, not"),
-        ({"num_experts_per_tok": 1}, "num_experts_per_tok is 1"),  # its gate is 1 there, ours is the score
-    ],
-)
-def test_what_ours_has_not_is_refused(change, named):
-    text = said(lambda: from_hf(mixtral(**change)))
-    assert text.startswith("ValueError: not the model of this course: ") and named in text, text
+@pytest.mark.parametrize("extra", [{}, {"qkv_bias": True}, {"head_size": 24, "qk_norm": True}])
+@pytest.mark.parametrize("moe", [None, {"experts": 4, "top_k": 2, "ffn_hidden": 48, "shared": 1}])
+def test_a_described_model_has_as_many_parameters_as_the_real_one(extra, moe):
+    config = ModelConfig(2, 64, 4, 2, 128, 100, **extra)
+    with torch.device("meta"):
+        model = Transformer(config)
+    model = apply_moe(model, **moe) if moe else model
+    total = f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters"
+    assert total in describe_model("mine", config, moe)

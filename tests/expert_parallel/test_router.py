@@ -323,15 +323,15 @@ def test_the_best_nodes_have_the_best_sums():
 @pytest.mark.parametrize(
     "top_k, routing, words",
     [
-        (0, {}, "top_k 0: a token goes to 1 expert at least, and to 8 at most"),
+        (0, {}, "top_k 0: it must be 1 to 8, the number of experts"),
         (9, {}, "top_k 9"),
         (2, {"score": "relu"}, "score 'relu': it is one of softmax, sigmoid"),
-        (2, {"nodes": 3}, "8 experts on 3 nodes, 1 of these a token"),
-        (2, {"nodes": 4, "node_limit": 0}, "on 4 nodes, 0 of these a token"),
-        (2, {"nodes": 4, "node_limit": 5}, "on 4 nodes, 5 of these a token"),
-        (3, {"nodes": 4, "node_limit": 1}, "1 of 4 nodes have fewer than 3 experts"),
-        (2, {"capacity": 0.0}, "capacity 0.0: a number above 0, or None"),
-        (2, {"nodes": 0}, "8 experts on 0 nodes"),
+        (2, {"nodes": 3}, "nodes 3, node_limit 1: nodes must divide experts (8)"),
+        (2, {"nodes": 4, "node_limit": 0}, "nodes 4, node_limit 0: nodes must divide"),
+        (2, {"nodes": 4, "node_limit": 5}, "nodes 4, node_limit 5: nodes must divide"),
+        (3, {"nodes": 4, "node_limit": 1}, "node_limit 1: on so many nodes are fewer than top_k 3 experts"),
+        (2, {"capacity": 0.0}, "capacity 0.0: it must be above 0, or None"),
+        (2, {"nodes": 0}, "nodes 0, node_limit 1: nodes must divide"),
     ],
 )
 def test_what_does_not_fit_together_is_one_line(top_k, routing, words):
