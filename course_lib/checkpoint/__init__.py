@@ -2,5 +2,6 @@
 
 from course_lib.checkpoint.checkpoints import Checkpoints, load, save
 from course_lib.checkpoint.files import latest
+from course_lib.checkpoint.hugging_face import from_hf, to_hf
 
-__all__ = ["Checkpoints", "save", "load", "latest"]
+__all__ = ["Checkpoints", "save", "load", "latest", "from_hf", "to_hf"]

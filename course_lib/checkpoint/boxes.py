@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.five_d.model import ParallelModel
+from course_lib.single_gpu.model import plain_name
 
 
 class Box(NamedTuple):
@@ -75,7 +76,7 @@ def weight_names(parallel: ParallelModel) -> dict[nn.Parameter, str]:
     names = {}
     for stage in parallel.stages.values():
         for name, weight in stage.named_parameters(remove_duplicate=False):
-            name = name.removeprefix("module.")
+            name = plain_name(name).removeprefix("module.")
             names.setdefault(weight, "embedding.weight" if parallel.config.tied and name == "head.weight" else name)
     return names
 
@@ -94,7 +95,8 @@ def weight_boxes(parallel: ParallelModel) -> dict[str, list[Box]]:
         kept = stage.state_dict().keys()
         for name, buffer in stage.named_buffers():
             if name in kept:
-                boxes[name.removeprefix("module.")] = [Box((0,) * buffer.dim(), tuple(buffer.shape), buffer)]
+                name = plain_name(name).removeprefix("module.")
+                boxes[name] = [Box((0,) * buffer.dim(), tuple(buffer.shape), buffer)]
     return boxes
 
 
@@ -120,7 +122,7 @@ def state_boxes(parallel: ParallelModel, states: dict[torch.Tensor, dict[str, to
             if not torch.is_tensor(value) or value.dim() and value.shape != tensor.shape:
                 kind = list(value.shape) if torch.is_tensor(value) else type(value).__name__
                 raise ValueError(
-                    f"state {state} is {kind}: neither a counter nor of its weight's shape {list(tensor.shape)}"
+                    f"state {state} is {kind}: it must be a scalar or have its weight's shape {list(tensor.shape)}"
                 )
             pieces = layout.pieces(value) if layout and value.dim() else [value] * len(weights)
             for i, (weight, piece) in enumerate(zip(weights, pieces, strict=True)):

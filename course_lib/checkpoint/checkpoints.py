@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from course_lib.checkpoint.boxes import Box, optimized, own_share, split_large, state_boxes, weight_boxes, weight_names
+from course_lib.checkpoint.boxes import Box, optimized, state_boxes, weight_boxes, weight_names
 from course_lib.checkpoint.files import (
     BoxReader,
     CheckpointError,
@@ -36,85 +36,12 @@ from course_lib.checkpoint.files import (
     digest,
     latest,
 )
-from course_lib.checkpoint.groups import host_group, on_each, one_line, together, told_and_kept
+from course_lib.checkpoint.groups import host_group, on_each, one_line, together
+from course_lib.checkpoint.host_copies import HostCopies, at_rest
 from course_lib.checkpoint.planners import read_into
-from course_lib.checkpoint.plans import PlannedSaves, described, own_index, shared_index
+from course_lib.checkpoint.plans import PlannedSaves, own_index, shared_index
 from course_lib.five_d.model import ParallelModel
-from course_lib.single_gpu.model import ModelConfig
-
-
-def at_rest(parallel: ParallelModel) -> torch.optim.Optimizer:
-    """Between steps: all values in place, and nothing whole that ZeRO deals out. Returns who has the states."""
-    if parallel.layout.zero_stage in (1, 2):
-        parallel.sharding.wait()
-        return parallel.sharding.optimizer
-    for unit in (*parallel.sharding.units, parallel.sharding.root) if parallel.layout.zero_stage == 3 else ():
-        unit.free()
-    return parallel.optimizer
-
-
-def not_finite(boxes: dict[str, list[Box]]) -> str | None:
-    """Return the name of the first tensor with an inf or NaN, or None. The host synchronizes once per device."""
-    flags: dict[torch.device, dict[str, torch.Tensor]] = {}
-    for name, each in boxes.items():
-        for value in (box.values for box in each if box.values.is_floating_point()):
-            of_device = flags.setdefault(value.device, {})
-            of_device[name] = of_device.get(name, True) & value.isfinite().all()
-    for each in flags.values():
-        good = torch.stack([*each.values()]).tolist()
-        if not all(good):
-            return [*each][good.index(False)]
-    return None
-
-
-class HostCopies:
-    """What this rank is to write of a model, copied to memory of the host that stays. Its constructor is collective."""
-
-    def __init__(self, parallel: ParallelModel):
-        self.parallel, self.group = parallel, host_group()
-        self.known, self.own, self.copies = None, set(), {}  # of all boxes; this rank's to write; their memory
-
-    def all_boxes(self) -> dict[str, list[Box]]:
-        """What this rank has: views of the model's memory, none larger than what one reads at a time."""
-        states = at_rest(self.parallel).state
-        boxes = weight_boxes(self.parallel) | state_boxes(self.parallel, states)
-        return {name: [part for box in each for part in split_large(box)] for name, each in boxes.items()}
-
-    def copied(self, boxes: dict[str, list[Box]]) -> dict[str, list[Box]]:
-        """A copy of this rank's share on the host. Its memory is used again by the next one."""
-        staged = {}
-        for name, box in ((name, box) for name, each in boxes.items() for box in each):
-            if (key := (name, box.offsets)) in self.own:
-                if key not in self.copies:
-                    like, pinned = box.values, box.values.is_cuda
-                    self.copies[key] = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
-                self.copies[key].copy_(box.values, non_blocking=True)
-                staged.setdefault(name, []).append(box._replace(values=self.copies[key]))
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        return staged
-
-    def look(self) -> tuple[tuple, tuple]:
-        """Whether this rank knows who writes what, and the first tensor that is not finite, if one is; and all boxes,
-        with the copy of its share, if it knows.
-        """
-        boxes = self.all_boxes()
-        known = self.known == described(boxes)
-        return (known, not_finite(boxes)), (boxes, self.copied(boxes) if known else None)
-
-    def stage(self) -> dict[str, list[Box]]:
-        """A copy of what this rank is to write, on the host. Collective: one exchange, once shares are known. Raises
-        CheckpointError, on all ranks, where a weight or a state of any of them is not finite.
-        """
-        of_all, (boxes, staged) = told_and_kept(self.group, self.look)
-        if bad := next((name for _, name in of_all if name), None):
-            raise CheckpointError(f"{bad} is not finite")
-        if not all(known for known, _ in of_all):  # there are no states before the first step
-            share = own_share(boxes, self.group)
-            self.known, self.copies, staged = described(boxes), {}, None  # the last copy goes before there is a new one
-            self.own = {(name, box.offsets) for name, each in share.items() for box in each}
-            staged = on_each(self.group, lambda: self.copied(boxes))
-        return staged
+from course_lib.single_gpu.model import NOT_OF_WEIGHTS, ModelConfig
 
 
 class Checkpoints(HostCopies):
@@ -141,6 +68,8 @@ class Checkpoints(HostCopies):
         self.wait()
         self.failure = None
         model = {"config": dataclasses.asdict(self.parallel.config), "layout": str(self.parallel.layout)}
+        if self.parallel.routing:  # to_hf needs top_k
+            model["routing"] = dataclasses.asdict(self.parallel.routing)
         try:
             work = self.stage(), step, (about or {}) | model | {"step": step}
         except CheckpointError as error:
@@ -182,7 +111,7 @@ class Checkpoints(HostCopies):
         self.failure = one_line(error, self.group.rank())
         if self.first:
             last = latest(self.root)
-            good = f"the last good one is {last.name}" if last else "there is no other one"
+            good = f"the last good one is {last.name}" if last else "there is no earlier one"
             self.report(f"checkpoint of step {step} failed: {self.failure}; {good}")
 
     def wait(self) -> None:
@@ -200,7 +129,9 @@ class Checkpoints(HostCopies):
 
 
 def save(parallel: ParallelModel, root: Path, step: int, about: dict | None = None, keep: int = 2) -> Path:
-    """Save now, and return the checkpoint. Collective. Raises CheckpointError, on all ranks, where it fails."""
+    """Save now, and return the checkpoint's folder. Collective. Raises CheckpointError, on all ranks, if the save fails
+    or the folder `root` does not exist.
+    """
     checkpoints = Checkpoints(parallel, root, keep, report=lambda line: None)
     checkpoints.save(step, about)
     checkpoints.close()
@@ -224,7 +155,7 @@ def check_names(own: dict[str, list[Box]], kinds: dict[str, TensorStorageMetadat
         return set(own)
 
     if more := sorted(sizes.keys() - set().union(*together(group, names))):
-        raise CheckpointError(f"another model: the checkpoint has {more[0]}, and this model has not")
+        raise CheckpointError(f"another model: the checkpoint has {more[0]}, which this model lacks")
 
 
 def empty_states(parallel: ParallelModel, kinds: dict[str, TensorStorageMetadata]) -> dict[torch.Tensor, dict]:
@@ -236,7 +167,8 @@ def empty_states(parallel: ParallelModel, kinds: dict[str, TensorStorageMetadata
             saved.setdefault(name, {})[state] = each.size, each.properties.dtype
     states = {}
     for tensor, weights, _ in optimized(parallel):
-        found = saved.get(names[weights[0]], {}) if tensor.numel() else {}
+        of_all = [saved.get(names[weight], {}) for weight in weights if tensor.numel()]
+        found = {state: like for each in of_all for state, like in each.items()}  # an unused weight has none
         states[tensor] = {
             state: torch.zeros(tensor.shape if size else (), dtype=dtype, device="cpu")
             for state, (size, dtype) in found.items()
@@ -250,7 +182,7 @@ def read_boxes(parallel: ParallelModel, folder: Path, group: dist.ProcessGroup) 
     saved = dataclasses.asdict(ModelConfig(**about["config"]))
     for name, value in dataclasses.asdict(parallel.config).items():
         found = saved[name]
-        if name != "dropout" and found != value:
+        if name not in NOT_OF_WEIGHTS and found != value:
             raise CheckpointError(f"another model: {name} is {found} in the checkpoint, {value} here")
     own_files = {name: about["files"][name] for name in sorted(about["files"])[group.rank() :: group.size()]}
 
@@ -271,7 +203,7 @@ def read_boxes(parallel: ParallelModel, folder: Path, group: dist.ProcessGroup) 
             for name, boxes in targets.items()
         }
         states = empty_states(parallel, kinds)
-        wanted = rooms | state_boxes(parallel, states)
+        wanted = rooms | {name: boxes for name, boxes in state_boxes(parallel, states).items() if name in kinds}
         read_into(wanted, BoxReader(folder, own_index(wanted, kinds, places)))
         return rooms, states
 
@@ -291,7 +223,7 @@ def load(parallel: ParallelModel, folder: Path) -> dict:
     """
     group = host_group()
     try:
-        about, targets, rooms, states = read_boxes(parallel, Path(folder), group)
+        about, targets, rooms, states = read_boxes(parallel, folder and Path(folder), group)
     finally:
         dist.destroy_process_group(group)
     for name, boxes in targets.items():

@@ -63,15 +63,21 @@ def flush(path: Path) -> None:
 
 
 def begin(root: Path, step: int) -> Path:
-    """An empty folder to save in; what killed jobs have left behind is removed. The root has to be there.
+    """Make an empty folder to save in, and remove what killed jobs have left behind.
 
-    Raises CheckpointError where there is a checkpoint of this step already.
+    Raises CheckpointError if `root` does not exist, check_root refuses it, or it has a checkpoint of this step.
     """
     root, name = Path(root).absolute(), f"step-{step:09d}"
+    if not root.is_dir():
+        raise CheckpointError(f"there is no folder {root} to save checkpoints in: make it first")
     for left in (folder for end in (SAVING, DELETING) for folder in root.glob(f"step-*{end}")):
-        shutil.rmtree(left, ignore_errors=True)
+        if left.is_symlink():  # a checkpoint that the user keeps on another disk
+            left.unlink()
+        else:
+            shutil.rmtree(left, ignore_errors=True)
+    check_root(root)
     if (root / name).exists():
-        raise CheckpointError(f"{root / name} is there already")
+        raise CheckpointError(f"{root / name} exists already")
     folder = root / f"{name}{SAVING}"
     folder.mkdir(mode=0o750)  # not for everybody, whatever the umask
     return folder
@@ -88,7 +94,8 @@ def check_there(saving: Path, files: dict[str, list]) -> None:
     """Raise CheckpointError where a file that a rank has written is not here: it was in another folder."""
     for name, (size, _) in files.items():
         if not (saving / name).is_file() or (saving / name).stat().st_size != size:
-            raise CheckpointError(f"{saving.parent} has not got {name} of another rank: all ranks must see one folder")
+            lacks = f"{saving.parent} lacks {name}, which another rank wrote"
+            raise CheckpointError(f"{lacks}: all ranks must share one folder")
 
 
 # exercise 10.20
@@ -111,14 +118,26 @@ def commit(saving: Path, about: dict, keep: int) -> Path:
     return final
 
 
+def open_to_all(mode: int) -> bool:
+    """Return whether anyone may write to a file or folder of this mode; the sticky bit protects files of others."""
+    return bool(mode & stat.S_IWOTH and not mode & stat.S_ISVTX)
+
+
+def check_root(root: Path) -> None:
+    """Raise CheckpointError if anyone may write to a folder of checkpoints: check_trusted would refuse them all."""
+    if open_to_all(root.stat().st_mode):
+        raise CheckpointError(
+            f"{root}: anyone may write to it, so no checkpoint in it could be loaded: chmod o-w, or use another folder"
+        )
+
+
 def check_trusted(folder: Path) -> None:
     """Raise CheckpointError where others than this user (or root, or a group that may write) could have written it."""
     folder = Path(folder).resolve()
     closed = not folder.stat().st_mode & stat.S_IXOTH  # whoever can't enter it can't write to what is in it
     for path in (folder.parent, folder, *folder.iterdir()):
         found = path.stat()
-        for_all = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
-        for_all = for_all and not (closed and path.parent == folder)
+        for_all = open_to_all(found.st_mode) and not (closed and path.parent == folder)
         if for_all or path != folder.parent and found.st_uid not in (os.getuid(), 0):
             whose = "anyone may write to it" if for_all else f"it belongs to user {found.st_uid}"
             raise CheckpointError(
@@ -204,7 +223,7 @@ class BoxReader(FileSystemReader):
             with open(self.path / ".metadata", "rb") as file:
                 metadata = MetadataUnpickler(file).load()
             if not isinstance(metadata, Metadata):
-                raise ValueError("it says nothing of boxes")
+                raise ValueError("it does not say where tensors are")
             metadata.storage_meta.load_id = self.load_id
         except Exception as error:  # a damaged pickle raises anything
             raise CheckpointError(f"{self.path / '.metadata'} can't be read: {error}") from None
@@ -218,8 +237,12 @@ def digest(file: Path) -> list:
         return [os.fstat(opened.fileno()).st_size, hashlib.file_digest(opened, "sha256").hexdigest()]
 
 
-def describe(folder: Path) -> dict:
-    """What checkpoint.json says, after a look at whose the folder is. Raises CheckpointError."""
+def describe(folder: Path | None) -> dict:
+    """Return what checkpoint.json says, once it is clear who can write to the folder. Raises CheckpointError, for None
+    too, which `latest` returns for a folder without checkpoints.
+    """
+    if folder is None:
+        raise CheckpointError("there is no checkpoint: latest found no complete one")
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
@@ -227,18 +250,19 @@ def describe(folder: Path) -> dict:
         check_trusted(folder)
         about = json.loads((folder / ABOUT).read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{folder} is no checkpoint of this course: it has no {ABOUT}") from None
+        more = f"; the last one in it is {last}" if (last := latest(folder)) else ""
+        raise CheckpointError(f"{folder} is not a checkpoint of this course: it has no {ABOUT}{more}") from None
     except OSError as error:
         raise CheckpointError(f"{folder}: {error.strerror}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise DamagedError(f"{folder / ABOUT} is damaged: {error}") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} is no checkpoint of this course: {ABOUT} says nothing of {FORMAT!r}")
+        raise CheckpointError(f"{folder} is not a checkpoint of this course: {ABOUT} has no {FORMAT!r}")
     if about.get("version") != VERSION:
         raise CheckpointError(f"{folder} has format {about.get('version')}, this program reads {VERSION}")
     told = about.pop("sum", None)
     if json.loads(sealed(about))["sum"] != told:
-        raise DamagedError(f"{folder / ABOUT} is damaged: it is not what was written")
+        raise DamagedError(f"{folder / ABOUT} is damaged: its checksum does not match")
     return about
 
 

@@ -143,7 +143,7 @@ class FolderLock:
             if self.in_use(holder, free, old):
                 job = f"job {holder['job']}" if holder.get("job") else "a run"
                 who = f"{job} on host {holder.get('host')}, pid {holder.get('pid')}" if holder else "an unknown process"
-                raise CheckpointError(f"{self.path.parent} is in use by {who}: end it, or take another folder")
+                raise CheckpointError(f"{self.path.parent} is in use by {who}: end it, or use another folder")
             if not self.is_at(old):  # another process was faster
                 return False
             os.replace(ready, self.path)

@@ -72,7 +72,7 @@ class BoxLoadPlanner(LoadPlanner):
             saved = self.metadata.state_dict_metadata[name]
             found = create_read_items_for_chunk_list(name, saved, [chunk(box) for box in boxes])
             if sum(item.lengths.numel() for item in found) != sum(box.values.numel() for box in boxes):
-                raise ValueError(f"{name}: some of it was never saved")
+                raise ValueError(f"{name}: a part of it was never saved")
             items += found
         return LoadPlan(items)
 

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from course_lib.checkpoint.hugging_face import from_hf, from_hf_config
+from course_lib.checkpoint.hf_files import from_hf_config, read_hf_config
+from course_lib.checkpoint.hugging_face import from_hf
 from course_lib.checkpoint.noise import drop_tokens
-from course_lib.checkpoint.saved_run import Log, SavedRun
-from course_lib.expert_parallel.mixture import active_config
+from course_lib.checkpoint.saved_run import Log, SavedRun, log_file
+from course_lib.expert_parallel.mixture import active_config, describe_model, moe_options
 from course_lib.five_d.layouts import Layout, check_layout, fitted
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import ParallelModel, parallelize
@@ -28,6 +29,9 @@ from course_lib.five_d.plan import batch_at, learning_rate
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.model import PRESETS, ModelConfig
+
+# Settings that a run may change when it continues; it prints each change.
+PLANNED = "steps", "lr", "warmup", "batch", "start_batch", "ramp", "max_norm", "dtype"
 
 
 def from_file(argv: list[str]) -> list[str]:
@@ -46,7 +50,7 @@ def from_file(argv: list[str]) -> list[str]:
         raise ValueError(f"--config {file}: {error}") from None
     for name, value in settings.items():
         if isinstance(value, (dict, list)):
-            raise ValueError(f"--config {file}: {name} is a table or a list; options are words and numbers")
+            raise ValueError(f"--config {file}: {name} is a table or a list; options are strings and numbers")
     return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()] + argv
 
 
@@ -62,6 +66,10 @@ def program_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", type=Path, help="a TOML file of options; those of the command line win")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--preset", choices=list(PRESETS), help="the model's sizes; small by default")
+    model.add_argument("--model", type=Path, help="a model's config.json, or its folder: its sizes, random weights")
+    model.add_argument("--from-hf", type=Path, help="start from a model of transformers, in safetensors")
     add("--layout", default="dp1", help="such as dp2,pp2,tp4,sp,zero1,mb2,zb-h1,full, or dp16,zero3,rep2")
     add("--batch", type=int, default=16, help="sequences a step, of all ranks together")
     add("--warmup", type=int, default=0, help="steps in which the learning rate rises; it falls to a tenth afterwards")
@@ -69,20 +77,27 @@ def program_parser() -> argparse.ArgumentParser:
     add("--ramp", type=int, default=0, help="steps in which the batch grows to --batch")
     add("--max-norm", type=float, default=1.0, help="of all gradients together")
     add("--experts", type=int, help="experts a layer; a model without them by default")
-    add("--top-k", type=int, default=2, help="experts a token")
+    add("--top-k", type=int, help="experts per token; 2 by default")
     add("--expert-hidden", type=int, help="width of an expert; that of the preset's MLP by default")
-    add("--shared", type=int, default=0, help="experts that every token goes through")
+    add("--shared", type=int, help="experts that every token goes through; none by default")
     add("--balance", type=float, default=0.01, help="weight of the balance loss")
     add("--peak-tflops", type=float, help="of a device, for MFU, where the course does not know it")
     add("--checkpoints", type=Path, help="a folder: go on from its last checkpoint, and save there")
     add("--save-every", type=int, default=100, help="steps from one checkpoint to the next; the last step is saved too")
     add("--keep", type=int, default=2, help="checkpoints that stay")
     add("--bad-steps", type=int, default=3, help="in a row without a finite loss and norm, until the run stops")
-    add("--from-hf", type=Path, help="start from a model of transformers, in safetensors; its sizes replace --preset")
     add("--drop-tokens", type=float, default=0.0, help="share of the input tokens that is replaced at random")
     add("--elastic", action="store_true", help="as many dp ranks as there are, whatever --layout says")
-    add("--out", type=single_gpu.out_file, help="a file of JSON lines, one a step")
+    add("--out", type=log_file, help="a file of JSON lines, one per step; a run that continues adds to it")
     return parser
+
+
+def full_path(source: str | None) -> str | None:
+    """Return the full path of a local data set or tokenizer, and a name at Hugging Face as it is.
+
+    to_hf, which reads it from a checkpoint, may be called from another folder.
+    """
+    return str(Path(source).absolute()) if source and Path(source).exists() else source
 
 
 def check_run(chosen: argparse.Namespace, config: ModelConfig, layout: Layout, ranks: int | None = None) -> None:
@@ -92,6 +107,22 @@ def check_run(chosen: argparse.Namespace, config: ModelConfig, layout: Layout, r
         check_layout(config, layout, ranks, batch, chosen.seq, chosen.moe)
 
 
+def model_of(chosen: argparse.Namespace) -> tuple[ModelConfig, dict | None]:
+    """Return the model's sizes, and arguments of apply_moe, by --preset, --model or --from-hf; --preset small if none
+    of them is given. Raises ValueError.
+    """
+    file = chosen.model or chosen.from_hf
+    if file is None:
+        chosen.preset = chosen.preset or "small"
+        config, moe = PRESETS[chosen.preset], None
+    else:
+        config, moe = read_hf_config(file) if chosen.model else from_hf_config(file)
+    if chosen.from_hf and not moe and chosen.experts is not None:
+        raise ValueError(f"--experts is {chosen.experts}, and the model of --from-hf {chosen.from_hf} has none")
+    moe = moe_options(chosen, moe)
+    return config, moe and moe | {"balance": chosen.balance}
+
+
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     parser = program_parser()
@@ -99,27 +130,20 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         chosen = single_gpu.parse(parser, from_file(sys.argv[1:] if argv is None else list(argv)))
         chosen.layout = Layout.parse(chosen.layout)
         chosen.start_batch = chosen.batch if chosen.start_batch is None else chosen.start_batch
-        chosen.moe = None
-        if chosen.experts is not None:
-            sizes = {"experts": chosen.experts, "top_k": chosen.top_k, "ffn_hidden": chosen.expert_hidden}
-            chosen.moe = sizes | {"balance": chosen.balance}
-            chosen.moe |= {"shared": chosen.shared} if chosen.shared else {}
-        elif chosen.shared or chosen.expert_hidden is not None:
-            raise ValueError("--expert-hidden and --shared go with --experts")
-        chosen.config = from_hf_config(chosen.from_hf) if chosen.from_hf else PRESETS[chosen.preset]
-        if chosen.shared < 0:
-            raise ValueError("--shared is 0 or more")
+        chosen.config, chosen.moe = model_of(chosen)
+        if (chosen.shared or 0) < 0:
+            raise ValueError("--shared must be 0 or more")
         if min(chosen.save_every, chosen.keep, chosen.bad_steps) < 1 or not 0 <= chosen.drop_tokens < 1:
-            ones = "--save-every, --keep and --bad-steps are 1 or more"
-            raise ValueError(f"{ones}, --drop-tokens is 0 or more and below 1")
+            ones = "--save-every, --keep and --bad-steps must be 1 or more"
+            raise ValueError(f"{ones}, --drop-tokens 0 or more and below 1")
         if min(*(1 if n is None else n for n in (chosen.expert_hidden, chosen.peak_tflops)), 1) <= 0:
-            raise ValueError("--expert-hidden and --peak-tflops are above 0")
+            raise ValueError("--expert-hidden and --peak-tflops must be above 0")
         if (
             not 1 <= chosen.start_batch <= chosen.batch
             or min(chosen.warmup, chosen.ramp) < 0
             or not chosen.max_norm > 0
         ):
-            raise ValueError("--start-batch is 1 to --batch, --warmup and --ramp 0 or more, --max-norm above 0")
+            raise ValueError("--start-batch must be 1 to --batch, --warmup and --ramp 0 or more, --max-norm above 0")
         if chosen.start_batch < chosen.batch and not chosen.ramp:
             raise ValueError("--start-batch goes with --ramp, the steps in which it grows to --batch")
         if chosen.elastic:  # which dp it will be, and whether the batches fit, is not known yet
@@ -128,6 +152,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
             check_run(chosen, chosen.config, chosen.layout)
     except ValueError as error:
         parser.error(str(error))
+    except ImportError as error:
+        parser.error(f"{error}; {'--model' if chosen.model else '--from-hf'} needs pip install -e '.[hf]'")
     return chosen
 
 
@@ -185,25 +211,32 @@ def main(argv: list[str] | None = None) -> list[dict]:
     chosen, rank = options(argv), dist.get_rank()
     layout = fitted(chosen.layout, dist.get_world_size()) if chosen.elastic else chosen.layout
     tokens, vocab = single_gpu.training_text(chosen)
-    config = chosen.config if chosen.from_hf else dataclasses.replace(chosen.config, vocab=vocab)
+    config = dataclasses.replace(chosen.config, vocab=vocab) if chosen.preset else chosen.config
     if vocab > config.vocab:
-        raise ValueError(f"the text has a vocabulary of {vocab}, the model of --from-hf one of {config.vocab}")
-    check_run(chosen, config, layout, dist.get_world_size())
+        name = chosen.model or chosen.from_hf
+        raise ValueError(f"the text has a vocabulary of {vocab}, the model of {name} one of {config.vocab}")
+    try:
+        check_run(chosen, config, layout, dist.get_world_size())
+    except ValueError as error:
+        raise ValueError(f"--layout {layout}: {error}") from None
     mesh = build_mesh(layout)
     settings = {"seed": chosen.seed, "dtype": torch.bfloat16 if chosen.dtype == "bf16" else torch.float32}
     parallel = parallelize(config, layout, mesh, moe=chosen.moe, **settings, lr=chosen.lr, **single_gpu.ADAMW)
     batches = TokenBatches(tokens, chosen.batch // layout.dp, chosen.seq, mesh.dp.rank(), layout.dp, chosen.seed)
     if rank == 0:
-        print(f"{chosen.preset}, layout {layout}: {layout.ranks} ranks, {len(tokens):,} tokens of text")
+        model = describe_model(str(chosen.preset or chosen.model or chosen.from_hf), config, chosen.moe)
+        ranks = f"{layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
+        print(f"{model}, layout {layout}: {ranks}, {len(tokens):,} tokens of text")
     same = {"seed": chosen.seed, "drop_tokens": chosen.drop_tokens, "moe": chosen.moe}
-    plan = {name: getattr(chosen, name) for name in ("steps", "lr", "warmup", "batch", "start_batch", "ramp")}
+    plan = {name: getattr(chosen, name) for name in PLANNED}
+    plan |= {"dataset": full_path(chosen.dataset), "tokenizer": full_path(chosen.tokenizer)}
     run = SavedRun(parallel, batches, chosen.checkpoints, chosen.save_every, chosen.keep, same, plan, chosen.bad_steps)
     try:
         if chosen.from_hf and not run.step:
             from_hf(parallel, chosen.from_hf)
         if run.step >= chosen.steps:
             run.say(f"nothing is left to do: {run.step} steps are done, --steps is {chosen.steps}")
-        log, records = Log(chosen.out if rank == 0 else None, more=run.step > 0), []
+        log, records = Log(chosen.out if rank == 0 else None, run.step), []
         for record in train(parallel, batches, chosen, active_config(config, chosen.moe), run.step):
             records.append(record)
             run.say(single_gpu.describe(record))

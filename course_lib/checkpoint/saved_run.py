@@ -2,34 +2,42 @@
 
 from __future__ import annotations
 
+import argparse
+import io
 import json
 import math
 import os
 import shutil
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
 from course_lib.checkpoint.checkpoints import CheckpointError, Checkpoints, DamagedError, latest, load
-from course_lib.checkpoint.files import complete, describe
+from course_lib.checkpoint.files import check_root, complete, describe
 from course_lib.checkpoint.groups import together
 from course_lib.checkpoint.lock import FolderLock
 from course_lib.five_d.model import ParallelModel
 from course_lib.single_gpu.data import TokenBatches
+from course_lib.single_gpu.same_text import text_sum
+from course_lib.single_gpu.training import out_file
 
 UNPROVEN = ".unproven"  # ends the name of a checkpoint that no finite step has followed
+
+
+def readable(name: str, value: object) -> object:
+    """Return a setting of a run for a message; its text is a number of tokens and a checksum."""
+    return f"{value[0]:,} tokens (checksum {value[1]})" if name == "text" and value else value
 
 
 class SavedRun:
     """Its constructor takes over the last checkpoint of a folder, if there is one, and the position of the data; then
     after(step, loss, norm) saves every so many steps. step: how many are done. Collective.
 
-    root: None for a run that saves nothing. same: what the run that goes on must have in common with the one before;
-    plan: what it need not, and is told of; bad_steps: in a row, until the run stops. Raises CheckpointError, on all
-    ranks, where it has not, the checkpoint can't be loaded, a running job holds the folder (see FolderLock), or
-    there is no such folder and none can be made. The folder is its own until finish() or release().
+    root: None for a run that saves nothing. same: settings that must be those of the run that it continues; plan:
+    settings that may differ, which is printed; bad_steps: in a row, until the run stops. Raises CheckpointError, on all
+    ranks, if `same` differs, the checkpoint can't be loaded, a running job holds the folder (see FolderLock), anyone
+    may write to it, or it can't be made. The folder is locked until finish() or release().
     """
 
     def __init__(
@@ -38,8 +46,7 @@ class SavedRun:
     ):  # fmt: skip
         self.parallel, self.batches, self.every, self.step, self.checkpoints = parallel, batches, every, 0, None
         self.bad_steps, self.bad, self.skipped, self.good, self.due = bad_steps, 0, 0, 0, False
-        text = batches.tokens[:: max(1, len(batches.tokens) // 2**20)].contiguous()  # enough to know it by
-        self.same = {"seq": batches.seq, "text": [len(batches.tokens), zlib.crc32(text.numpy())]} | same
+        self.same = {"seq": batches.seq, "text": text_sum(batches.tokens)} | same
         self.plan, self.lock = plan, None
         if root is not None:
             self.root = root.absolute()
@@ -50,12 +57,16 @@ class SavedRun:
                         break
                 if not folder and (unproven := self.on_first(lambda: sorted(self.root.glob(f"step-*{UNPROVEN}")))):
                     last = unproven[-1]
-                    advice = f"rename it {last.stem} to go on from it"
-                    self.say(f"begins anew: no finite step followed {last.name}; {advice}")
+                    advice = f"rename it {last.stem} to continue from it"
+                    self.say(f"starts at step 1: no finite step followed {last.name}; {advice}")
+                elif not folder:
+                    self.say_restarted(f"no checkpoint in {root}")
                 self.checkpoints = Checkpoints(parallel, self.root, keep, self.say)
             except BaseException:
                 self.release()
                 raise
+        else:
+            self.say_restarted("no --checkpoints folder")
 
     def on_first(self, work: Callable[[], object]) -> object:
         """What `work` gives on rank 0. Collective."""
@@ -66,10 +77,16 @@ class SavedRun:
         if dist.get_rank() == 0:
             print(line, flush=True)
 
+    def say_restarted(self, reason: str) -> None:
+        """After a restart by torchrun, say that all steps are lost, and why."""
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            self.say(f"starts at step 1 again: {reason}")
+
     def take(self, root: Path) -> None:
         """On rank 0: lock the folder, and make it if it is missing."""
         try:
             root.mkdir(mode=0o750, parents=True, exist_ok=True)
+            check_root(root)
             self.lock = FolderLock(root)
         except OSError as error:
             raise CheckpointError(f"--checkpoints {root}: {error.strerror}") from None
@@ -85,18 +102,19 @@ class SavedRun:
             about = self.on_first(lambda: describe(folder))
             for name, value in self.same.items():
                 if (there := about.get(name)) != value:
-                    raise CheckpointError(f"{folder} is of another run: its {name} is {there}, and here {value}")
+                    there, value = readable(name, there), readable(name, value)
+                    raise CheckpointError(f"{folder} belongs to another run: its {name} is {there}, here it is {value}")
             load(self.parallel, folder)
         except DamagedError as error:
-            self.say(f"{error}; it is called {folder.name}.damaged now")
+            self.say(f"{error}; it is renamed {folder.name}.damaged")
             self.on_first(lambda: folder.rename(folder.with_suffix(".damaged")) and None)
             return False
         self.step, self.batches.position = about["step"], about["position"]
         self.good = self.step
-        self.say(f"goes on after step {self.step}, from {folder}, written in {about['layout']}")
-        for name, value in self.plan.items():
-            if (there := about.get("plan", {}).get(name)) != value:
-                self.say(f"goes on with another {name}: {value}, was {there}")
+        self.say(f"continues after step {self.step}, from {folder}, written in {about['layout']}")
+        for name, there in about.get("plan", {}).items():
+            if name in self.plan and self.plan[name] != there:
+                self.say(f"continues with {name} {self.plan[name]} instead of {there}")
         return True
 
     def after(self, step: int, loss: float, norm: float, last: bool = False) -> None:
@@ -122,10 +140,10 @@ class SavedRun:
         if finite:
             return
         self.skipped += 1
-        self.say(f"step {step} is skipped, the {self.skipped}. of this run: its loss is {loss}, its norm {norm}")
+        self.say(f"step {step} skipped: loss {loss}, norm {norm} ({self.skipped} skipped in this run)")
         if stops or last and saves:
-            words = f"{'stopped' if stops else 'ended'}: {self.bad} steps in a row skipped, with the weights of step "
-            words += f"{self.good}"
+            words = f"{'stopped' if stops else 'ended'}: {self.bad} steps in a row skipped; "
+            words += f"the weights are those of step {self.good}"
             if saves:
                 self.checkpoints.close()
                 words += f"; {self.on_first(self.set_aside) or ''}{self.last_good()}"
@@ -145,7 +163,7 @@ class SavedRun:
         target = found[last].with_suffix(UNPROVEN)
         shutil.rmtree(target, ignore_errors=True)
         found[last].rename(target)
-        return f"no finite step has followed {found[last].name}, it is called {target.name} now; "
+        return f"no finite step has followed {found[last].name}: it is renamed {target.name}; "
 
     def last_good(self) -> str:
         """Return a line that names the checkpoint from which a later run continues. Collective."""
@@ -159,18 +177,57 @@ class SavedRun:
         self.release()
 
 
-class Log:
-    """A file of JSON lines; None: no file. A line that can't be written is told of, once, and ends nothing.
+RECORD = b'{"step": '  # what each line of a Log begins with
 
-    more: what is there stays, but for half a line that a kill has left.
+
+def log_file(path: str) -> Path:
+    """Return the path of a Log, as the type of an option. Raises ArgumentTypeError if it can't be written, or is a file
+    of another kind: a Log overwrites what it finds.
+    """
+    file = out_file(path)
+    try:
+        with open(file, "rb") if file.is_file() else io.BytesIO() as found:
+            begins = found.read(len(RECORD))
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{file}: {error.strerror}") from None
+    if not RECORD.startswith(begins):
+        raise argparse.ArgumentTypeError(f"{file} is not a log of this program: name another file, or remove it")
+    return file
+
+
+def records_up_to(data: bytes, step: int) -> tuple[bytes, int]:
+    """Return the lines of a Log up to this step, one per step (the last one), and the number of unreadable lines."""
+    lines, unreadable = {}, 0
+    for line in data[: data.rfind(b"\n") + 1].splitlines(keepends=True):  # the rest is half a line, left by a kill
+        try:
+            lines[int(json.loads(line)["step"])] = line
+        except (ValueError, TypeError, KeyError):
+            unreadable += 1
+    return b"".join(line for number, line in lines.items() if number <= step), unreadable
+
+
+class Log:
+    """A file of JSON lines, one per step; None: no file. A line that can't be written is reported once, and ends
+    nothing.
+
+    step: after which the run continues. Removes the records of later steps (of all steps for 0), and lines that can't
+    be read, so that no step is in the file twice.
     """
 
-    def __init__(self, path: Path | None, more: bool):
+    def __init__(self, path: Path | None, step: int):
         self.path, self.file = path, None
-        if path is not None:
-            if more and path.exists():
-                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
-            self.file = open(path, "ab" if more else "wb", buffering=0)
+        if path is None:
+            return
+        if step and path.is_file():
+            kept, unreadable = records_up_to(data := path.read_bytes(), step)
+            if unreadable:
+                print(f"--out {path}: removed {unreadable} lines that are not records", flush=True)
+            if kept != data:
+                file = path.resolve()  # a link may lead to another disk
+                rewritten = file.with_name(f"{file.name}.part")
+                rewritten.write_bytes(kept)
+                rewritten.replace(file)
+        self.file = open(path, "ab" if step else "wb", buffering=0)
 
     def put(self, data: bytes) -> None:
         """Write, if that is possible."""
@@ -182,5 +239,5 @@ class Log:
             self.file = None
 
     def add(self, record: dict) -> None:
-        """One more line."""
+        """Add a line. record: its first key is `step`."""
         self.put(json.dumps(record).encode() + b"\n")

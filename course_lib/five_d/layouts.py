@@ -73,7 +73,7 @@ class Layout:
                 known = ", ".join([*(f"{each}N" for each in NUMBERS), *WORDS])
                 raise ValueError(f"layout {text!r}: {word!r} is none of {known}")
             if name in found:
-                raise ValueError(f"layout {text!r}: {word!r} sets {name} a second time")
+                raise ValueError(f"layout {text!r}: {word!r} sets {name} again")
             found[name] = value
         return cls(**found)
 
@@ -178,7 +178,7 @@ def check_replicas(layout: Layout) -> None:
         raise ValueError(f"replicate is {layout.replicate}: make it 1 or more")
     if layout.replicate > 1 and layout.zero_stage < 3:
         raise ValueError(
-            f"replicate {layout.replicate} is of the pieces of zero_stage 3, and that is {layout.zero_stage}: "
+            f"replicate {layout.replicate} needs zero_stage 3, and zero_stage is {layout.zero_stage}: "
             "make replicate 1, or zero_stage 3"
         )
     if layout.dp % layout.replicate:
@@ -188,7 +188,7 @@ def check_replicas(layout: Layout) -> None:
 def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
     """Raise ValueError where the degrees do not divide the model; the message names the number to change."""
     if config.dropout and layout.tp > 1:  # what its ranks hold whole would get another mask on each
-        raise ValueError(f"dropout {config.dropout}, which each of tp {layout.tp} ranks would draw: make dropout 0")
+        raise ValueError(f"dropout {config.dropout}: tp {layout.tp} ranks would draw different masks: make dropout 0")
     try:
         check_degree(config, layout.tp)
     except ValueError as error:

@@ -28,7 +28,7 @@ from course_lib.context_parallel.model import apply_context_parallel
 from course_lib.data_parallel.replicas import DataParallel
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.model import apply_expert_parallel
-from course_lib.expert_parallel.router import routers_of
+from course_lib.expert_parallel.router import Routing, routers_of
 from course_lib.five_d.cast_weights import CastWeights
 from course_lib.five_d.kept_gathers import KeptGathers
 from course_lib.five_d.layouts import Layout, check_layout, check_sizes, schedule_of
@@ -41,7 +41,8 @@ from course_lib.pipeline.stages import split_stages
 from course_lib.recompute.modes import IGNORED, apply_recompute, summed_loss
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.sequence_parallel.shards import own_positions, shard_sequence
-from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter
+from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, plain_name
+from course_lib.single_gpu.training import decay_groups
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import materialize, shard_init
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
@@ -80,7 +81,7 @@ def initial_values(config: ModelConfig, seed: int) -> Callable[[str, torch.Tenso
     """init(name, whole tensor) of numbered stages (3.blocks.7.mlp_norm.weight). A tied head is the embedding."""
 
     def init(name: str, tensor: torch.Tensor) -> None:
-        name = name.split(".", 1)[1]
+        name = plain_name(name.split(".", 1)[1])
         init_parameter("embedding.weight" if config.tied and name == "head.weight" else name, tensor, config, seed)
 
     return init
@@ -114,10 +115,12 @@ class ParallelModel:
 
     dtype: of weights as the stages compute with them, and so of hidden states and what stages send. Each weight is cast
     once a step; under ZeRO-3 without a pipeline, a rank's piece of it before each gather. Values, states, and gradients
-    as they are summed and sent are float32, whatever the ZeRO stage.
+    as they are summed and sent are float32, whatever the ZeRO stage. Raises ValueError for float16.
     """
 
     def __init__(self, layout: Layout, mesh: Mesh, runner: PipelineRunner, sharding, optimizer, dtype: torch.dtype):
+        if dtype == torch.float16:
+            raise ValueError("float16 needs a loss scale, which this model's step does not have: take bfloat16")
         self.layout, self.mesh, self.runner, self.sharding = layout, mesh, runner, sharding
         self.optimizer, self.dtype = optimizer, dtype
         if layout.zero_stage == 0 and dtype != torch.float32:
@@ -133,6 +136,11 @@ class ParallelModel:
     def config(self) -> ModelConfig:
         """The sizes of the whole model."""
         return next(getattr(stage, "module", stage).config for stage in self.stages.values())
+
+    @property
+    def routing(self) -> Routing | None:
+        """The routing of all mixtures; None without experts. Every stage has it, even one without layers."""
+        return next(getattr(stage, "module", stage).routing for stage in self.stages.values())
 
     def step(
         self, inputs: torch.Tensor, targets: torch.Tensor, max_norm: float = 1.0
@@ -192,12 +200,15 @@ def own_stages(
     """The layout's schedule, and this rank's stages of the split model by their numbers: on the meta device, with their
     recomputation. Raises ValueError where the layout does not fit the ranks or the model.
     """
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"parallelize builds the model from a ModelConfig; it can't take a {type(config).__name__}")
     check_layout(config, layout, dist.get_world_size(), moe=moe)
     model = split_model(config, layout, mesh, extra, moe)
+    model.routing = next((router.routing for router in routers_of(model)), None)  # its stages have it as well
     schedule = schedule_of(layout, 2 * layout.pp)
     stages = split_stages(model, stages_of(schedule))
     own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
-    for stage in own.values():
+    for stage in own.values() if layout.recompute != "none" else ():  # `extra` may have compiled the blocks
         apply_recompute(stage, layout.recompute)
     return schedule, own
 
@@ -225,8 +236,8 @@ def parallelize(
     """Build this rank's part of a `Transformer` of these sizes, ready to train. Collective over the default group.
 
     extra: verbs that change the split model (kernels, FP8); moe: of apply_moe; dtype: see ParallelModel; settings: the
-    optimizer's. A rank has its part (and a gathered block, or buckets) and one whole tensor at a time. Raises
-    ValueError where the layout does not fit the ranks or the model.
+    optimizer's. Norms and biases have no weight decay. A rank has its part (and a gathered block, or buckets) and one
+    whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
     schedule, own = own_stages(config, layout, mesh, extra, moe)
     init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
@@ -241,10 +252,11 @@ def parallelize(
         if layout.zero_stage == 0:
             sharding = DataParallel(runner.stages, mesh.replicas)
         if layout.zero_stage in (1, 2):
+            settings["param_groups"] = decay_groups(runner.stages)
             settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
             sharding = optimizer = ZeroOptimizer(runner.stages, optimizer_cls, mesh.replicas, **settings)
         else:
-            optimizer = optimizer_cls(runner.stages.parameters(), **settings)
+            optimizer = optimizer_cls(decay_groups(runner.stages), **settings)
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
 
 
@@ -264,5 +276,5 @@ def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     for stage in parallel.stages.values():
         for name, weight in stage.named_parameters(remove_duplicate=False):
             own, shard = gathered.get(weight, weight).detach(), getattr(weight, "tensor_shard", None)
-            whole[name.removeprefix("module.")] = shard.gather(own) if shard else own.clone()
+            whole[plain_name(name).removeprefix("module.")] = shard.gather(own) if shard else own.clone()
     return whole

@@ -123,7 +123,7 @@ def trial(folder: Path, number: int, rank: int, moment: str, later_s: float = 0.
         "moment": moment,
         "later_s": later_s,
         "status": status,
-        "went on": f"goes on after step {int(before.name.split('-')[1])}, from {before}" in text,
+        "went on": f"continues after step {int(before.name.split('-')[1])}, from {before}" in text,
         "damaged": damaged(after, describe(after)["files"]),
         "before": before.name,
         "after": after.name,

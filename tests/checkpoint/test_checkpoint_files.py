@@ -87,8 +87,27 @@ def test_begin_removes_what_killed_jobs_have_left(tmp_path):
     folder = begin(tmp_path, 30)
     assert folder.is_dir() and not list(folder.iterdir())
     assert sorted(tmp_path.iterdir()) == [kept, folder]
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CheckpointError, match=f"there is no folder {tmp_path / 'nowhere'} to save checkpoints in"):
         begin(tmp_path / "nowhere", 1)
+
+
+def test_begin_removes_a_link_and_leaves_what_it_leads_to(tmp_path):
+    elsewhere = tmp_path / "another disk"
+    elsewhere.mkdir()
+    (tmp_path / f"step-000000005{DELETING}").symlink_to(elsewhere)
+    folder = begin(tmp_path, 30)
+    assert sorted(tmp_path.iterdir()) == [elsewhere, folder]
+
+
+def test_nothing_is_saved_where_nothing_would_be_loaded(tmp_path):
+    root = tmp_path / "open"
+    root.mkdir()
+    root.chmod(0o777)
+    with pytest.raises(CheckpointError, match=f"^{root}: anyone may write to it, so no checkpoint in it could be "):
+        begin(root, 1)
+    assert not list(root.iterdir())
+    root.chmod(0o1777)  # as /tmp
+    check_trusted(saved(root, 1))
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
@@ -104,7 +123,7 @@ def test_commit_keeps_the_last_ones(tmp_path, keep):
 
 def test_a_step_that_is_there_is_left_alone(tmp_path):
     saved(tmp_path, 10), saved(tmp_path, 20)
-    with pytest.raises(CheckpointError, match="step-000000020 is there already$"):
+    with pytest.raises(CheckpointError, match="step-000000020 exists already$"):
         begin(tmp_path, 20)
     assert (
         list(complete(tmp_path)) == [10, 20] and value_of(latest(tmp_path)) == 20 and len(list(tmp_path.iterdir())) == 2
@@ -124,7 +143,7 @@ def test_no_checkpoint_of_files_that_are_elsewhere(tmp_path):
     (saving / "__0_0.distcp").write_text("four")
     check_there(saving, {"__0_0.distcp": [4, ""]})
     for files in ({"__1_0.distcp": [4, ""]}, {"__0_0.distcp": [5, ""]}):
-        with pytest.raises(CheckpointError, match="all ranks must see one folder$"):
+        with pytest.raises(CheckpointError, match="all ranks must share one folder$"):
             check_there(saving, files)
 
 
@@ -276,14 +295,14 @@ def test_describe_returns_what_commit_was_told(tmp_path):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (None, "{folder} is no checkpoint of this course: it has no checkpoint.json"),
+        (None, "{folder} is not a checkpoint of this course: it has no checkpoint.json"),
         ("{", "{folder}/checkpoint.json is damaged: Expecting "),
         ("", "{folder}/checkpoint.json is damaged: Expecting value"),
         ('{"format": "course_lib che', "{folder}/checkpoint.json is damaged: Unterminated string"),
         (b"\xff\xfe\x00", "{folder}/checkpoint.json is damaged: 'utf-8' codec can't decode"),
-        ("[1, 2]", "{folder} is no checkpoint of this course: checkpoint.json says nothing of 'course_lib checkpoint'"),
-        ("null", "{folder} is no checkpoint of this course: checkpoint.json says nothing of"),
-        ('{"format": "another", "version": 1}', "{folder} is no checkpoint of this course: checkpoint.json says "),
+        ("[1, 2]", "{folder} is not a checkpoint of this course: checkpoint.json has no 'course_lib checkpoint'"),
+        ("null", "{folder} is not a checkpoint of this course: checkpoint.json has no"),
+        ('{"format": "another", "version": 1}', "{folder} is not a checkpoint of this course: checkpoint.json has no "),
         ('{"format": "course_lib checkpoint", "version": 2}', "{folder} has format 2, this program reads 1"),
         ('{"format": "course_lib checkpoint"}', "{folder} has format None, this program reads 1"),
     ],
@@ -296,6 +315,15 @@ def test_describe_says_in_a_line_what_is_wrong(tmp_path, text, message):
     error = said(lambda: describe(folder))
     kind = "DamagedError" if "is damaged" in message else "CheckpointError"
     assert error.startswith(f"{kind}: " + message.replace("{folder}", str(folder))) and "\n" not in error
+
+
+def test_describe_helps_where_the_folder_of_a_run_is_given(tmp_path):
+    assert (
+        said(lambda: describe(latest(tmp_path)))
+        == "CheckpointError: there is no checkpoint: latest found no complete one"
+    )
+    last = saved(tmp_path, 7)
+    assert said(lambda: describe(tmp_path)).endswith(f"it has no checkpoint.json; the last one in it is {last}")
 
 
 def test_describe_of_what_is_no_folder_or_can_not_be_read(tmp_path):

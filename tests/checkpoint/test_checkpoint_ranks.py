@@ -15,12 +15,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from course_kit.ranks.outcome import LOST_PEER
 from course_lib.checkpoint.boxes import Box, fill, state_boxes, weight_boxes
-from course_lib.checkpoint.checkpoints import Checkpoints, at_rest, load, save
+from course_lib.checkpoint.checkpoints import Checkpoints, load, save
 from course_lib.checkpoint.files import ABOUT, BoxReader, digest, sealed
+from course_lib.checkpoint.host_copies import at_rest
 from course_lib.expert_parallel.router import take_counts, update_bias
+from course_lib.five_d import model
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize
@@ -250,6 +253,54 @@ def test_from_four_ranks_to_two(ranks, two, tmp_path):
     assert all(not unequal(found, expected) for found in two(loaded, "dp2,zero3", tmp_path, 2))
 
 
+def saved_in_one_group(text: str, root) -> dict[str, torch.Tensor]:
+    """As `saved_by`, of an optimizer whose parameters are all in one group."""
+    with mock.patch.object(model, "decay_groups", lambda module: [{"params": list(module.parameters())}]):
+        return saved_by(text, root)
+
+
+@pytest.mark.parametrize("text, other", [("dp4,zero1", "dp2,tp2,zero3"), ("dp2,tp2,zero3", "dp2,pp2,zero2")])
+def test_a_checkpoint_of_one_parameter_group(ranks, tmp_path, text, other):
+    """Runs had one before norms and biases had a group of their own. States are saved by their weights' names."""
+    expected = ranks(saved_in_one_group, text, tmp_path / "one")[0]
+    assert all(not unequal(found, expected) for found in ranks(loaded, other, tmp_path / "one", 2))
+
+
+def add_spare(stage: nn.Module) -> None:
+    """Two matrices that no forward uses, the first and the last of a block."""
+    block = stage.blocks[0]
+    block.spare = nn.Parameter(torch.empty(5, 7, device="meta"))
+    block._parameters = {"first": nn.Parameter(torch.empty(3, 7, device="meta")), **block._parameters}
+
+
+def spared(texts: list[str], root) -> list[str]:
+    """On a rank: what each layout makes different of another's checkpoint of a model that does not use all weights."""
+    wrong, config = [], ModelConfig(**SIZES)
+    for source, target in chained(texts):
+        saving, loading = (
+            parallelize(config, layout, build_mesh(layout), extra=[add_spare], seed=seed, lr=1e-3)
+            for seed, layout in enumerate(map(Layout.parse, (source, target)))
+        )
+        stepped(saving, 0)
+        folder = root / f"{source} to {target}"
+        folder.mkdir(exist_ok=True)
+        save(saving, folder, 1)
+        load(loading, folder / "step-000000001")
+        found, wanted = whole(loading), whole(saving)
+        for name in found.keys() | wanted.keys():
+            if name in wanted:
+                same = name in found and torch.equal(found[name], wanted[name])
+            else:
+                same = "/step" in name or "/exp_avg" in name and not found[name].any()  # a bucket's count, and zeros
+            wrong += [f"{source} to {target}: {name}"] * (not same)
+    return wrong
+
+
+def test_weights_without_states(ranks, tmp_path):
+    """Those that no rank has used have none yet, or zeros where they share a bucket of ZeRO with others."""
+    assert ranks(spared, ["dp4", "dp2,tp2,zero1", "dp2,tp2,zero3", "dp4,zero2"], tmp_path) == [[]] * 4
+
+
 # Who writes what, and when.
 
 
@@ -372,7 +423,7 @@ def test_a_bad_checkpoint_is_one_line_on_all_ranks_and_changes_nothing(ranks, tm
     file = copied("flipped", "is damaged: __3_0.distcp: other bytes than written") / "__3_0.distcp"
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     (copied("removed", "is damaged: __1_0.distcp: No such file or directory") / "__1_0.distcp").unlink()
-    (copied("foreign", "is no checkpoint of this course: it has no checkpoint.json") / ABOUT).unlink()
+    (copied("foreign", "is not a checkpoint of this course: it has no checkpoint.json") / ABOUT).unlink()
     rewritten(copied("newer", "has format 2, this program reads 1"), version=2)
     copied("open", "anyone may write to it").chmod(0o777)
     metadata = BoxReader(good).read_metadata()
@@ -385,7 +436,7 @@ def test_a_bad_checkpoint_is_one_line_on_all_ranks_and_changes_nothing(ranks, tm
     rewritten(folder)
     folder = copied("no list", "")
     (folder / ABOUT).write_text((folder / ABOUT).read_text().replace('"files"', '"filez"'))
-    file = copied("another position", "checkpoint.json is damaged: it is not what was written") / ABOUT
+    file = copied("another position", "checkpoint.json is damaged: its checksum does not match") / ABOUT
     file.write_text(file.read_text().replace('"step": 2', '"step": 3'))
     cases[tmp_path / "nowhere"] = "nowhere: no such folder"
     for name, sizes, message in (
@@ -472,7 +523,7 @@ def saves_in_trouble(kind: str, root) -> dict:
 KINDS = ("CheckpointError: ", "DamagedError: ")
 TROUBLES = {
     "full disk": "OSError: [Errno 27] File too large",
-    "no folder": "FileNotFoundError: ",
+    "no folder": "there is no folder ",
     "a file instead": "FileExistsError: ",
     "read-only": "PermissionError: ",
 }
@@ -490,7 +541,7 @@ def test_a_save_that_fails_is_a_line_and_training_goes_on(ranks, kind):
         assert found["first"] is None and found["third"] is None and found["loss"] > 0 and found["good"]
         assert found["failure"] and TROUBLES[kind] in found["failure"] and "\n" not in found["failure"], found
         assert found["failure"] == of_ranks[0]["failure"]
-        last = "there is no other one" if kind == "no folder" else "the last good one is step-000000001"
+        last = "there is no earlier one" if kind == "no folder" else "the last good one is step-000000001"
         line = f"checkpoint of step 2 failed: {found['failure']}; {last}"
         assert found["lines"] == found["all lines"] == ([line] if rank == 0 else [])
         assert found["left"] == ["step-000000001"] and found["names"] == ["step-000000001", "step-000000003"]

@@ -85,7 +85,7 @@ def is_free(folder: Path) -> bool:
 
 def test_one_process_has_a_folder_until_it_gives_it_back(tmp_path):
     first, who = FolderLock(tmp_path), this_process()
-    line = f"{tmp_path} is in use by a run on host {who['host']}, pid {os.getpid()}: end it, or take another folder"
+    line = f"{tmp_path} is in use by a run on host {who['host']}, pid {os.getpid()}: end it, or use another folder"
     assert refusal(tmp_path) == refusal(tmp_path) == line
     first.release()
     assert is_free(tmp_path)
@@ -252,7 +252,7 @@ def test_a_file_that_says_nothing_is_stale(tmp_path, monkeypatch):
 def test_a_file_that_says_nothing_but_is_held_names_an_unknown_process(tmp_path):
     with open(tmp_path / lock.LOCK, "w") as held:
         assert lock.flocked(held)
-        assert "is in use by an unknown process: end it, or take another folder" in refusal(tmp_path)
+        assert "is in use by an unknown process: end it, or use another folder" in refusal(tmp_path)
 
 
 def test_a_holder_touches_its_file(tmp_path, monkeypatch):

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from calls import said
-from course_lib.checkpoint.checkpoints import load, save
-from course_lib.checkpoint.hugging_face import from_hf, from_hf_config, to_hf
-from course_lib.checkpoint.program import options
+from course_lib.checkpoint import from_hf, to_hf
+from course_lib.checkpoint.checkpoints import latest, load, save
+from course_lib.checkpoint.files import ABOUT, describe, sealed
+from course_lib.checkpoint.hf_files import from_hf_config
+from course_lib.checkpoint.program import main, options
 from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
@@ -28,7 +31,6 @@ from course_lib.single_gpu.model import ModelConfig, Transformer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 44, "vocab": 97, "rope_theta": 500.0}
-MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 32}
 
 
 def theirs_of(folder, **options):
@@ -38,9 +40,9 @@ def theirs_of(folder, **options):
     return LlamaForCausalLM.from_pretrained(folder, **options)
 
 
-def parallel_of(words: str, tied: bool, moe: dict | None = None, seed: int = 0, **sizes):
+def parallel_of(words: str, tied: bool, seed: int = 0, **sizes):
     layout, config = Layout.parse(words), ModelConfig(**SIZES | sizes, tied=tied)
-    return parallelize(config, layout, build_mesh(layout), moe=moe, seed=seed, lr=1e-2)
+    return parallelize(config, layout, build_mesh(layout), seed=seed, lr=1e-2)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,28 +56,27 @@ def first_loss(parallel) -> float:
 
 
 def trained(ways: list[tuple], root) -> list[dict[str, torch.Tensor]]:
-    """On a rank, of each (folder, layout, tied, moe): a checkpoint after a step; its weights, of dense ones."""
+    """On a rank, of each (folder, layout, tied): a checkpoint after a step; its weights."""
     found = []
-    for name, words, tied, moe in ways:
-        parallel = parallel_of(words, tied, moe)
+    for name, words, tied in ways:
+        parallel = parallel_of(words, tied)
         first_loss(parallel)
         (root / name).mkdir(exist_ok=True)
         save(parallel, root / name, 1)
-        again = None if moe else parallel_of("dp4", tied, seed=1)
-        if again:
-            load(again, root / name / "step-000000001")
-        found.append(whole_weights(again) if again else {})
+        again = parallel_of("dp4", tied, seed=1)
+        load(again, root / name / "step-000000001")
+        found.append(whole_weights(again))
     return found
 
 
 @pytest.fixture(scope="module")
 def checkpoints(ranks, tmp_path_factory):
-    """Folders of checkpoints, and for each a Transformer with its weights, by name: tied, untied, and of experts."""
+    """Folders of checkpoints, and for each a Transformer with its weights, by name: tied and untied."""
     root = tmp_path_factory.mktemp("checkpoints")
-    ways = [("tied", "dp2,pp2,zero1", True, None), ("untied", "dp2,tp2,sp,zero3", False, None)]
-    weights = ranks(trained, [*ways, ("experts", "dp2,tp2,ep2", True, MOE)], root)[0]
+    ways = [("tied", "dp2,pp2,zero1", True), ("untied", "dp2,tp2,sp,zero3", False)]
+    weights = ranks(trained, ways, root)[0]
     models = {}
-    for (name, _, tied, _), state in zip(ways, weights, strict=False):
+    for (name, _, tied), state in zip(ways, weights, strict=True):
         models[name] = Transformer(ModelConfig(**SIZES, tied=tied))
         models[name].load_state_dict(state)
     return {path.name: path / "step-000000001" for path in sorted(root.iterdir())}, models
@@ -116,6 +117,82 @@ def test_to_hf_in_bfloat16(checkpoints, tmp_path):
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in theirs.state_dict().items())
 
 
+def with_notes(folder: Path, out: Path, **notes) -> Path:
+    """A copy of a checkpoint, about which a run has noted more."""
+    shutil.copytree(folder, out)
+    (out / ABOUT).write_text(sealed(describe(folder) | notes))
+    return out
+
+
+def saved_tokenizer(folder: Path, words: int) -> Path:
+    """A tokenizer of so many words; the end token is the sixth."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {f"w{number}": number for number in range(words)} | {"<end>": 5}
+    text = Tokenizer(models.WordLevel({name: number for name, number in vocab.items() if name != "w5"}, unk_token="w0"))
+    text.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=text, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def alone():
+    """A default group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_text_of_an_exported_model_ends(alone, tmp_path, monkeypatch):
+    """The program's --seq and --tokenizer are in the model that its checkpoint becomes."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    saved_tokenizer(tmp_path / "words", 97)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.txt").write_text("w1 w2 w3 " * 20)
+    main("--preset debug --steps 1 --batch 2 --seq 16 --checkpoints saved --dataset texts --tokenizer words".split())
+    monkeypatch.chdir(tmp_path / "texts")
+    to_hf(latest(tmp_path / "saved"), tmp_path / "model")
+    theirs, text = theirs_of(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "transformers 4 has no TokenizersBackend"
+    config = theirs.config
+    assert (config.max_position_embeddings, config.bos_token_id, config.eos_token_id) == (16, None, 5)
+    assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == 5
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():  # a model that ends each text
+            weight.fill_(0.0 if name.endswith("_proj.weight") else 0.1 if "embed" in name else 1.0)
+        theirs.lm_head.weight[5] = 1.0
+    prompt = text("w1 w2", return_tensors="pt")["input_ids"]
+    assert theirs.generate(prompt, max_new_tokens=9, do_sample=False).tolist() == [[1, 2, 5]]
+    assert text.decode([1, 2, 5], skip_special_tokens=True) == "w1 w2"
+
+
+def test_length_and_tokenizer_of_an_exported_model(checkpoints, tmp_path, capsys):
+    """The source's length, if that is more; the tokenizer that is named, or none where the run's has moved."""
+    saved, words = checkpoints[0]["untied"], saved_tokenizer(tmp_path / "words", 97)
+    sizes = describe(saved)["config"] | {"context": 64}
+    source = with_notes(saved, tmp_path / "source", seq=16, config=sizes, plan={"tokenizer": str(tmp_path / "moved")})
+    to_hf(source, tmp_path / "without")
+    assert theirs_of(tmp_path / "without").config.max_position_embeddings == 64
+    assert not [*(tmp_path / "without").glob("tokenizer*")]
+    assert f"the tokenizer {tmp_path / 'moved'} can't be loaded: " in capsys.readouterr().out
+    to_hf(saved, tmp_path / "given", tokenizer=words)
+    assert theirs_of(tmp_path / "given").config.eos_token_id == 5
+    to_hf(saved, tmp_path / "plain")
+    plain = theirs_of(tmp_path / "plain").config
+    assert (plain.max_position_embeddings, plain.bos_token_id, plain.eos_token_id) == (8192, None, None)
+
+    large = saved_tokenizer(tmp_path / "large", 98)
+    for name, line in ((large, "has 98 tokens, the model's vocabulary 97"), (tmp_path / "no", "can't be loaded: ")):
+        message = said(lambda: to_hf(saved, tmp_path / "refused", tokenizer=name))  # noqa: B023
+        assert message.startswith("CheckpointError: ") and line in message and "\n" not in message
+    assert not (tmp_path / "refused").exists()
+
+
 def from_folders(ways: list[tuple]) -> tuple[list[float], list[list[int]]]:
     """On a rank, of each (layout, tied, folder): the first loss of a model that starts from there, and the bytes of the
     three exchanges before: of the config, of what is where, of whether it has been read; of sizes first, each time.
@@ -148,7 +225,7 @@ def test_every_layout_starts_from_the_weights_of_transformers(ranks, checkpoints
         loss = F.cross_entropy(theirs(inputs).logits.flatten(0, 1), targets.flatten()).item()
         ways += [(text, name == "tied", folder) for text, folder in zip(texts, [ours, own] * 2, strict=True)]
         losses += [loss] * len(texts)
-        assert from_hf_config(own) == from_hf_config(ours) == ModelConfig(**SIZES, tied=name == "tied")
+        assert from_hf_config(own) == from_hf_config(ours) == (ModelConfig(**SIZES, tied=name == "tied"), None)
     for found, sent in ranks(from_folders, ways):
         assert found == pytest.approx(losses, rel=1e-5), ways
         assert all(looked == read for _, _, _, looked, _, read in sent), sent
@@ -175,18 +252,24 @@ def test_from_hf_refuses_another_model_and_missing_files_on_all_ranks(ranks, che
         return shutil.copytree(tmp_path / "model", tmp_path / name)
 
     (copied("no config", "no config.json") / "config.json").unlink()
-    sorted(copied("a file less", "No such file").glob("*.safetensors"))[1].unlink()
-    file = sorted(copied("cut short", "SafetensorError").glob("*.safetensors"))[1]
+    file = sorted((tmp_path / "model").glob("*.safetensors"))[1].name
+    (copied("a file less", f"lacks {file}, which model.safetensors.index.json names") / file).unlink()
+    file = sorted(copied("cut short", "safetensors can't be read: ").glob("*.safetensors"))[1]
     file.write_bytes(file.read_bytes()[:-10])
     for name, value in (("num_hidden_layers", 3), ("vocab_size", 98), ("intermediate_size", 48)):
         file = copied(name, "another model: ") / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
     file = copied("a tensor less", "has no model.norm.weight") / "model.safetensors.index.json"
     index = json.loads(file.read_text())
-    others = {name for name in index["weight_map"].values()} - {index["weight_map"]["model.norm.weight"]}
+    its_file = index["weight_map"]["model.norm.weight"]
+    others = {*index["weight_map"].values()} - {its_file}
     index["weight_map"]["model.norm.weight"] = min(others)
     file.write_text(json.dumps(index))
-    cases[tmp_path / "nowhere"] = "is no model of transformers: it has no config.json"
+    file = copied("not in the index", "index.json has no model.norm.weight") / "model.safetensors.index.json"
+    del index["weight_map"]["model.norm.weight"]
+    shutil.copy(file.parent / its_file, file.parent / "model.safetensors")
+    file.write_text(json.dumps(index))  # the file beside it, of which the index says nothing, is another model's
+    cases[tmp_path / "nowhere"] = "is not a model of transformers: it has no config.json"
     of_ranks = ranks(refused, list(cases), False)
     for (path, expected), *found in zip(cases.items(), *of_ranks, strict=True):
         assert len({message for message, _ in found}) == 1 and all(same for _, same in found), (path, found)
@@ -296,11 +379,11 @@ def test_from_hf_refuses_other_quantized_models_and_tensors_left_over(ranks, che
     copied("int8 in fp8", tmp_path / "fp8", f"{q} is I8 in ", lambda t: t.update({q: t[q].to(torch.int8)}))
     copied("e5m2", tmp_path / "fp8", f"{q} is F8_E5M2 in ", lambda t: t.update({q: t[q].float().to(torch.float8_e5m2)}))
     extra = {f"model.layers.{n}.self_attn.q_proj.bias": torch.zeros(32) for n in range(4)}
-    line = "1.self_attn.q_proj.bias, model.layers.2.self_attn.q_proj.bias and 1 more, and ours has not"
+    line = "1.self_attn.q_proj.bias, model.layers.2.self_attn.q_proj.bias and 1 more, which ours lacks"
     copied("left over", plain, line, lambda t: t.update(extra))
-    copied("a layer more", plain, "has model.layers.2.mlp.up_proj.weight, and ours has not",
+    copied("a layer more", plain, "has model.layers.2.mlp.up_proj.weight, which ours lacks",
            lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(44, 32)}))  # fmt: skip
-    copied("scale alone", plain, f"has {q}_scale, and ours has not", lambda t: t.update({f"{q}_scale": torch.zeros(1)}))
+    copied("scale alone", plain, f"has {q}_scale, which ours lacks", lambda t: t.update({f"{q}_scale": torch.zeros(1)}))
     copied("shape", plain, f"another model: {q} is [32, 31] in", lambda t: t.update({q: t[q][:, :31].contiguous()}))
     of_ranks = ranks(refused, list(cases), False)
     for (path, expected), *found in zip(cases.items(), *of_ranks, strict=True):
@@ -323,7 +406,7 @@ def test_the_program_refuses_a_quantized_model_before_it_starts(checkpoints, tmp
 
 
 def test_to_hf_refuses_what_it_can_not_write_and_leaves_nothing(checkpoints, tmp_path):
-    """Experts, an output that is there, no checkpoint, and damage."""
+    """An output that is there, no checkpoint, and damage."""
     (folders, _), out = checkpoints, tmp_path / "model"
 
     def error(folder: Path) -> str:
@@ -331,7 +414,6 @@ def test_to_hf_refuses_what_it_can_not_write_and_leaves_nothing(checkpoints, tmp
         assert found.startswith(("CheckpointError: ", "DamagedError: ")) and "\n" not in found
         return found
 
-    assert "no model of Llama's kind: it has blocks.0.mlp." in error(folders["experts"])
     assert error(tmp_path / "nowhere").endswith("nowhere: no such folder")
     for number, file in enumerate(sorted(folders["tied"].iterdir())):
         if file.name == "checkpoint.json":
@@ -343,7 +425,7 @@ def test_to_hf_refuses_what_it_can_not_write_and_leaves_nothing(checkpoints, tmp
     assert list(tmp_path.iterdir()) == []
     out.mkdir()
     (out / "file").write_text("mine")
-    assert error(folders["tied"]).endswith("model is there already")
+    assert error(folders["tied"]).endswith("model exists already")
     assert (out / "file").read_text() == "mine" and list(tmp_path.iterdir()) == [out]
 
 

@@ -12,11 +12,13 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -26,7 +28,7 @@ from calls import said, short_corpus
 from course_lib.checkpoint.checkpoints import latest
 from course_lib.checkpoint.files import complete, damaged, describe
 from course_lib.checkpoint.program import main, options
-from course_lib.checkpoint.saved_run import Log, SavedRun
+from course_lib.checkpoint.saved_run import Log, SavedRun, log_file, readable
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize
@@ -99,7 +101,7 @@ def test_a_job_killed_while_it_saves_leaves_a_complete_checkpoint(tmp_path):
     assert [each.name for each in (tmp_path / "checkpoints").iterdir()] == ["step-000000050"]
     alone, log = records(tmp_path / "alone.jsonl"), records(tmp_path / "log.jsonl")
     expected, steps = losses(alone), [record["step"] for record in log]
-    assert all(later <= step + 1 for step, later in zip([0, *steps], steps, strict=False)) and steps[-1] == 50
+    assert steps == [*range(1, 51)], "no step is there twice, however often the job was killed"
     assert [record["loss"] for record in log] == [expected[step] for step in steps]
 
 
@@ -112,11 +114,11 @@ def snapshot(folder: Path) -> dict:
 @pytest.mark.parametrize(
     "line, expected",
     [
-        ("--save-every 0", "--save-every, --keep and --bad-steps are 1 or more"),
-        ("--bad-steps 0", "--save-every, --keep and --bad-steps are 1 or more"),
-        ("--keep 0", "--save-every, --keep and --bad-steps are 1 or more"),
-        ("--drop-tokens 1", "--drop-tokens is 0 or more and below 1"),
-        ("--drop-tokens -0.1", "--drop-tokens is 0 or more and below 1"),
+        ("--save-every 0", "--save-every, --keep and --bad-steps must be 1 or more"),
+        ("--bad-steps 0", "--save-every, --keep and --bad-steps must be 1 or more"),
+        ("--keep 0", "--save-every, --keep and --bad-steps must be 1 or more"),
+        ("--drop-tokens 1", "--drop-tokens 0 or more and below 1"),
+        ("--drop-tokens -0.1", "--drop-tokens 0 or more and below 1"),
         ("--from-hf empty", "config.json"),
         ("--from-hf missing", "missing"),
     ],
@@ -134,21 +136,78 @@ def test_an_option_that_cannot_be_gets_one_line(line, expected, tmp_path, monkey
     assert snapshot(tmp_path) == before
 
 
-def test_a_log_keeps_its_lines_and_survives_a_full_disk(tmp_path, capsys):
-    """Of a run that goes on: half a line that a kill has left goes. What can't be written is told of once."""
+def line(step: int, run: str = "a") -> str:
+    """A line of a log."""
+    return json.dumps({"step": step, "loss": math.nan, "run": run}) + "\n"
+
+
+LOGS = {  # what is there when a run continues after step 3: what stays, and what is said
+    "all of it": (line(1) + line(2) + line(3), [1, 2, 3], ""),
+    "half a line": (line(1) + line(2) + line(3)[:9], [1, 2], ""),
+    "steps after the checkpoint": (line(1) + line(2) + line(3) + line(4) + line(5)[:-1], [1, 2, 3], ""),
+    "a longer run of another layout": ("".join(line(step, "b") for step in range(1, 9)), [1, 2, 3], ""),
+    "steps twice": (line(1) + line(2, "b") + line(3, "b") + line(4) + line(2) + line(3) + line(4), [1, 2, 3], ""),
+    "a disk's zeros": (
+        line(1) + "\0\0\0\n" + line(2) + '{"step": "x"}\n[3]\n' + line(3),
+        [1, 2, 3],
+        "removed 3 lines that are not records",
+    ),
+    "nothing": ("", [], ""),
+    "no file": (None, [], ""),
+}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_no_step_is_twice_in_the_log_of_a_run_that_continues(name, tmp_path, capsys):
+    text, expected, said = LOGS[name]
     file = tmp_path / "log.jsonl"
-    file.write_text('{"step": 1}\n{"st')
-    log = Log(file, more=True)
-    log.add({"step": 2})
-    assert records(file) == [{"step": 1}, {"step": 2}]
-    Log(file, more=False).add({"step": 3})
+    if text is not None:
+        file.write_text(text)
+    log = Log(log_file(str(file)), 3)
+    log.add({"step": 4})
+    found = records(file)
+    assert [record["step"] for record in found] == [*expected, 4] and [*tmp_path.iterdir()] == [file]
+    if name == "steps twice":
+        assert [record["run"] for record in found[:-1]] == ["a"] * 3, "the last line of a step counts"
+    printed = capsys.readouterr().out
+    assert (said in printed and printed.count("\n") == 1) if said else not printed
+
+
+def test_a_log_that_is_a_link_is_rewritten_where_it_leads(tmp_path):
+    (tmp_path / "here").mkdir()
+    (target := tmp_path / "log.jsonl").write_text(line(1) + line(2))
+    (link := tmp_path / "here" / "log.jsonl").symlink_to(target)
+    with mock.patch.object(Path, "replace", autospec=True, side_effect=Path.replace) as replace:
+        Log(log_file(str(link)), 1).add({"step": 2})
+    assert link.is_symlink() and [record["step"] for record in records(target)] == [1, 2]
+    assert replace.call_args.args[0].parent == tmp_path, "a rename works within one disk only"
+
+
+def test_a_log_survives_a_full_disk(tmp_path, capsys):
+    """A new run has a new log. What can't be written is told of once."""
+    file = tmp_path / "log.jsonl"
+    file.write_text(line(1) + line(2))
+    Log(log_file(str(file)), 0).add({"step": 3})
     assert records(file) == [{"step": 3}]
-    Log(None, more=True).add({"step": 4})
-    log = Log(Path("/dev/full"), more=False)
+    Log(None, 1).add({"step": 4})
+    log = Log(log_file("/dev/full"), 0)
     log.add({"step": 5})
     log.add({"step": 6})
     told = capsys.readouterr().out
     assert told == "--out /dev/full: No space left on device; nothing more is written to it\n"
+
+
+@pytest.mark.parametrize("text", ['{"text": "a document"}\n', "step,loss\n1,2.0\n", "\n", '{"stop": 1}\n', "\x89PNG"])
+def test_a_file_that_is_no_log_is_refused_and_stays(text, tmp_path, capsys):
+    file = tmp_path / "data.jsonl"
+    file.write_text(text)
+    with pytest.raises(SystemExit) as ended:
+        options(["--out", str(file)])
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and error.endswith(
+        f"{file} is not a log of this program: name another file, or remove it"
+    )
+    assert file.read_text() == text
 
 
 # --- launches in processes of their own
@@ -233,19 +292,26 @@ def test_a_job_goes_on_after_a_rank_is_killed(ranks, folder):
     launch = Launch(folder, ["--nproc-per-node", "4", "--max-restarts", "1"], [*program, "--save-every", str(every)])
     launch.after_step(7)
     wait_for(lambda: complete(folder / "checkpoints"), "no checkpoint")  # the first save may still be under way
-    launch.ranks()[1].send_signal(signal.SIGKILL)
+    victim = launch.ranks()[1]
+    victim.send_signal(signal.SIGKILL)
     status, text = launch.end()
     assert status == 0, text
+    place = f"process {victim.pid}, local rank 1 on host {socket.gethostname()}"
+    (told,) = re.findall("^launch: .*$", text, re.MULTILINE)
+    assert told.startswith(f"launch: rank 1: {place}, was killed by signal 9 (SIGKILL); "), told
+    assert told.endswith("; restart 1 of 1") and text.index(told) < text.index("continues after"), text
 
     found = records(launch.out)
     steps = [record["step"] for record in found]
-    goes_on = int(re.search(r"goes on after step (\d+), from ", text)[1]) + 1
-    last = len(steps) - (80 - goes_on + 1)  # before it was killed; no step is there twice if a save had just ended
-    assert steps == [*range(1, last + 1), *range(goes_on, 81)]
+    goes_on = int(re.search(r"continues after step (\d+), from ", text)[1]) + 1
+    assert steps == [*range(1, 81)], "no step is there twice"
+    last = max(
+        int(step) for step in re.findall(r"^step +(\d+) \|", text[: text.index("continues after")], re.MULTILINE)
+    )
     assert 7 <= last < 80, "it was killed before its end, however fast the machine is"
     # The save of this step may not have begun yet, and the one before it is then still under way.
     assert 0 <= last - (goes_on - 1) <= 2 * every and (goes_on - 1) % every == 0
-    assert text.count("goes on after") == 1
+    assert text.count("continues after") == 1
 
     expected = ranks(trained, [*SMALL, *program])[0][0]
     assert len({record["batch"] for record in expected}) > 2 and len({record["lr"] for record in expected}) == 80
@@ -262,7 +328,7 @@ def test_a_second_job_in_a_folder_is_refused_and_the_next_after_a_kill_is_not(fo
     first = Launch(folder, ["--nproc-per-node", "2"], [*program, "100000"])
     first.after_step(2)
     status, text = Launch(folder, ["--nproc-per-node", "2"], [*program, "100000"]).end()
-    line = r"CheckpointError: .*/checkpoints is in use by a run on host \S+, pid \d+: end it, or take another folder"
+    line = r"CheckpointError: .*/checkpoints is in use by a run on host \S+, pid \d+: end it, or use another folder"
     assert status != 0 and re.search(line, text) and "step     1" not in text, text
     done = records(first.out)[-1]["step"]
     first.after_step(done + 3)
@@ -275,7 +341,7 @@ def test_a_second_job_in_a_folder_is_refused_and_the_next_after_a_kill_is_not(fo
     assert all(damaged(each, describe(each)["files"]) is None for each in saves.values())
     last = max(saves)
     status, text = Launch(folder, ["--nproc-per-node", "2"], [*program, str(last + 2)]).end()
-    assert status == 0 and f"goes on after step {last}, from " in text, text
+    assert status == 0 and f"continues after step {last}, from " in text, text
     assert max(complete(folder / "checkpoints")) == last + 2 and not (folder / "checkpoints" / ".lock").exists()
 
 
@@ -311,9 +377,8 @@ def test_a_job_goes_on_when_a_node_comes_and_when_it_is_lost(ranks, folder, port
     found = records(stays.out)
     steps, layouts = [record["step"] for record in found], [record["layout"] for record in found]
     changed = len(layouts) - layouts[::-1].index("dp4")  # the first record after the kill
-    assert set(layouts[changed:]) == {"dp2"} and changed >= before
-    assert [*steps[changed:]] == [*range(steps[changed], 161)]
-    assert 0 <= steps[changed - 1] + 1 - steps[changed] <= 4 and set(steps) == {*range(1, 161)}
+    assert set(layouts[changed:]) == {"dp2"} and changed >= before - 4  # steps that are done again
+    assert steps == [*range(1, 161)], "no step is there twice"
     assert {record["batch"] for record in found} == {8}
     expected = losses(ranks(trained, [*SMALL, *program])[0][0])
     # Two ranks add up in another order than four; over 160 steps their losses drift apart by some 1e-5.
@@ -344,22 +409,30 @@ def saved(ranks, tmp_path_factory):
     return folder, argv
 
 
+def test_another_text_is_told_by_its_tokens():
+    assert readable("text", [8_000_016, 7]) == "8,000,016 tokens (checksum 7)"
+    assert (readable("text", None), readable("seed", 3)) == (None, 3)
+
+
 def test_the_ranks_refuse_what_cannot_be_and_change_nothing(ranks, saved, tmp_path):
     folder, argv = saved
     file = tmp_path / "file"
     file.write_text("a text")
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o777)
     before = snapshot(folder), snapshot(tmp_path)
     last = latest(folder / "c")
     cases = {
-        "--seq 16": f"CheckpointError: {last} is of another run: its seq is 32, and here 16",
-        "--seed 1": f"CheckpointError: {last} is of another run: its seed is 0, and here 1",
-        "--drop-tokens 0": f"CheckpointError: {last} is of another run: its drop_tokens is 0.1, and here 0.0",
+        "--seq 16": f"CheckpointError: {last} belongs to another run: its seq is 32, here it is 16",
+        "--seed 1": f"CheckpointError: {last} belongs to another run: its seed is 0, here it is 1",
+        "--drop-tokens 0": f"CheckpointError: {last} belongs to another run: its drop_tokens is 0.1, here it is 0.0",
         "--preset small": "CheckpointError: another model: ",
-        "--experts 4": f"CheckpointError: {last} is of another run: its moe is None, and here ",
+        "--experts 4": f"CheckpointError: {last} belongs to another run: its moe is None, here it is ",
         f"--checkpoints {file}": f"CheckpointError: --checkpoints {file}: File exists",
         f"--checkpoints {file}/c": f"CheckpointError: --checkpoints {file}/c: Not a directory",
+        f"--checkpoints {shared}": f"CheckpointError: {shared}: anyone may write to it, so no checkpoint in it could",
         "--layout dp2,cp3 --seq 48 --elastic": "ValueError: 4 ranks are no multiple of the 3 that dp2,cp3 has",
-        "--layout dp8 --batch 8": "ValueError: dp 8 x pp 1 x cp 1 x tp 1 = 8 ranks, and there are 4: make dp 4",
+        "--layout dp8 --batch 8": "ValueError: --layout dp8: dp 8 x pp 1 x cp 1 x tp 1 = 8 ranks, and there are 4: ",
     }
     of_ranks = ranks(refused, [[*argv, "--layout", "dp2,tp2", *line.split()] for line in cases])
     for (line, expected), found in zip(cases.items(), zip(*of_ranks, strict=True), strict=True):
@@ -368,14 +441,35 @@ def test_the_ranks_refuse_what_cannot_be_and_change_nothing(ranks, saved, tmp_pa
     assert (snapshot(folder), snapshot(tmp_path)) == before
 
 
+def restarted(argv: list[str]) -> str:
+    """On a rank: what a run prints that torchrun has started again."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        return trained(argv)[1]
+
+
+def test_a_restart_without_a_checkpoint_says_that_it_starts_again(ranks, tmp_path):
+    argv = [*SMALL, "--steps", "1", "--layout", "dp4"]
+    assert "starts at step 1 again: no --checkpoints folder\n" in ranks(restarted, argv)[0]
+    argv += ["--checkpoints", str(tmp_path / "c")]
+    assert f"starts at step 1 again: no checkpoint in {tmp_path / 'c'}\n" in ranks(restarted, argv)[0]
+    assert "again" not in ranks(restarted, argv)[0], "it continues after step 1"
+
+
 def test_a_run_whose_steps_are_all_done(ranks, saved):
     folder, argv = saved
     before = snapshot(folder / "c"), records(folder / "log.jsonl")
     found = ranks(trained, [*argv, "--layout", "dp2,tp2"])
-    assert all(each == [] for each, _ in found) and "goes on after step 8, from " in found[0][1]
+    assert all(each == [] for each, _ in found) and "continues after step 8, from " in found[0][1]
     assert "nothing is left to do: 8 steps are done, --steps is 8" in found[0][1]
     assert "step     " not in found[0][1]
     assert (snapshot(folder / "c"), records(folder / "log.jsonl")) == before
+
+
+def test_a_run_is_told_of_settings_that_change_its_numbers(ranks, saved):
+    _, argv = saved
+    text = ranks(trained, [*argv, "--layout", "dp2,tp2", "--max-norm", "0.5", "--dtype", "bf16"])[0][1]
+    assert re.search("max_norm:? 0.5.* 1.0\n", text) and re.search("dtype:? bf16.* fp32\n", text)
 
 
 @pytest.mark.parametrize("layout", ["dp2,pp2", "dp4,zero3"])
@@ -386,7 +480,7 @@ def test_a_run_goes_on_in_another_layout(layout, ranks, saved, tmp_path):
     shutil.rmtree(tmp_path / "copy/c/step-000000008")
     argv = [word.replace(str(folder), str(tmp_path / "copy")) for word in argv]
     (found, text), *_ = ranks(trained, [*argv, "--layout", layout])
-    assert "goes on after step 4, from " in text and "written in dp2,tp2" in text
+    assert "continues after step 4, from " in text and "written in dp2,tp2" in text
     assert [record["step"] for record in found] == [5, 6, 7, 8]
     expected = losses(records(folder / "log.jsonl"))
     assert losses(found) == {step: pytest.approx(expected[step], rel=1e-5) for step in (5, 6, 7, 8)}
@@ -401,10 +495,10 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(ranks, tm
     found, text = ranks(trained, [*argv, "8"])[0]
     assert [each["loss"] for each in found] == [each["loss"] for each in smooth[4:]]
     said_lines = text.splitlines()[1:3]
-    assert said_lines[0].endswith("other bytes than written; it is called step-000000008.damaged now")
-    assert said_lines[1].startswith("goes on after step 4, from ")
+    assert said_lines[0].endswith("other bytes than written; it is renamed step-000000008.damaged")
+    assert said_lines[1].startswith("continues after step 4, from ")
     assert list(complete(tmp_path / "c")) == [4, 8] and (tmp_path / "c" / "step-000000008.damaged").is_dir()
-    assert "goes on with another steps: 9, was 8\n" in ranks(trained, [*argv, "9"])[0][1]
+    assert "continues with steps 9 instead of 8\n" in ranks(trained, [*argv, "9"])[0][1]
 
 
 BAD = float("inf"), float("nan")
@@ -437,11 +531,12 @@ def test_a_bad_step_waits_with_its_save_and_the_third_in_a_row_stops_the_run(ran
     complete_steps, lines, error = first
     assert complete_steps == [4, 7] and (tmp_path / "c" / "step-000000008.unproven").is_dir()
     assert all((steps, line) == (complete_steps, error) for steps, _, line in others)
-    assert [line.split(",")[0] for line in lines] == [f"step {n} is skipped" for n in (2, 3, 6, 9, 10, 11)]
-    assert lines[1] == "step 3 is skipped, the 2. of this run: its loss is 2.4, its norm inf"
+    assert [line.split(":")[0] for line in lines] == [f"step {n} skipped" for n in (2, 3, 6, 9, 10, 11)]
+    assert lines[1] == "step 3 skipped: loss 2.4, norm inf (2 skipped in this run)"
     assert error == (
-        "CheckpointError: stopped: 3 steps in a row skipped, with the weights of step 8; no finite step has followed "
-        "step-000000008, it is called step-000000008.unproven now; the last good checkpoint is step-000000007"
+        "CheckpointError: stopped: 3 steps in a row skipped; the weights are those of step 8; "
+        "no finite step has followed "
+        "step-000000008: it is renamed step-000000008.unproven; the last good checkpoint is step-000000007"
     )
     assert not any(line for _, line, _ in others), "one rank says it"
 
@@ -460,15 +555,16 @@ def test_a_run_that_explodes_stops_and_no_later_run_goes_on_without_a_word(ranks
     before = snapshot(folder)
     bad = [*argv, "--lr", "1e38", "--steps", "9", "--keep", "9"]  # the step after the first has no finite loss
     error, text = ranks(explodes, bad)[0]
-    assert error.startswith("CheckpointError: stopped: 3 steps in a row skipped, with the weights of step 3"), error
-    assert text.count(" is skipped, ") == 3 and list(complete(folder)) == [1, 2]
+    skipped = "CheckpointError: stopped: 3 steps in a row skipped; the weights are those of step 3"
+    assert error.startswith(skipped), error
+    assert text.count(" skipped: ") == 3 and list(complete(folder)) == [1, 2]
     after = snapshot(folder)
     assert all(after[path] == before[path] for path in before if path.is_file()), "the good ones are as they were"
-    assert error.endswith("step-000000003.unproven now; the last good checkpoint is step-000000002"), error
+    assert error.endswith("step-000000003.unproven; the last good checkpoint is step-000000002"), error
     again, _ = ranks(explodes, bad)[0]
     assert again == error and list(complete(folder)) == [1, 2], "the same once more, and no older one is lost"
     found, text = ranks(trained, [*argv, "--lr", "1e-3", "--steps", "4"])[0]
-    assert "goes on after step 2, from " in text
+    assert "continues after step 2, from " in text
     assert [record["step"] for record in found] == [3, 4] and all(math.isfinite(each["loss"]) for each in found)
 
 
@@ -477,16 +573,20 @@ def test_a_run_that_ends_in_bad_steps_leaves_no_checkpoint_that_begins_with_nan(
     """After step 1 weights are not finite; or they are, and so large that no later step is."""
     argv = [*SMALL, "--layout", "dp2,zero1", "--save-every", "1", "--checkpoints", str(tmp_path / "c"), "--steps", "3"]
     (error, text), (other, _) = two(explodes, [*argv, "--lr", rate])
-    aside = "no finite step has followed step-000000001, it is called step-000000001.unproven now; "
-    assert error == other == (
-        "CheckpointError: ended: 2 steps in a row skipped, with the weights of step 1; "
-        f"{aside if saved_first else ''}there is no good checkpoint"
+    aside = "no finite step has followed step-000000001: it is renamed step-000000001.unproven; "
+    assert (
+        error
+        == other
+        == (
+            "CheckpointError: ended: 2 steps in a row skipped; the weights are those of step 1; "
+            f"{aside if saved_first else ''}there is no good checkpoint"
+        )
     )
-    assert saved_first != (" is not finite; there is no other one" in text)
-    assert text.count(" is skipped, ") == 2 and not complete(tmp_path / "c")
+    assert saved_first != (" is not finite; there is no earlier one" in text)
+    assert text.count(" skipped: ") == 2 and not complete(tmp_path / "c")
     found, text = two(trained, argv)[0]
-    assert [record["step"] for record in found] == [1, 2, 3] and "goes on after" not in text
-    assert ("begins anew: no finite step followed step-000000001.unproven; " in text) == saved_first
+    assert [record["step"] for record in found] == [1, 2, 3] and "continues after" not in text
+    assert ("starts at step 1: no finite step followed step-000000001.unproven; " in text) == saved_first
     assert all(math.isfinite(record["loss"]) for record in found) and list(complete(tmp_path / "c")) == [2, 3]
 
 

@@ -31,7 +31,7 @@ from course_lib.pipeline.norm import gradients_of
 from course_lib.recompute.modes import IGNORED, summed_loss
 from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer
-from course_lib.single_gpu.training import flops_per_token
+from course_lib.single_gpu.training import decay_groups, flops_per_token
 from course_lib.tensor_parallel.shards import TensorShard
 from course_lib.zero.full_sharding import FullyShard
 from course_lib.zero.sharded_parameters import find_blocks
@@ -43,7 +43,7 @@ QWEN = {"qkv_bias": True, "qk_norm": True, "head_size": 12, "rope_factor": 4.0, 
 MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 12, "shared": 1, "balance": 0.02, "z": 0.01}
 SEQ, MAX_NORM = 16, 0.5
 OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step
-    "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4}),
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.5}),  # norms and biases have none
     "fused": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4, "fused": True}),  # it can skip a step on the device
     "SGD": (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9}),  # unlike AdamW, it does not forgive a wrong scale
 }
@@ -135,7 +135,7 @@ def one_process(way: Way, dtype: torch.dtype = torch.float32) -> dict[str, torch
     model, found = Transformer(way.config), {}
     if way.moe:
         apply_moe(model, **MOE)
-    optimizer = make(model.parameters(), **settings)
+    optimizer = make(decay_groups(model), **settings)
     for step, sequences in enumerate(way.batches):
         inputs, targets = batch_of(step, sequences)
         m = sequences // (layout.dp * layout.micro_batch)
@@ -300,6 +300,31 @@ def test_a_step_with_an_inf_in_one_gradient_of_one_rank_changes_nothing_on_any(r
     for found in ranks(poisoned, texts, optimizer, at):
         for case, (kept, goes_on, norm, finite) in found.items():
             assert kept and goes_on and finite and not math.isfinite(norm), (case, kept, goes_on, norm, finite)
+
+
+def add_spare(stage: nn.Module) -> None:
+    """A matrix that no forward uses."""
+    stage.blocks[0].spare = nn.Parameter(torch.empty(5, 7, device="meta"))
+
+
+def unmoved(texts: list[str]) -> dict[str, set[str]]:
+    """On a rank: the weights that two steps with much weight decay leave as they were, by layout."""
+    found = {}
+    for text in texts:
+        parallel = parallel_of(Way(text), extra=[add_spare])
+        before = whole_weights(parallel)
+        for step in range(2):
+            parallel.step(*own_batch(parallel, step, 4), MAX_NORM)
+        after = whole_weights(parallel)
+        found[text] = {name for name, weight in after.items() if torch.equal(weight, before[name])}
+    return found
+
+
+def test_a_parameter_that_no_rank_uses_stays_as_it_is(ranks):
+    texts = ["dp4", "dp2,pp2,zero1", "dp2,tp2,zero2", "dp2,tp2,zero3", "dp4,zero3,rep2", "dp2,pp2,zero3,keep"]
+    first, *others = ranks(unmoved, texts)
+    assert first == {text: {"blocks.0.spare"} for text in texts}  # rank 0 has the first stage
+    assert all(names <= {"blocks.0.spare"} for found in others for names in found.values())
 
 
 def test_bfloat16_products(ranks):
@@ -643,14 +668,14 @@ def test_the_mfu_of_a_mixture_counts_what_a_token_goes_through(ranks):
 def test_main_refuses_a_layout_of_other_ranks(ranks):
     argv = [*ARGUMENTS, "--layout", "dp2", "--batch", "8"]
     for error in ranks(lambda: said(lambda: main(argv))):
-        assert error.startswith("ValueError: dp 2 ") and error.endswith("make dp 4")
+        assert error.startswith("ValueError: --layout dp2: dp 2 ") and error.endswith("make dp 4")
 
 
 @pytest.mark.parametrize(
     "argv, text",
     [
         (["--layout", "dp2,qp2"], "'qp2' is none of"),
-        (["--layout", "dp2,dp2"], "a second time"),
+        (["--layout", "dp2,dp2"], "sets dp again"),
         (["--layout", "dp3", "--batch", "8"], "make it 9"),
         (["--layout", "cp8"], "seq 24 is no multiple of 16"),
         (["--layout", "tp3"], "tp 3"),
