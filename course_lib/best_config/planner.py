@@ -199,7 +199,8 @@ def check_settings(settings: dict[str, tuple]) -> None:
             one = dataclasses.replace(Layout(), **{name: value})
             check_words(one)
             if name in ("micro_batch", "ep", "virtual", "replicate") and value < 1 or one.zero_stage not in range(4):
-                raise ValueError(f"settings: {name} {value} can't be")
+                known = "0 to 3" if name == "zero_stage" else "1 or more"
+                raise ValueError(f"settings: {name} {value}: it must be {known}")
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,7 @@ def search(
     """
     check_job(config, cluster, gpus, batch, seq, moe)
     if not 0 < risk <= 1:
-        raise ValueError(f"risk {risk}: it is a probability above 0")
+        raise ValueError(f"risk {risk}: it must be a probability above 0")
     chosen = SETTINGS | (settings or {})
     chosen["micro_batch"] = chosen["micro_batch"] or divisors(batch)
     chosen["ep"] = chosen["ep"] or divisors(moe["experts"] if moe else 1)

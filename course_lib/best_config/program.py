@@ -19,6 +19,7 @@ from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.hardware import load_cluster
 from course_lib.best_config.model_files import read_config
 from course_lib.best_config.planner import RISK, check_job
+from course_lib.expert_parallel.mixture import moe_options
 from course_lib.single_gpu.model import PRESETS
 
 
@@ -98,9 +99,9 @@ def program_parser() -> argparse.ArgumentParser:
     model.add_argument("--preset", default="llama3-8B", choices=list(PRESETS))
     model.add_argument("--config", type=Path, help="a model's config.json, as transformers writes it, or its folder")
     add("--experts", type=int, help="experts a layer, in the MLP's place")
-    add("--top-k", type=int, default=2, help="experts a token")
+    add("--top-k", type=int, help="experts per token; 2 by default")
     add("--expert-hidden", type=int, help="width of an expert; that of the MLP by default")
-    add("--shared", type=int, default=0, help="experts that every token goes through")
+    add("--shared", type=int, help="experts that every token goes through; none by default")
     known = "; ".join(CLUSTERS)
     add("--cluster", default="H100", help=f"one of {known}; or a TOML file such as data/clusters/example.toml")
     add("--gpus", type=int, default=64)
@@ -126,11 +127,7 @@ def read_cluster(name: str) -> Cluster:
 def read_question(chosen: argparse.Namespace) -> Question:
     """What the options ask. Raises ValueError, in one line, where it makes no sense."""
     config, moe = read_config(chosen.config) if chosen.config else (PRESETS[chosen.preset], None)
-    if chosen.experts is not None:
-        moe = {"experts": chosen.experts, "top_k": chosen.top_k}
-        moe |= {"ffn_hidden": chosen.expert_hidden, "shared": chosen.shared}
-    elif chosen.expert_hidden is not None or chosen.shared:
-        raise ValueError("--expert-hidden and --shared go with --experts")
+    moe = moe_options(chosen, moe)
     sizes = chosen.gpus, chosen.batch, chosen.seq, moe
     cluster = read_cluster(chosen.cluster)
     check_job(config, cluster, *sizes)

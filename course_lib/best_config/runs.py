@@ -72,9 +72,9 @@ def load_runs(file: Path | str) -> list[MeasuredRun]:
     runs = []
     for where, row in numbered_rows(file):
         if not COLUMNS <= set(row):
-            raise ValueError(f"{file} has not the columns of the playbook's runs: read_runs is for other files")
+            raise ValueError(f"{file} lacks the columns of the playbook's runs: read other files by read_runs")
         if "layout" in row:
-            raise ValueError(f"{file} is a sweep's: course_kit.sweep.calibrate.load_sweep reads it")
+            raise ValueError(f"{file} is the result of a sweep: read it by course_kit.sweep.calibrate.load_sweep")
         try:
             run = playbook_run(row)
         except (ValueError, KeyError, ZeroDivisionError) as error:
@@ -82,7 +82,7 @@ def load_runs(file: Path | str) -> list[MeasuredRun]:
         if int(row["dp"]) * int(row["micro_batch"]) * int(row["grad_accum"]) == run.batch:
             runs.append(run)
     if not runs:
-        raise ValueError(f"{file}: no row is of 256 sequences a step")
+        raise ValueError(f"{file}: no row has 256 sequences per step")
     return runs
 
 

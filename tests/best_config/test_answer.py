@@ -1,16 +1,20 @@
 """course_lib.best_config.answer: ties, the second, jobs near by, and the command for notebook 10's program. CPU."""
 
 import dataclasses
+import json
 import shlex
+import sys
 
 import numpy as np
 import pytest
 
 from course_lib.best_config.answer import SAME, Question, answer, differences, launch, near, simplicity, ties
 from course_lib.best_config.clusters import CLUSTERS
+from course_lib.best_config.model_files import read_config
 from course_lib.best_config.planner import estimate, search
 from course_lib.checkpoint import program as five_d
 from course_lib.five_d.layouts import Layout
+from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS
 from launch_nb_torchrun import own_options
 from launcher import slurm
@@ -137,15 +141,100 @@ def test_the_command_is_one_that_the_program_takes(asked):
 def test_a_device_that_the_course_does_not_know_has_its_peak_in_the_command():
     unknown = dataclasses.replace(EIGHT, cluster=dataclasses.replace(H100, name="XPU", peak_flops=165.2e12))
     assert "--peak-tflops 165.2" in launch(unknown, Layout(dp=8))["command"]
+    other = dataclasses.replace(EIGHT, cluster=dataclasses.replace(H100, peak_flops=800e12))  # a preset's name alone
+    assert "--peak-tflops 800" in launch(other, Layout(dp=8))["command"]
     assert "--peak-tflops" not in launch(EIGHT, Layout(dp=8))["command"]
     shared = dataclasses.replace(MIXTURE, moe=MOE | {"shared": 1})
     assert "--experts 8 --top-k 2 --expert-hidden 1024 --shared 1" in launch(shared, Layout())["command"]
-    assert "no experts of a config.json" in launch(dataclasses.replace(MIXTURE, name="config.json"), Layout())["note"]
 
 
-def test_a_config_starts_from_the_weights_beside_it():
-    asked = dataclasses.replace(EIGHT, name="models/my llama/config.json")
-    assert "--from-hf 'models/my llama' --layout dp8" in launch(asked, Layout(dp=8))["command"]
+DENSE = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}
+DENSE |= {"intermediate_size": 1024, "vocab_size": 1000, "model_type": "llama"}
+YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "rope_theta": 1e4}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+QWEN3_MOE |= {"norm_topk_prob": True}
+SAFE, BIN = ("model.safetensors",), ("pytorch_model.bin",)
+
+
+@pytest.mark.parametrize(
+    "change, weights, options, note",
+    [
+        ({}, SAFE, "--from-hf", "starts from the weights beside"),
+        ({"model_type": "qwen2"}, SAFE, "--from-hf", "starts from the weights"),
+        ({"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": True}, SAFE, "--from-hf", "from the weights"),
+        ({"model_type": "mistral", "sliding_window": None}, SAFE, "--from-hf", "starts from the weights"),
+        ({"rope_scaling": LLAMA3, "rope_theta": 5e5}, SAFE, "--from-hf", "starts from the weights"),
+        (FP8, SAFE, "--from-hf", "starts from the weights"),
+        ({}, (), "--model", "has no model.safetensors; it starts from random weights"),
+        ({"model_type": "qwen3"}, BIN, "--model", "only pytorch_model.bin: load the model with transformers"),
+        (YARN, SAFE, None, "rope_type is yarn, not default or llama3"),
+        ({"model_type": "mistral", "sliding_window": 64}, (), None, "sliding_window is 64, not None"),
+        ({"model_type": "qwen3", "attention_bias": True}, SAFE, None, "attention_bias is True, not False"),
+        ({"hidden_act": "gelu"}, (), None, "hidden_act is gelu, not silu"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, (), None, "rotary_factor is 0.5"),
+        ({"quantization_config": {"quant_method": "gptq"}}, SAFE, None, "quant_method gptq"),
+        ({"num_attention_heads": 8, "hidden_size": 516, "head_dim": 64}, SAFE, None, "hidden size"),
+        (MIXTRAL, SAFE, "--from-hf", "starts from the weights"),
+        (MIXTRAL, (), "--model", "starts from random weights"),
+        (QWEN3_MOE, SAFE, "--from-hf", "starts from the weights"),
+        (QWEN3_MOE | {"model_type": "qwen2_moe"}, SAFE, None, "model_type is qwen2_moe, not llama"),
+        (QWEN3_MOE | {"norm_topk_prob": False}, SAFE, None, "norm_topk_prob is False"),
+    ],
+)  # fmt: skip
+def test_a_command_is_printed_where_the_program_takes_the_model(change, weights, options, note, tmp_path):
+    folder = tmp_path / "my model"
+    folder.mkdir()
+    for name, text in (("config.json", json.dumps(DENSE | change)), *((each, "") for each in weights)):
+        (folder / name).write_text(text)
+    config, moe = read_config(folder)
+    asked = Question(str(folder), config, H100, 8, 64, moe=moe)
+    for name in (str(folder), f"{folder}/config.json"):
+        said = launch(dataclasses.replace(asked, name=name), Layout(dp=8))
+        assert note in said["note"] and "\n" not in said["note"], said
+        assert ("command" in said) == ("slurm" in said) == (options is not None), said
+    if options is None:
+        for source in ("--from-hf", "--model")[: 1 if "quantization_config" in change else 2]:
+            with pytest.raises(SystemExit):
+                five_d.options([source, str(folder)])
+        return
+    for line in (launch(asked, Layout(dp=8))[name] for name in ("command", "slurm")):
+        words = shlex.split(line)
+        words = words[words.index("--") + 1 :]
+        assert words[:2] == [options, str(folder if options == "--from-hf" else folder / "config.json")]
+        chosen = five_d.options(words)
+        assert param_count(chosen.config) == param_count(config)
+        sizes = {name: value for name, value in (chosen.moe or {}).items() if name != "balance"}
+        assert sizes == {name: value for name, value in (moe or {}).items() if name != "shared"}
+
+
+def test_a_config_by_another_name_is_not_the_one_beside_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE | {"num_hidden_layers": 8}))
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(DENSE))
+    said = launch(Question(str(file), read_config(file)[0], H100, 8, 64), Layout(dp=8))
+    assert f"--model {file} --layout dp8" in said["command"]
+    assert said["note"].startswith("it starts from random weights")
+    assert "No such file" in launch(dataclasses.replace(EIGHT, name="mine"), Layout())["note"]
+
+
+def test_experts_of_a_dense_config_start_from_random_weights(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    (tmp_path / "model.safetensors").touch()
+    said = launch(Question(str(tmp_path), read_config(tmp_path)[0], H100, 8, 64, moe=MOE), Layout(dp=8))
+    words = shlex.split(said["command"])
+    chosen = five_d.options(words[words.index("--") + 1 :])
+    assert chosen.model == tmp_path / "config.json" and said["note"].startswith("it starts from random weights")
+    assert chosen.moe == {"experts": 8, "top_k": 2, "ffn_hidden": 1024, "balance": 0.01}
+
+
+def test_without_transformers_the_command_has_a_caveat(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    said = launch(Question(str(tmp_path), read_config(tmp_path)[0], H100, 8, 64), Layout(dp=8))
+    assert "--model" in said["command"] and "whether the program takes this model, is not installed" in said["note"]
 
 
 def test_where_nothing_fits_the_leanest_is_named():

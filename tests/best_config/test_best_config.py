@@ -179,7 +179,7 @@ NOTHING_TO_PLAN = [
     ({}, {"moe": MIXED | {"width": 64}}, "moe: width is none of ffn_hidden, shared, seed, experts, top_k"),
     ({}, {"moe": MIXED | {"experts": -8}}, "moe: experts -8"),
     ({}, {"moe": MIXED | {"top_k": "2"}}, "moe: top_k '2'"),
-    ({}, {"moe": MIXED | {"top_k": 9}}, "top_k 9: a token goes to 1 expert at least, and to 8 at most"),
+    ({}, {"moe": MIXED | {"top_k": 9}}, "top_k 9: it must be 1 to 8, the number of experts"),
     ({}, {"moe": MIXED | {"ffn_hidden": -1}}, "moe: ffn_hidden -1: a whole number, 1 or more"),
     ({}, {"moe": MIXED | {"shared": -1}}, "moe: shared -1: a whole number, 0 or more"),
     ({}, {"moe": MIXED | {"capacity": "all"}}, "moe: .*not supported between"),

@@ -115,14 +115,14 @@ def test_every_layout_that_ran_can_be():
 @pytest.mark.parametrize(
     "lines, words",
     [
-        (["a,b", "1,2"], "has not the columns of the playbook's runs"),
+        (["a,b", "1,2"], "lacks the columns of the playbook's runs"),
         (["model,nodes"], "has no rows"),
         ([], "has no rows"),
         ([HEADER], "has no rows"),
-        ([HEADER, "8B,1,8,1,1,1,2,8,128,1,40.0,6000.0,60.0"], "no row is of 256 sequences a step"),
+        ([HEADER, "8B,1,8,1,1,1,2,8,128,1,40.0,6000.0,60.0"], "no row has 256 sequences per step"),
         ([HEADER, "7B,1,8,1,1,1,2,16,256,1,40.0,6000.0,60.0"], "line 2: 'bench-7B'"),
         ([HEADER, "8B,1,8,1,1,1,2,16,256,1,40.0,fast,60.0"], "line 2: could not convert string to float: 'fast'"),
-        ([HEADER + ",layout", "debug,1,2,1,1,0,1,4,8,1,40.0,6000.0,60.0,dp2"], "is a sweep's: .*load_sweep reads it"),
+        ([HEADER + ",layout", "debug,1,2,1,1,0,1,4,8,1,40.0,6000.0,60.0,dp2"], "result of a sweep: .*load_sweep"),
     ],
 )
 def test_a_file_that_is_none_is_one_line(tmp_path, lines, words):
@@ -140,7 +140,7 @@ def test_a_file_without_one_of_the_columns_is_one_line(tmp_path, column):
         writer = csv.DictWriter(stream, [name for name in ROWS[0] if name != column], extrasaction="ignore")
         writer.writeheader()
         writer.writerow(ROWS[0])
-    with pytest.raises(ValueError, match="has not the columns"):
+    with pytest.raises(ValueError, match="lacks the columns"):
         load_runs(file)
 
 

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from course_lib.best_config.model_files import read_config
+from course_lib.best_config.model_files import read_config, sizes_of
+from course_lib.checkpoint.hf_files import read_hf_config
 from course_lib.expert_parallel.mixture import mixture_params
+from course_lib.single_gpu.hugging_face import hf_config
 from course_lib.single_gpu.memory import param_count
 
 LLAMA = {
@@ -92,13 +94,13 @@ def test_published_mixtures_have_their_published_counts(kind, written):
     [
         ({"model_type": "deepseek_v3"}, "model_type is deepseek_v3: the planner knows llama, mistral"),
         ({"model_type": None}, "model_type is None"),
-        ({"hidden_size": "4096"}, "hidden_size is '4096': it is a whole number of 1 or more"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096': it must be a whole number of 1 or more"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_attention_heads": 33}, "heads must divide hidden"),
         ({"model_type": "mixtral"}, "num_local_experts is missing"),
         (
             {"model_type": "deepseek", "n_routed_experts": 64, "first_k_dense_replace": 1},
-            "first_k_dense_replace is 1: the planner has mixtures in all layers, or in none",
+            "first_k_dense_replace is 1: the course has mixtures in all layers, or in none",
         ),
     ],
 )
@@ -115,3 +117,41 @@ def test_no_config_is_one_line(text, message, written, tmp_path):
     with pytest.raises(ValueError, match=message) as caught:
         read_config(file)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", *DENSE])
+@pytest.mark.parametrize("left_out", ["num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"])
+def test_what_a_file_leaves_out_is_what_transformers_takes(kind, left_out):
+    from transformers import CONFIG_MAPPING
+
+    sizes = {name: value for name, value in LLAMA.items() if name not in ("rope_scaling", left_out)}
+    sizes |= {"model_type": kind, "hidden_size": 2048, "sliding_window": None}
+    ours, theirs = sizes_of(sizes)[0], hf_config(CONFIG_MAPPING[kind].from_dict(sizes))
+    assert (ours.kv_heads, ours.head_dim, ours.tied) == (theirs.kv_heads, theirs.head_dim, theirs.tied)
+    assert param_count(ours) == param_count(theirs)
+
+
+def test_each_causal_model_of_transformers_is_read_or_refused_in_one_line(written):
+    """The default config of each, by the three readers: of the object, of the file, and the planner's of the file."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as KINDS
+
+    def read(reader, source):
+        try:
+            return reader(source)
+        except ValueError as error:
+            assert "\n" not in str(error) and len(str(error)) < 400, (kind, error)
+            return None
+
+    found, tried = {reader: set() for reader in (hf_config, read_hf_config, sizes_of)}, 0
+    for kind in KINDS:
+        try:
+            theirs = CONFIG_MAPPING[kind]()
+        except Exception:  # its defaults contradict each other
+            continue
+        text, tried = theirs.to_json_string(use_diff=False), tried + 1
+        for reader, source in ((hf_config, theirs), (read_hf_config, written(text)), (sizes_of, json.loads(text))):
+            found[reader] |= {kind} if read(reader, source) else set()
+    assert tried > 100 and found[hf_config] == {"llama", "qwen2", "qwen3"}
+    assert found[read_hf_config] == found[hf_config] | {"mixtral"}  # Qwen3-MoE does not norm its gates by default
+    assert found[sizes_of] >= found[hf_config] | {"mistral", "mixtral", "qwen3_moe"}  # windows do not change a matrix

@@ -73,7 +73,10 @@ def test_any_model_can_be_asked_for(tmp_path, capsys):
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(sizes))
     main(["--config", str(tmp_path), "--gpus", "8", "--batch", "64", "--top", "1"])
-    assert "no experts of a config.json: no command" in capsys.readouterr().out
+    assert f"--model {tmp_path / 'config.json'} --layout" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        options(["--config", str(tmp_path), "--experts", "4"])
+    assert "--experts is 4, and the model's config.json says 8" in capsys.readouterr().err.splitlines()[-1]
     assert options(["--cluster", str(EXAMPLE)]).question.cluster == load_cluster(EXAMPLE)
     by_hand = options(["--experts", "8", "--top-k", "1", "--expert-hidden", "512", "--shared", "1"]).question
     assert by_hand.moe == {"experts": 8, "top_k": 1, "ffn_hidden": 512, "shared": 1}
