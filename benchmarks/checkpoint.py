@@ -44,7 +44,8 @@ import torch.distributed.checkpoint as dcp
 
 from course_kit.ranks import Ranks
 from course_lib.checkpoint.boxes import Box, own_share, state_boxes, weight_boxes
-from course_lib.checkpoint.checkpoints import Checkpoints, at_rest, load, save
+from course_lib.checkpoint.checkpoints import Checkpoints, load, save
+from course_lib.checkpoint.host_copies import at_rest
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import ParallelModel, parallelize

@@ -39,6 +39,7 @@ from course_lib.five_d.layouts import Layout
 from course_lib.five_d.model import whole_weights
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.single_gpu.training import decay_groups
 
 PAIRS, PEAKS = 15, 2
 CHECKED = 2  # steps
@@ -86,7 +87,7 @@ def torch_build(model: Transformer, layout: Layout, m: int, prefetch: bool = Fal
     if layout.pp > 1:
         part = PipelineStage(stage, number, layout.pp, device, group=mesh["pp"].get_group())
         schedule = Schedule1F1B(part, m, loss_fn=loss)
-    return stage, torch.optim.AdamW(stage.parameters(), **ADAMW), schedule, mesh
+    return stage, torch.optim.AdamW(decay_groups(stage), **ADAMW), schedule, mesh
 
 
 def torch_gradients(built: tuple, m: int, inputs: torch.Tensor, targets: torch.Tensor, once: bool = True):

@@ -11,6 +11,7 @@
     ready: FILE: KERNEL SIZE  compiles it all for the next, and holds it against PyTorch at this size
     FILE: KERNEL SIZE  kernels.py, attention.py, fp8.py: times against the rivals, the headline sizes first
     step               bench-1B: eager, compiled, with the kernels, in FP8: seconds, tokens/s, MFU, peak memory
+    in turns: WAY      its steps and those of BF16 with the kernels, in alternation in one process: README's FP8 row
     sanitizer: TOOL    compute-sanitizer over every kernel, small
     sectors            what ncu counts against what count_transactions predicts (counters.py)
 """
@@ -40,7 +41,7 @@ import torch
 import triton
 from gpu import Job, Skipped
 from kernel_runs import DTYPES, Case, Comparison, measure, working
-from measure import gpu_word, save
+from measure import PAIRS, gpu_word, paired, save
 from rank_steps import on_ranks
 from triton.runtime.autotuner import Autotuner
 
@@ -81,6 +82,7 @@ REASONS = {  # why a bound is missed, where we have an explanation
 STEP_AIMS = {"eager": 1.15, "compile": 1.0}
 LAYOUTS = ("dp2", "dp2,zero1", "tp2", "dp2,zero3", "pp2", "pp2,zb-v")
 LARGE = {"cuda": ("bench-1B", 4, 4096, 12), "cpu": ("debug", 1, 8, 2)}  # preset, batch, sequence, steps
+IN_TURNS = ("FP8, blocks", "kernels")  # a way and its rival
 TOLERANCE = 1e-4  # of losses and weights on two ranks, whose sums have another order
 
 
@@ -209,6 +211,17 @@ def ways(preset: str) -> dict[str, Callable]:
     }
 
 
+def trainer(way: str, device: torch.device) -> Callable[[int], list[dict]]:
+    """Make a large model with its optimizer; return a function that trains it for some steps and returns the records:
+    float32 weights, autocast to BF16.
+    """
+    preset, batch, seq, _ = LARGE[device.type]
+    with device:
+        model, its_step = ways(preset)[way]()
+    optimizer, batches = adamw(model, 1e-4), TokenBatches(ByteTokenizer().encode(corpus()), batch, seq)
+    return lambda steps: train(model, optimizer, batches, steps, torch.bfloat16, step=its_step)
+
+
 def step(way: str, device: torch.device) -> Iterator[dict]:
     """Medians of a training step, float32 weights and autocast to BF16; the first third of the steps do not count.
     Raises AssertionError for a loss that is no number.
@@ -217,18 +230,37 @@ def step(way: str, device: torch.device) -> Iterator[dict]:
     fresh()
     if way == "compile" and device.type == "cpu":
         raise Skipped("for a CPU the compiler writes other code, and takes long")
-    with device:
-        model, its_step = ways(preset)[way]()
+    train_for = trainer(way, device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    batches = TokenBatches(ByteTokenizer().encode(corpus()), batch, seq)
-    records = train(model, adamw(model, 1e-4), batches, steps, torch.bfloat16, step=its_step)
+    records = train_for(steps)
     settled = records[steps // 3 :]
     row = {key: statistics.median(r[key] for r in settled) for key in ("step_s", "tokens_per_s", "peak_memory")}
     row["mfu"] = settled[-1]["mfu"] and statistics.median(record["mfu"] for record in settled)
     losses = [record["loss"] for record in records]
     yield {"way": way, "preset": preset, "batch": batch, "seq": seq} | row | {"losses": losses}
     assert all(map(math.isfinite, losses)), losses
+
+
+def in_turns(way: str, rival: str, device: torch.device) -> Iterator[dict]:
+    """The time of a step over that of a rival's step, both models side by side in memory; then the rival beside itself,
+    which is the noise. Raises AssertionError for a loss that is no number.
+    """
+
+    def one_step(name: str) -> Callable[[], None]:
+        train_for = trainer(name, device)
+
+        def run() -> None:
+            (record,) = train_for(1)  # waits for the device
+            assert math.isfinite(record["loss"]), f"{name}: the loss is {record['loss']}"
+
+        return run
+
+    fresh()
+    pairs = PAIRS if device.type == "cuda" else 1
+    run, rivals = one_step(way), one_step(rival)
+    yield {"pair": f"{way} against {rival}"} | paired(run, rivals, pairs=pairs)
+    yield {"pair": f"{rival} against itself"} | paired(rivals, rivals, pairs=pairs)
 
 
 def two_ranks(words: str, device: torch.device) -> Iterator[dict]:
@@ -369,6 +401,7 @@ def jobs(device_type: str) -> Iterator[Job]:
     yield from (timed[name] for name in headlines)
     for way in ways(LARGE[device_type][0]):
         yield Job(f"step: {way}", functools.partial(step, way, device), 35 if way == "compile" else 8)
+    yield Job(f"in turns: {IN_TURNS[0]}", functools.partial(in_turns, *IN_TURNS, device), 30)
     yield from (ahead[name] for name in others if on_gpu)
     yield from (timed[name] for name in others)
     for tool in ("memcheck", "racecheck"):
@@ -404,8 +437,9 @@ def record(known: dict[str, dict]) -> Iterator[str]:
     if found := rows_of("sectors"):
         save("sectors", shared | {"rows": found}, gpu)
         yield f"benchmarks/results/sectors_{gpu}.json: {len(found)} rows"
+    pairs = {row["pair"]: {key: row[key] for key in row if key != "pair"} for row in rows_of("in turns: ")}
     if found := rows_of("step: "):
-        save("steps", shared | {"rows": found}, gpu)
+        save("steps", shared | {"rows": found} | ({"in turns": pairs} if pairs else {}), gpu)
         yield f"benchmarks/results/steps_{gpu}.json: {len(found)} rows"
         yield from map(with_reason, missed_steps(found))
 

@@ -21,13 +21,13 @@ def seconds(run) -> float:
     return time.perf_counter() - start
 
 
-def paired(run, rival, before=lambda: None) -> dict[str, float]:
-    """Median times of both, and the median and spread of their ratio, from PAIRS runs in alternation after two.
+def paired(run, rival, before=lambda: None, pairs: int = PAIRS) -> dict[str, float]:
+    """Median times of both, and the median and spread of their ratio, from `pairs` runs in alternation after two.
 
     `before` is called before each run and is not timed.
     """
     times = []
-    for _ in range(PAIRS + 2):
+    for _ in range(pairs + 2):
         pair = []
         for each in (run, rival):
             before()

@@ -13,9 +13,9 @@ from transformer import step
 
 from course_lib.recompute.modes import apply_recompute, keep_products, kept_bytes
 from course_lib.recompute.profiling import count_flops, hfu, step_flops
+from course_lib.single_gpu.devices import peak_flops
 from course_lib.single_gpu.memory import activation_bytes
 from course_lib.single_gpu.model import PRESETS, Transformer, loss
-from course_lib.single_gpu.training import peak_flops
 
 MODES = {
     "none": ("none", None),

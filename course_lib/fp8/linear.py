@@ -153,7 +153,7 @@ class DelayedCaster(Caster):
 
     def __init__(self, cast: Cast, splits: tuple[Split, ...] = ()):
         if cast.block != TENSOR:
-            raise ValueError(f"a history of amax is for scales of whole matrices, not for blocks of {cast.block}")
+            raise ValueError(f"delayed scaling works per tensor, not with blocks of {cast.block}")
         super().__init__(cast, splits)
         self.updated = False  # where not, the history may be empty, and the ranks must agree about the matrix itself
         self.register_buffer("amax", torch.zeros(1))

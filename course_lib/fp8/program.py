@@ -21,7 +21,7 @@ from course_lib.fp8.linear import Fp8Linear, Fp8Products, LayerCasters, update_s
 from course_lib.fp8.operands import Casts, Split
 from course_lib.fp8.recipes import RECIPES, Recipe
 from course_lib.single_gpu import training as single_gpu
-from course_lib.single_gpu.model import PRESETS
+from course_lib.single_gpu.model import PRESETS, need_transformer
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, ColumnProducts, RowParallelLinear, as_autocast
 from course_lib.tensor_parallel.model import check_degree
 
@@ -51,13 +51,14 @@ class Fp8RowParallelLinear(Fp8Linear):
 
 def check_layers(model: nn.Module) -> None:
     """Raise ValueError for a model whose layers can't be made FP8."""
+    need_transformer(model, "apply_fp8", "Fp8Linear(linear, recipe.casts) works on any nn.Linear")
     for name, layer in model.blocks.named_modules():
         if isinstance(layer, Fp8Linear):
             raise ValueError(f"blocks.{name} is FP8 already")
         if isinstance(layer, ColumnParallelLinear) and layer.products is not ColumnProducts:
-            raise ValueError(f"blocks.{name} multiplies in a way of its own (sequence parallelism?)")
+            raise ValueError(f"blocks.{name} has other matmuls already, perhaps those of sequence parallelism")
         if isinstance(layer, RowParallelLinear) and layer.chunks > 1:
-            raise ValueError(f"blocks.{name}: FP8 products of a row-parallel layer are not made in chunks")
+            raise ValueError(f"blocks.{name} works in chunks, and FP8 does not: split the model with chunks=1")
 
 
 def apply_fp8(model: nn.Module, recipe: Recipe, batch_group: dist.ProcessGroup | None = None) -> nn.Module:

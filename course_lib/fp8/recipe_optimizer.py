@@ -23,6 +23,7 @@ from course_lib.fp8.linear import Fp8Linear, update_scales
 from course_lib.fp8.low_precision_adam import LowPrecisionAdamW
 from course_lib.fp8.quantization import LARGEST, dequantize, quantize
 from course_lib.fp8.recipes import Recipe
+from course_lib.single_gpu.training import decay_groups
 
 
 class StoredWeight:
@@ -108,7 +109,7 @@ class RecipeOptimizer:
         for stored in self.stored:
             if stored.total is not None:
                 stored.weight.register_post_accumulate_grad_hook(lambda weight, stored=stored: self.take(stored))
-        masters = [stored.master for stored in self.stored]
+        masters = decay_groups(stored.master for stored in self.stored)
         self.optimizer = LowPrecisionAdamW(masters, lr, first=recipe.first, second=recipe.second, **options)
         self.param_groups = self.optimizer.param_groups
 

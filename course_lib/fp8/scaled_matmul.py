@@ -13,12 +13,32 @@ The tensor cores of an H100 add FP8 products with some 14 bits, not with float32
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
 from course_lib.fp8.hopper import hopper_block_matmul
 from course_lib.fp8.kernels import block_matmul, has_pieces
 from course_lib.fp8.quantization import SQUARE, TILE, WHOLE, Quantized, dequantize, in_blocks
+
+_kernel_only = False  # set by `by_block_kernel`
+
+
+@contextlib.contextmanager
+def by_block_kernel() -> Iterator[None]:
+    """Inside, `fp8_matmul` runs `block_matmul` on any device where the scales of both operands change along k.
+
+    Elsewhere it emulates these products on a CPU, where Triton interprets the kernel, and prefers faster kernels on a
+    Hopper GPU.
+    """
+    global _kernel_only
+    before, _kernel_only = _kernel_only, True
+    try:
+        yield
+    finally:
+        _kernel_only = before
 
 
 def check_operands(a: Quantized, b: Quantized) -> None:
@@ -111,7 +131,8 @@ def fp8_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float3
     """a [m, k] times the transpose of b [n, k]: [m, n] in out_dtype. On FP8 tensor cores where the GPU has them: by
     cuBLAS (`torch._scaled_mm`) for scales of whole rows, and on Hopper for most blocks; other blocks by
     `hopper_block_matmul` there, by `block_matmul` on other GPUs. Elsewhere in float32 for scales of whole rows, and
-    emulated in float64 for other blocks. Results in float64, empty operands, and meta tensors are always emulated.
+    emulated in float64 for other blocks, except inside `by_block_kernel`. Results in float64, empty operands, and meta
+    tensors are always emulated.
 
     Raises ValueError where shapes or devices don't fit, and for a result in 8 bits.
     """
@@ -120,6 +141,8 @@ def fp8_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float3
         raise ValueError(f"a product in {out_dtype} has no scale; of a weight's gradient, set weight.grad_dtype")
     if out_dtype == torch.float64 or a.values.is_meta or 0 in (a.values.numel(), b.values.numel()):
         return emulated_matmul(a, b, out_dtype)
+    if _kernel_only and has_pieces(a, b):
+        return block_matmul(a, b, out_dtype)
     on_tensor_cores = has_scaled_mm(a.values.device)
     if a.block[1] == b.block[1] == WHOLE:
         return (row_scaled_matmul if on_tensor_cores else float32_matmul)(a, b, out_dtype)

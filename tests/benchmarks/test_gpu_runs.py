@@ -151,6 +151,8 @@ def test_all_jobs_run_on_a_cpu(everything):
     steps = [job["rows"][0] for name, job in everything.items() if name.startswith("step: ") and name not in skipped]
     ways = {row["way"]: row["losses"] for row in steps}
     assert len(ways) == 6 and all(losses == pytest.approx(ways["eager"], abs=0.05) for losses in ways.values())
+    pairs = {row["pair"]: row["ratio"] for row in everything["in turns: FP8, blocks"]["rows"]}
+    assert pairs.keys() == {"FP8, blocks against kernels", "kernels against itself"} and min(pairs.values()) > 0
 
 
 def test_every_kernel_runs_agrees_and_gets_a_row(everything):
@@ -227,6 +229,26 @@ def test_figures_are_written_with_what_misses_its_aim(everything, monkeypatch):
     assert saved["attention_h200"]["rungs"] and saved["fp8_h200"]["casts"] and saved["steps_h200"]["machine"]
     assert any(line.startswith("missed: a step with the kernels") for line in said), "interpreted, they are slow"
     assert {(figures["date"], figures["threads"]) for figures in saved.values()} == {("2026-01-31", 7)}, "the run's own"
+
+
+def test_an_fp8_step_is_recorded_and_shown_beside_a_bf16_step_of_the_same_run(monkeypatch):
+    """README's FP8 row once divided a time of one session by that of another."""
+    file_tables = pytest.importorskip("measured", exc_type=ImportError).file_tables  # it needs Sphinx
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    gpu_jobs, saved = __import__("gpu_jobs"), {}
+    monkeypatch.setattr(gpu_jobs, "save", lambda name, figures, where: saved.update({name: figures}))
+    ratio = {"ours_ms": 98.0, "rival_ms": 100.0, "ratio": 0.98, "ratio_min": 0.91, "ratio_max": 1.07}
+    pairs = "FP8, blocks against kernels", "kernels against itself"
+    rows = {
+        "machine": [{"machine": "NVIDIA H200"}],
+        "step: kernels": [{"way": "kernels", "step_s": 0.1}],
+        "in turns: FP8, blocks": [{"pair": pair, **ratio} for pair in pairs],
+    }
+    list(gpu_jobs.record({name: {"rows": each, "outcome": "passed"} for name, each in rows.items()}))
+    assert saved["steps"]["in turns"] == dict.fromkeys(pairs, ratio)
+    (line,) = [line for line in "\n".join(file_tables(saved["steps"])).splitlines() if "FP8, blocks" in line]
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[1] == "FP8, blocks against kernels" and cells[4] == "0.98" and "0.91" in cells[6], "with its noise"
 
 
 def test_recorded_files_are_those_of_the_recorded_run(tmp_path, gpu, monkeypatch):

@@ -474,7 +474,7 @@ def test_update_scales_reaches_all_of_a_model():
 
 def test_a_history_is_for_whole_matrices():
     with pytest.raises(
-        ValueError, match=r"a history of amax is for scales of whole matrices, not for blocks of \(1, -1\)"
+        ValueError, match=r"delayed scaling works per tensor, not with blocks of \(1, -1\)"
     ):
         LayerCasters(Casts(*[Cast(E4M3, ROW, history=2)] * 3))
 

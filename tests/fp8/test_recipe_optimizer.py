@@ -13,6 +13,7 @@ from course_lib.fp8.program import apply_fp8
 from course_lib.fp8.recipe_optimizer import RecipeOptimizer, StoredWeight
 from course_lib.fp8.recipes import RECIPES
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
+from course_lib.single_gpu.training import adamw
 
 SMALL = ModelConfig(layers=1, hidden=128, heads=4, kv_heads=2, ffn_hidden=256, vocab=64, tied=True)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -98,7 +99,7 @@ def test_float32_is_adamw():
     recipe = dataclasses.replace(RECIPES["Transformer Engine"], casts=None)
     model, plain = Transformer(SMALL), Transformer(SMALL)
     optimizer = RecipeOptimizer(model, recipe, lr=1e-3)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    theirs = adamw(plain, 1e-3)
     for number in range(3):
         loss(plain(batch(number)[0]), batch(number)[1]).backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

@@ -6,12 +6,16 @@ import itertools
 
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from course_lib.fp8 import scaled_matmul
 from course_lib.fp8.casts import quantize_fused
+from course_lib.fp8.linear import Fp8Linear
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
+from course_lib.fp8.recipes import by_blocks
 from course_lib.fp8.scaled_matmul import (
+    by_block_kernel,
     cut_towards_zero,
     emulated_matmul,
     float32_matmul,
@@ -174,6 +178,29 @@ def test_blocks_go_to_the_kernel_that_is_made_for_the_gpu(capability, cuda, kern
     emulated = [("emulated_matmul", out_dtype)] * 2
     expected = [(kernel, out_dtype), ("row_scaled_matmul", out_dtype)]
     assert found == (emulated if out_dtype == torch.float64 else expected)
+
+
+def test_by_block_kernel_sends_all_three_products_of_a_layer_through_the_kernel(monkeypatch):
+    """Before it, no layer on a CPU ever ran the kernel of exercise 14.6."""
+    ran, kernel = [], scaled_matmul.block_matmul
+    monkeypatch.setattr(scaled_matmul, "block_matmul", lambda *given: ran.append(given) or kernel(*given))
+    layer = Fp8Linear(nn.Linear(130, 40, bias=False), by_blocks()).to(DEVICE)
+    x, dy = torch.randn(20, 130, device=DEVICE, requires_grad=True), torch.randn(20, 40, device=DEVICE)
+
+    def results() -> list[torch.Tensor]:
+        y = layer(x)
+        return [y, *torch.autograd.grad(y, [x, layer.weight], dy)]
+
+    usual = results()
+    chosen = len(ran)  # 0 on a CPU
+    with pytest.raises(ZeroDivisionError), by_block_kernel():
+        found = results()
+        assert len(ran) == chosen + 3
+        1 / 0
+    bound = 1e-5 if DEVICE == "cpu" else 100 * TENSOR_CORE
+    assert all((a - b).norm() <= bound * b.norm() for a, b in zip(found, usual, strict=True))
+    results()
+    assert len(ran) == 2 * chosen + 3, "the choice ends with the block"
 
 
 @pytest.mark.parametrize(("rows", "k"), [(16, 128), (48, 448), (272, 1024)])
