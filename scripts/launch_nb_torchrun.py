@@ -14,6 +14,8 @@ import signal
 import sys
 from pathlib import Path
 
+if sys.flags.safe_path:  # PYTHONSAFEPATH: the script's folder is not on the path
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.dont_write_bytecode = True  # before our own imports: a launch that does not start leaves nothing behind
 
 from export import ExportError, module_file, write_modules  # noqa: E402

@@ -17,6 +17,7 @@ An error goes to torchrun's error file and to the launcher's folder, which tells
 
 import argparse
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -32,12 +33,16 @@ import time
 import traceback
 from pathlib import Path
 
-from launcher.copies import fits
-from launcher.other_nodes import OtherNodes, job_here
-from launcher.reports import describe, write_report
-from launcher.round_store import round_store
+SCRIPTS = str(Path(__file__).resolve().parent)
+if sys.flags.safe_path and SCRIPTS not in sys.path:  # PYTHONSAFEPATH: the script's folder is not on the path
+    sys.path.insert(0, SCRIPTS)
 
-ROOT = Path(__file__).resolve().parent.parent
+from launcher.copies import fits  # noqa: E402
+from launcher.other_nodes import OtherNodes, job_here  # noqa: E402
+from launcher.reports import describe, write_report  # noqa: E402
+from launcher.round_store import round_store  # noqa: E402
+
+ROOT = Path(SCRIPTS).parent
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
 GRACE_S = 5.0  # how long a rank that only lost its peer waits for the peer to say why
 
@@ -123,8 +128,10 @@ def report_error(error: BaseException, reports: Path | None) -> None:
     write_report(report, reports)
     attempt, last = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     last_attempt = attempt == last
-    if reports is None:
+    if reports is None and report["frames"]:
         traceback.print_exception(error)
+    elif reports is None:
+        print(report["headline"], file=sys.stderr)
     elif not last_attempt and not report["lost_peer"]:
         restart = f"restart {int(attempt) + 1} of {last}"
         print(f"launch: rank {report['rank']}: {report['headline']}; {restart}", file=sys.stderr)
@@ -153,6 +160,17 @@ def watch_other_nodes(reports: Path | None) -> None:
         threading.Thread(target=watch, daemon=True).start()
 
 
+def name_process(program: str) -> None:
+    """Let top and ps show which rank this process is: forks share the command line of the server that forked them."""
+    with contextlib.suppress(OSError, IndexError, ValueError):  # not Linux
+        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, addresses in this process (man 5 proc)
+        title = f"rank {os.environ['RANK']} (local rank {os.environ['LOCAL_RANK']}): {program}".encode()
+        if 0 < start < end:
+            ctypes.memmove(start, title[: end - start - 1].ljust(end - start, b"\0"), end - start)
+
+
 def end_group(how: signal.Signals) -> None:
     """Signal this rank's process group, the rank and what it has started: torchrun makes each rank the head of one."""
     if os.getpgrp() == os.getpid():
@@ -164,8 +182,6 @@ def end_group(how: signal.Signals) -> None:
 def watch_launcher(launcher: int, reports: Path | None) -> None:
     """Leave this rank's process number for the launcher, and end the rank within a second of the launcher's death."""
     parent = multiprocessing.parent_process()  # of a fork: the launcher
-    with contextlib.suppress(OSError):  # not Linux
-        Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")  # what ps and top call it
     if reports:
         (reports / f"{os.environ['LOCAL_RANK']}.json").unlink(missing_ok=True)  # of an attempt before this one
         mark = json.dumps({"process": os.getpid(), "job": job_here()})
@@ -219,6 +235,7 @@ def main() -> None:
     else:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher alone answers Ctrl-C
     faulthandler.enable(all_threads=False)
+    name_process(" ".join([args.module, *args.options]))
     watch_launcher(args.launcher, args.reports)
     try:
         run(args)

@@ -8,6 +8,7 @@ the job's store; the earliest lost connection.
 
 import os
 import signal
+import socket
 from pathlib import Path
 
 from export import locate
@@ -22,12 +23,13 @@ def deaths(failures: dict, reports: list[dict]) -> list[tuple[int, str]]:
     for rank, failure in sorted(failures.items()):
         if rank in reported or failure.exitcode == -signal.SIGTERM:
             continue
+        process = f"process {failure.pid}, local rank {failure.local_rank} on host {socket.gethostname()},"
         how = f"ended with exit status {failure.exitcode} and no Python error"
         if failure.exitcode < 0:
             how = f"was killed by signal {-failure.exitcode} ({signal.Signals(-failure.exitcode).name})"
         if failure.exitcode == -signal.SIGKILL:
             how += "; a machine that runs out of memory does this"
-        found.append((rank, f"process {failure.pid} {how}"))
+        found.append((rank, f"{process} {how}"))
     return found
 
 
@@ -46,7 +48,8 @@ def cause(failures: dict, reports: list[dict]) -> str:
 
 
 def told(report: dict, texts: dict[str, str] | None = None) -> str:
-    """An error and the cells it passed through: the line that raised it, then the calls that led there.
+    """An error and the cells it passed through: the line that raised it, then the calls that led there. A ValueError
+    that the library raises, for an option for instance, is told by its message alone, unless it passed through a cell.
 
     `texts`: what the modules hold that are not written yet, by file.
     """
@@ -57,9 +60,10 @@ def told(report: dict, texts: dict[str, str] | None = None) -> str:
         (cell_of(file, number, texts), file, number, line_of(texts[file], number) if file in texts else code)
         for file, number, code in reversed(report["frames"])
     ]
-    if frames and not frames[0][0]:
-        lines.append(f"  inside {shown(frames[0][1])}, line {frames[0][2]}: {frames[0][3]}")
     cells = list(dict.fromkeys((cell, code) for cell, _, _, code in frames if cell))[:MOST_CELLS]
+    refused = report.get("refusal") and not cells and in_library(frames[0][1])
+    if frames and not frames[0][0] and not refused:
+        lines.append(f"  inside {shown(frames[0][1])}, line {frames[0][2]}: {frames[0][3]}")
     for index, (cell, code) in enumerate(cells):
         lines.append(f"  {'called from' if index else 'in'} {cell}: {code}")
     return "\n".join(lines)
@@ -70,9 +74,14 @@ def line_of(text: str, number: int) -> str:
     return text.split("\n")[number - 1].strip()
 
 
+def in_library(file: str) -> bool:
+    """Return whether a file is a module of the library, or of one of its packages."""
+    return "course_lib" in Path(file).parent.parts[-2:]
+
+
 def cell_of(file: str, line: int, texts: dict[str, str]) -> str | None:
     """The notebook cell, and the line in it, that a line of an exported module came from; None for other files."""
-    if "course_lib" not in Path(file).parent.parts[-2:]:  # the library, or a package of it
+    if not in_library(file):
         return None
     try:
         place = locate(Path(file), line, texts.get(file))

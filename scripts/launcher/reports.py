@@ -28,8 +28,11 @@ def describe(error: BaseException) -> dict:
         frames.append([error.filename, error.lineno, (error.text or "").strip()])
     text = str(error).split("\nException raised from ")[0].strip()  # what follows is torch's C++ stack
     headline = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if isinstance(error, SystemExit) and isinstance(error.code, str):  # as in Python: a message for the user, no stack
+        headline, frames = text, []
     now = time.time_ns()
-    details = {"py_callstack": "".join(traceback.format_exception(error)), "timestamp": str(now // 10**9)}
+    stack = "".join(traceback.format_exception(error)) if frames else headline
+    details = {"py_callstack": stack, "timestamp": str(now // 10**9)}
     return {
         "message": {"message": headline, "extraInfo": details},
         "headline": headline,
@@ -37,6 +40,7 @@ def describe(error: BaseException) -> dict:
         "rank": int(os.environ.get("RANK", 0)),
         "host": socket.gethostname(),
         "lost_peer": lost_peer(error),
+        "refusal": isinstance(error, ValueError) and bool(frames) and frames[-1][2].startswith("raise "),
         "frames": frames,
     }
 

@@ -73,14 +73,18 @@ def watched(command: list[str], reports: Path) -> int:
     args.training_script_args = ["--launcher", str(os.getpid()), "--reports", str(reports), *args.training_script_args]
     if not args.log_dir and args.redirects == args.tee == "0":  # else the user wants to read what is there
         args.log_dir = str(reports)
-    # Ctrl-C ends the ranks by SIGTERM: at SIGINT, what they have started would print tracebacks.
-    args.signals_to_handle = ",".join(name for name in args.signals_to_handle.split(",") if name.strip() != "SIGINT")
+    # Ctrl-C ends the ranks by SIGTERM: at SIGINT, what they have started would print tracebacks. Under nohup SIGHUP is
+    # ignored, and stays so: the end of the terminal does not end the run.
+    left = {"SIGINT"} | ({"SIGHUP"} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set())
+    args.signals_to_handle = ",".join(name for name in args.signals_to_handle.split(",") if name.strip() not in left)
     interrupted = SignalException("Ctrl-C", signal.SIGTERM)
     if args.nproc_per_node != "1" and can_fork(reports):
         fork_ranks(args, reports)
+    tell_of_deaths(reports)
     signal.signal(signal.SIGINT, raising(interrupted))
     for number in (signal.SIGTERM, signal.SIGHUP):  # until torchrun sets its own handlers, when the ranks start
-        signal.signal(number, raising(SignalException(number.name, number)))
+        if number.name not in left:
+            signal.signal(number, raising(SignalException(number.name, number)))
     try:
         torchrun(args)
         return 0
@@ -121,6 +125,19 @@ def fork_ranks(args: argparse.Namespace, folder: Path) -> None:
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")  # it frees what ranks leave: no news for a user
     process.current_process()._config["tempdir"] = str(folder)  # one that also goes when the launcher is killed
     vars(sys.modules["__main__"]).pop("__file__", None)  # or each fork would first run the launcher's script
+
+
+def tell_of_deaths(reports: Path) -> None:
+    """Make torchrun's agent report a killed rank, which reports nothing itself, before it restarts all ranks."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    def monitor(agent, group, of_torch=LocalElasticAgent._monitor_workers):
+        result, left, most = of_torch(agent, group), agent._remaining_restarts, group.spec.max_restarts
+        if left and (died := deaths(result.failures, read_reports(reports))):
+            say_at_last(f"rank {died[0][0]}: {died[0][1]}; restart {most - left + 1} of {most}")
+        return result
+
+    LocalElasticAgent._monitor_workers = monitor
 
 
 def end_server() -> None:

@@ -615,14 +615,55 @@ def test_which_failure_is_the_cause(course):
     def report(rank, lost_peer=False):
         return {"rank": rank, "lost_peer": lost_peer, "headline": f"Error {rank}", "frames": []}
 
-    killed, ended = SimpleNamespace(pid=1, exitcode=-9), SimpleNamespace(pid=2, exitcode=-15)
+    killed, ended = (SimpleNamespace(pid=n, exitcode=code, local_rank=n) for n, code in ((1, -9), (2, -15)))
     lost, first, second = report(0, lost_peer=True), report(1), report(2)
     assert cause({}, [lost, first, second]) == "rank 1: Error 1"
-    assert "rank 3: process 1 was killed by signal 9 (SIGKILL)" in cause({0: ended, 3: killed}, [lost])
+    died = f"rank 3: process 1, local rank 1 on host {socket.gethostname()}, was killed by signal 9 (SIGKILL)"
+    assert died in cause({0: ended, 3: killed}, [lost])
     assert cause({3: killed}, [first]) == "rank 1: Error 1", "torchrun kills a rank that will not go"
     elsewhere = {"rank": 4, "host": "node7", "headline": "Error 4"}
     assert "rank 4 on node node7 failed first: Error 4" in cause({}, [lost | {"first": elsewhere}])
     assert cause({}, [lost]) == "rank 0: Error 0 (it lost another rank)"
+
+
+def test_a_message_for_the_user_has_no_stack(course):
+    """As in Python, where SystemExit with a text prints that text alone."""
+    from launcher.first_error import cause
+    from launcher.reports import describe
+
+    def reported(error):
+        try:
+            raise error
+        except BaseException as caught:
+            return cause({}, [describe(caught)])
+
+    assert reported(SystemExit("a.jsonl: line 3")) == "rank 0: a.jsonl: line 3"
+    assert "\n  inside" in reported(SystemExit(3)) and "\n  inside" in reported(ValueError("a"))
+
+
+REFUSALS = """def refuse():
+    raise ValueError("no such size")
+
+
+def slip():
+    return int("x")
+"""
+
+
+@pytest.mark.parametrize("name, place", [("refuse", None), ("slip", "line 6: return int")])
+def test_what_the_library_refuses_is_told_in_one_line(course, name, place):
+    """A slip of the library, which raises no ValueError of its own, is told with its place."""
+    from launcher.first_error import told
+    from launcher.reports import describe
+
+    file, found = course / "course_lib" / "base" / "words.py", {}
+    file.write_text(REFUSALS)
+    exec(compile(REFUSALS, str(file), "exec"), found)
+    with pytest.raises(ValueError) as raised:
+        found[name]()
+    first, *more = told(describe(raised.value)).splitlines()
+    assert first.startswith("rank 0: ValueError: ")
+    assert (len(more) == 1 and place in more[0]) if place else not more, more
 
 
 # --- with ranks: launches in processes of their own
@@ -643,11 +684,12 @@ def running(tmp_path_factory):
 
 
 def processes_of(course: Path) -> list[psutil.Process]:
-    """The processes that carry the course's folder in their command line."""
+    """The processes that carry the course's folder in their command line, or have it for their temporary files."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and any(str(course) in word for word in process.cmdline()):
+            words = [*process.cmdline(), process.environ().get("TMPDIR", "")]
+            if process.pid != os.getpid() and any(str(course) in word for word in words):
                 found.append(process)
     return found
 
@@ -718,8 +760,10 @@ def test_it_exports_and_runs(running):
 
 
 def test_an_error_is_told_once_with_its_cell_also_on_a_bare_node(running):
-    """Rank 0 loses its connection, and says so, a second and a half before rank 1 ends."""
-    status, out, err = Launch(running, TOY, "--", "--fault", "raise", bare=True).end()
+    """Rank 0 loses its connection, and says so, a second and a half before rank 1 ends. With PYTHONSAFEPATH, Python
+    leaves the folder of a script out of its path.
+    """
+    status, out, err = Launch(running, TOY, "--", "--fault", "raise", bare=True, PYTHONSAFEPATH="1").end()
     assert status == 1
     assert err == (
         "launch: rank 1: ValueError: planted on rank 1\n"
@@ -839,20 +883,29 @@ def test_the_printed_command_can_be_pasted(running):
 
 
 def test_signals(running):
-    """Four launches side by side, each ended in another way, none of which touches the others."""
+    """Four launches side by side, each ended in another way, none of which touches the others. One runs under nohup:
+    the end of its terminal does not end it.
+    """
     wait = ("--", "--fault", "wait")
     killed_rank, interrupted, orphaned = (Launch(running, TOY, *wait) for _ in range(3))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does: a child inherits it
     terminated = Launch(running, TOY, "--nproc-per-node", "1", *wait)
+    signal.signal(signal.SIGHUP, before)
     ranks = {launch: launch.waiting(2) for launch in (killed_rank, interrupted, orphaned)}
     ranks[terminated] = terminated.waiting(1)
+    for process in (terminated.process, *ranks[terminated]):
+        process.send_signal(signal.SIGHUP)
     others = [process for launch in ranks if launch is not killed_rank for process in ranks[launch]]
 
     marks = [json.loads(mark.read_text())["process"] for mark in (running / "tmp").glob("launch-*/1.rank")]
     victim = next(found for found in ranks[killed_rank] if found.pid in marks)
+    title = victim.cmdline()
+    assert victim.name() == "rank 1" and title[0].startswith("rank 1 (local rank 1): toy.program --fault wait"), title
     victim.kill()
     status, _, err = killed_rank.end()
     assert status == 1
-    assert err.startswith(f"launch: rank 1: process {victim.pid} was killed by signal 9 (SIGKILL)")
+    died = f"process {victim.pid}, local rank 1 on host {socket.gethostname()}, was killed by signal 9 (SIGKILL)"
+    assert err.startswith(f"launch: rank 1: {died}")
     assert err.count("\n") == 1
     assert all_gone(ranks[killed_rank]), "a killed rank's child too"
     assert all(process.is_running() for process in others)
