@@ -1,6 +1,7 @@
 """What several test modules share."""
 
 import gc
+import os
 import signal
 import socket
 
@@ -12,6 +13,7 @@ from course_kit.ranks import Ranks, processes
 pytest_plugins = ["suite"]
 # A job in the background ignores Ctrl-C, and so would all programs that the tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks Hugging Face
 processes.ANSWER_S = 30.0  # a rank of a busy machine may say late where it is; the tests want to hear it
 
 

@@ -42,7 +42,8 @@ def prepare_backend(backend: str) -> None:
 
 def share_gloo_device() -> None:
     """Give all gloo groups that this process makes from now on one device. PyTorch gives each its own, whose thread
-    wakes up a hundred times a second: with ten groups on 8 ranks, a tenth of a core for nothing.
+    wakes up a hundred times a second: with ten groups on 8 ranks, a tenth of a core for nothing. Raises ValueError
+    where GLOO_SOCKET_IFNAME names a network interface that is not there.
     """
     import torch.distributed as dist
 
@@ -50,6 +51,9 @@ def share_gloo_device() -> None:
     if hasattr(gloo, "shared_devices"):
         return
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as PyTorch reads it
+    there = [name for _, name in socket.if_nameindex()]
+    if missing := [name for name in names if name not in there]:
+        raise ValueError(f"GLOO_SOCKET_IFNAME names {missing[0]}, and this machine has {', '.join(there)}")
     gloo.shared_devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
     of_torch = gloo.__init__
 

@@ -20,6 +20,7 @@ from course_lib.best_config.fit_reports import Calibration
 from course_lib.best_config.hardware import load_cluster
 from course_lib.best_config.runs import MeasuredRun
 from course_lib.checkpoint import program as five_d
+from course_lib.expert_parallel.mixture import moe_options
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
 
@@ -48,8 +49,7 @@ def of_program(cluster: Cluster, dtype: str) -> Cluster:
 def said_by(preset: str, options: Iterable[str]) -> tuple[str, dict | None]:
     """The dtype of a run with these options of five_d, and its experts: arguments of apply_moe."""
     chosen = five_d.program_parser().parse_args(["--preset", preset, *options])
-    sizes = {"experts": chosen.experts, "top_k": chosen.top_k, "ffn_hidden": chosen.expert_hidden}
-    return chosen.dtype, sizes if chosen.experts else None
+    return chosen.dtype, moe_options(chosen)
 
 
 def measured_run(row: dict) -> MeasuredRun:

@@ -1055,6 +1055,13 @@ def meshes(count: int) -> int:
     return before
 
 
+def test_an_interface_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    monkeypatch.delattr(dist.ProcessGroupGloo, "shared_devices", raising=False)
+    with pytest.raises(ValueError, match="^GLOO_SOCKET_IFNAME names nowhere0, and this machine has .*lo"):
+        prepare_backend("gloo")
+
+
 def test_nccl_has_streams_of_high_priority_unless_somebody_says_otherwise(monkeypatch):
     """What is set before stays; gloo needs nothing."""
     name = "TORCH_NCCL_HIGH_PRIORITY"

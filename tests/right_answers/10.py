@@ -168,16 +168,17 @@ def parallelize(
                     stage=layout.zero_stage,
                     grad_dtype=torch.float32,
                     compute_dtype=dtype,
+                    param_groups=decay_groups(runner.stages),
                     **settings,
                 )
                 sharding = optimizer
             else:
                 sharding = DataParallel(runner.stages, mesh.replicas)
-                optimizer = optimizer_cls(runner.stages.parameters(), **settings)
+                optimizer = optimizer_cls(decay_groups(runner.stages), **settings)
         else:
             sharding, sharded = shard_stages(own, layout, mesh, schedule, init, dtype)
             runner = PipelineRunner(sharded, schedule, mesh.pp, loss_of, mesh.replicas)
-            optimizer = optimizer_cls(list(runner.stages.parameters()), **settings)
+            optimizer = optimizer_cls(decay_groups(runner.stages), **settings)
             if layout.keep_gathered:
                 runner.prepare = sharding.gather
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)

@@ -53,6 +53,14 @@ NOT_EXPORTED = {
 }
 # Exported exercises that nothing else calls.
 UNCALLED: dict[str, str] = {}
+# Phrases that describe a single measurement: wrong when a notebook is rendered again, and where there is no output yet.
+OF_ONE_RUN = re.compile(
+    r"\bin (?:this|that|our|both) runs?\b|\brun (?:shown|that you see)\b|\bin ours\b"
+    r"|\b(?:in|at|of) our (?:picture|figure)\b|\bon our machine\b|\*here\*"
+    r"|\b(?:faster|slower|longer|cheaper|the same) here\b|\bof the (?:speed|time) here\b",
+    re.IGNORECASE,
+)
+CAPTION = re.compile(r"^\*(?:Measured|Counted) in this run\.\*$", re.MULTILINE)  # says no more than that
 FOLDED = "hide-input"
 MOST_CELLS, LONGEST = 110, 40  # lines of an open cell that is no exercise
 
@@ -73,6 +81,28 @@ def names_read(source: str) -> set[str]:
 
 def names_bound(source: str) -> set[str]:
     return {name for node in ast.parse(source).body for name in bound(node)}
+
+
+def test_prose_describes_no_single_run(path):
+    """A cell prints what it has measured; the text below says what holds in any run."""
+    texts = {cell["id"]: cell["source"] for cell in read_notebook(path)["cells"] if cell["cell_type"] == "markdown"}
+    found = {name: OF_ONE_RUN.findall(CAPTION.sub("", text)) for name, text in texts.items()}
+    assert not {name: phrases for name, phrases in found.items() if phrases}
+
+
+@pytest.mark.parametrize(
+    "sentence, is_of_one_run",
+    [
+        ("In the run shown, v with one scale diverges.", True),
+        ("The ring need not be faster, and in our picture it is not.", True),
+        ("In ours layer 0 is uneven.", True),
+        ("*Measured in this run, on two ranks.*", True),
+        ("*Measured in this run.*", False),
+        ("All runs of the 8B model fit on this machine.", False),
+    ],
+)
+def test_phrases_that_describe_a_single_run_are_found(sentence, is_of_one_run):
+    assert bool(OF_ONE_RUN.search(CAPTION.sub("", sentence))) == is_of_one_run
 
 
 def test_what_the_library_holds_stands_in_no_cell(path, cells):

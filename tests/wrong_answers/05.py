@@ -777,7 +777,7 @@ def finish(self: FullyShard):
     self.send_all()
     for part in self.root.parts:
         for _, _, piece, _ in part.sent:
-            part.add(piece.to(part.shard.dtype).mul_(part.mean))
+            part.add(piece.to(part.shard.dtype).mul_(part.post_scale))
         part.sent.clear()
     super().finish()
 

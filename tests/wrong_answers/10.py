@@ -573,7 +573,7 @@ def parallelize(
             runner.prepare = sharding.gather
         if layout.zero_stage < 3:
             sharding = DataParallel(runner.stages, mesh.replicas)
-        optimizer = optimizer_cls(runner.stages.parameters(), **settings)
+        optimizer = optimizer_cls(decay_groups(runner.stages), **settings)
         if layout.zero_stage in (1, 2):
             optimizer.finish, optimizer.gradients = sharding.finish, []
             layout = dataclasses.replace(layout, zero_stage=0)
@@ -626,7 +626,7 @@ sharding = optimizer = ZeroOptimizer(
     runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
 )
 ---
-runner.stages.parameters(), **settings => runner.stages.parameters()
+decay_groups(runner.stages), **settings => decay_groups(runner.stages)
 
 # %% 10.7 values by names without the stage
 materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
@@ -668,6 +668,12 @@ settings |= {"compute_dtype": dtype, "grad_dtype": torch.float32}
 sharding = optimizer = ZeroOptimizer(
     runner.stages, optimizer_cls, mesh.replicas, layout.zero_stage, **settings
 )
+
+# %% 10.7 norms decay as matrices do
+optimizer_cls(decay_groups(runner.stages), => optimizer_cls(runner.stages.parameters(),
+
+# %% 10.7 norms decay under ZeRO
+settings["param_groups"] = decay_groups(runner.stages) =>
 
 # %% 10.7 always AdamW
 runner.stages, optimizer_cls => runner.stages, torch.optim.AdamW

@@ -25,6 +25,15 @@ scaled.to => scaled.bfloat16().to
 # %% 14.5 each rank has its own scale
 block, groups => block
 
+# %% 14.5 infinite is what x over a small given scale becomes, not x
+torch.where(blocks.isfinite(), scaled, torch.nan) => torch.where((blocks / scale[:, None, :, None]).isfinite(), scaled, torch.nan)
+
+# %% 14.5 the power of two by a float32 logarithm, which rounds
+mantissa_bits = 2**23 - 1  # any of them that is set makes the exponent, which stands above them, one more
+scale = ((scale.view(torch.int32) + mantissa_bits) & ~mantissa_bits).view(torch.float32)
+=>
+scale = torch.exp2(torch.ceil(torch.log2(scale)))
+
 # %% 14.6 fake: a float32 product of what the 8 bits stand for
 @triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k", "rows_a", "rows_b"])
 =>
@@ -176,6 +185,9 @@ grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.grad_dtypes
 
 # %% 14.8 a float32 weight's gradient is rounded to x's dtype
 ctx.grad_dtypes[i] => ctx.dtype
+
+# %% 14.8 dy is quantized again for Wgrad
+(c.gradient.turned(dy, grads[i]), x => (c.gradient.turned(c.gradient(grads[i]), grads[i]), x
 
 # %% 14.8 waits for the sum before Wgrad begins
 ctx.group, async_op=True => ctx.group

@@ -30,7 +30,8 @@ class Narrow(NamedTuple):
 
     used: set[torch.dtype]  # of the weights that the stages compute with
     kept: set[torch.dtype]  # of gradients' sums, and of what the optimizer updates
-    optimizer: tuple[str, float, float]  # its class, lr and weight_decay
+    optimizer: tuple[str, float]  # its class and lr
+    decays: tuple[float, ...]  # weight_decay of the parameter groups, the largest first
 
 
 class Told(NamedTuple):
@@ -58,8 +59,8 @@ def narrowed(layout: Layout, mesh: Mesh, config: ModelConfig, moe: dict | None) 
         summed = {each.gradient.dtype for each in getattr(parallel.sharding, "gradients", ())}
     inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)
     updated = {weight.dtype for group in inner.param_groups for weight in group["params"]}
-    group = inner.param_groups[0]
-    return Narrow(used, summed | updated, (type(inner).__name__, group["lr"], group["weight_decay"]))
+    decays = sorted({group["weight_decay"] for group in inner.param_groups}, reverse=True)
+    return Narrow(used, summed | updated, (type(inner).__name__, inner.param_groups[0]["lr"]), tuple(decays))
 
 
 def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: int) -> Told:
@@ -102,11 +103,12 @@ def check() -> None:
                 f"{at}: dp 2 x the two stages that have the embedding add up its gradient, not {told.summed} ranks"
             )
             assert zero not in (1, 2) or told.stage == zero, f"{at}: gradients are shared out as in stage {told.stage}"
-            used, kept, (name, lr, weight_decay) = told.narrow
-            assert (name, lr, weight_decay) == ("SGD", 0.25, 0.5), (
+            used, kept, (name, lr), decays = told.narrow
+            assert (name, lr, decays[0]) == ("SGD", 0.25, 0.5), (
                 f"{at}: for optimizer_cls=torch.optim.SGD, lr=0.25, weight_decay=0.5 it makes {name}, with lr "
-                f"{lr} and weight_decay {weight_decay}: are optimizer_cls and **settings passed on?"
+                f"{lr} and weight_decay {decays[0]}: are optimizer_cls and **settings passed on?"
             )
+            assert decays == (0.5, 0.0), f"{at}: norms decay as matrices do: does it get decay_groups(runner.stages)?"
             assert not zero or used == {torch.bfloat16} and kept == {torch.float32}, (
                 f"{at}, dtype bfloat16: the stages compute with {used}; gradients' sums and the optimizer's weights "
                 f"are {kept}, not float32"

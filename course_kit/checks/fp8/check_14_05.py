@@ -62,6 +62,17 @@ def check() -> None:
         assert clipped.tolist() == [[largest, -largest, 1]], (
             f"{dtype}: past a given scale's range lies the largest number"
         )
+        beyond = dequantize(quantize(torch.tensor([[1e30]]), dtype, scale=torch.full((1, 1), 1e-30)))
+        assert beyond == largest * 1e-30, (
+            f"{dtype}: 1e30 with a given scale of 1e-30 becomes {beyond.item():g}, not {largest * 1e-30:g}: x is "
+            "finite, though x / scale is not"
+        )
+        above = torch.nextafter(torch.tensor(1024.0), torch.tensor(math.inf))
+        next_power = quantization.scale_of(largest * above, dtype, power_of_two=True).item()
+        assert next_power == 2048, (
+            f"{dtype}: a scale just above 1024 becomes {next_power:g}, not the next larger power of two: is a "
+            "logarithm rounded?"
+        )
     for value in (1e-45, 2.0**-140, 3e38, 1.0):
         same = quantize(torch.full((3, 5), value), block=(2, 2))
         assert dequantize(same).isfinite().all() and same.scale.min() > 0, (

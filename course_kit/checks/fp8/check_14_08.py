@@ -94,9 +94,12 @@ def check_products(x: torch.Tensor, weights: list, dys: tuple, casts: Casts) -> 
     """Assert operands, their order beside the all-reduce, and the gradients."""
     rows, dy_rows = x.detach().flatten(0, 1), [dy.flatten(0, 1) for dy in dys]
     wanted = [FPROP] * 3 + [DGRAD] * 3 + [WGRAD] * 3
-    casters = [LayerCasters(casts) for _ in weights]
+    casters, cast = [LayerCasters(casts) for _ in weights], []
+    for caster in casters:
+        caster.gradient.register_forward_hook(lambda *_: cast.append("dy"))
     with watched_products() as seen:
         found = torch.autograd.grad(linear.Fp8Products.apply(x, "ranks", casters, *weights), [x, *weights], dys)
+    assert len(cast) == len(dys), f"{len(cast)} casts of {len(dys)} dy by caster.gradient(dy): one for each dy"
     operands = [each for each in seen if not isinstance(each, str)]
     shapes = [(tuple(a.values.shape), tuple(b.values.shape)) for a, b in operands]
     assert sorted(shapes) == sorted(wanted), f"operands of Fprop, Dgrad, Wgrad for 3 weights: {wanted}, not {shapes}"

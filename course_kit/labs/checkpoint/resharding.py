@@ -9,7 +9,7 @@ import torch
 from course_kit.labs.five_d.models import SHALLOW, TINY, built
 from course_lib.checkpoint import boxes
 from course_lib.checkpoint.boxes import Box, state_boxes, weight_boxes
-from course_lib.checkpoint.checkpoints import at_rest
+from course_lib.checkpoint.host_copies import at_rest
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import Mesh
 

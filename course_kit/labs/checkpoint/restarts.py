@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,11 @@ Rows = list[tuple[float, float]]  # loss and learning rate of each step
 
 
 def killed_run(folder: Path, when: int = 12, steps: int = 20) -> tuple[int, list[str]]:
-    """Run the program through the launcher; kill rank 1 when step `when` is printed. Return exit status and lines."""
+    """Run the program through the launcher; kill rank 1 when step `when` is printed. Return exit status and lines.
+
+    Leaves log.jsonl in the folder, and a copy of it at the kill, killed.jsonl: a restart removes the steps that it
+    repeats.
+    """
     import psutil
 
     command = [sys.executable, str(ROOT / "scripts/launch_nb_torchrun.py")]
@@ -38,6 +43,8 @@ def killed_run(folder: Path, when: int = 12, steps: int = 20) -> tuple[int, list
     printed, killed = [], False
     for line in job.stdout:
         printed.append(line.rstrip().replace(str(folder), ""))
+        if line.startswith("launch: rank 1: "):  # it is dead, and the restart has not begun
+            shutil.copy(folder / "log.jsonl", folder / "killed.jsonl")
         if not killed and line.startswith(f"step {when:>5}"):
             killed = True
             for process in psutil.Process(job.pid).children(recursive=True):

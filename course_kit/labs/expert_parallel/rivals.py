@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from course_kit.labs.tensor_parallel.models import relative_error
-from course_lib.expert_parallel.mixture import from_hf
+from course_lib.expert_parallel.hugging_face import from_hf
 
 
 def against_transformers(rounds: int = 5) -> tuple[dict[str, np.ndarray], float]:

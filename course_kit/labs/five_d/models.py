@@ -16,6 +16,7 @@ from course_lib.five_d.meshes import Mesh
 from course_lib.five_d.model import ParallelModel, whole_weights
 from course_lib.recompute.modes import IGNORED, summed_loss
 from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.single_gpu.training import decay_groups
 
 TINY = ModelConfig(4, 32, 4, 2, 48, 97, tied=True)  # four layers, an odd vocabulary, one matrix for embedding and head
 SHALLOW = dataclasses.replace(TINY, layers=2)  # where two layers show as much
@@ -61,7 +62,7 @@ def one_process(
     model = Transformer(config)
     if mixtures:
         apply_moe(model, **MOE)
-    optimizer, numbers, first = torch.optim.AdamW(model.parameters(), **ADAMW), [], None
+    optimizer, numbers, first = torch.optim.AdamW(decay_groups(model), **ADAMW), [], None
     for step in range(steps):
         inputs, targets = batch_of(seed=step)
         m = len(inputs) // (layout.dp * layout.micro_batch)

@@ -18,6 +18,7 @@ from torch import nn
 from course_kit.labs.five_d.models import built
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.single_gpu.training import decay_groups
 
 OURS = "dp2,pp2,tp2,sp,zero3,keep,mb2"
 
@@ -62,7 +63,8 @@ def torch_parallel(config: ModelConfig, settings: dict, m: int) -> tuple[int, Ca
     for part in [*stage.blocks, stage]:
         fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
     part = PipelineStage(stage, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-    schedule, optimizer = Schedule1F1B(part, m, loss_fn=loss), torch.optim.AdamW(stage.parameters(), **settings)
+    schedule = Schedule1F1B(part, m, loss_fn=loss)
+    optimizer = torch.optim.AdamW(decay_groups(stage), **settings)
 
     def step(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         optimizer.zero_grad()

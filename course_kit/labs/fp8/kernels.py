@@ -98,3 +98,5 @@ def print_gpu_results() -> None:
                 print(f"  {name:60s} {row['rate']:7,.0f} {row['unit']}", *against)
             elif "way" in row:
                 print(f"  {row['way']:20s} {row['step_s']:.3f} s a step, MFU {row['mfu'] or 0:.0%}")
+        for pair, found in record.get("in turns", {}).items():
+            print(f"  step, in turns: {pair} {found['ratio']:.2f}")
