@@ -1,18 +1,33 @@
 """A model's sizes from its config.json, as Hugging Face's transformers writes it; transformers is not needed.
 
     config, moe = read_config(Path("config.json"))         moe: arguments of apply_moe; None where there are no experts
+    getattr(config, "notes", ())                           what is approximated or left out, in sentences
 
-Fields that do not change a matrix are ignored: position scaling, the activation, a sliding window (which counts as full
-attention). `answer.launch` says so if notebook 10's program refuses such a model. Models for which the planner has no
-formula are refused: latent attention, mixtures in only some of the layers.
+Models that the course can't train are read, too, as a PlannedConfig: windows of attention, latent attention, layers
+without experts (`model_kinds`). Position scaling and activations do not change a matrix and are ignored;
+`launch.launch` says so if notebook 10's program refuses such a model. Models for which the planner has no formula are
+refused with the reason.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
 
+from course_lib.best_config.model_kinds import (
+    KINDS,
+    NESTED,
+    Kind,
+    dense_layers_of,
+    latent_of,
+    node_limit_of,
+    renamed,
+    why_unknown,
+    windows_of,
+)
+from course_lib.best_config.planned_config import PlannedConfig, expert_layers
 from course_lib.expert_parallel.hugging_face import MIXTURES, moe_of, size
 from course_lib.single_gpu.hugging_face import HF_KINDS, hf_config
 from course_lib.single_gpu.model import ModelConfig
@@ -21,24 +36,23 @@ DENSE_SIZES = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
 )  # fmt: skip
 LEFT_OUT = {  # defaults of transformers for fields that a file omits; other kinds: as many K/V heads as heads
-    "mistral": {"num_key_value_heads": 8},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "mixtral": {"num_key_value_heads": 8},
-    "qwen2": {"num_key_value_heads": 32},
-    "qwen2_moe": {"num_key_value_heads": 16},
-    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4},
+    "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
+    "qwen2_moe": {"num_key_value_heads": 16, "use_sliding_window": False},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128, "use_sliding_window": False},
+    "qwen3_moe": {"num_key_value_heads": 4, "use_sliding_window": False},
 }
+READ = (*HF_KINDS, *MIXTURES, *KINDS)  # model types
+SOME_LAYERS = ("first_k_dense_replace", "decoder_sparse_step", "moe_layer_freq")  # `dense_layers_of` reads them
 NOT_SIZES = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "sliding_window": None}
 NOT_SIZES |= {"attention_bias": False, "mlp_bias": False}
 
 
-def sizes_of(sizes: dict) -> tuple[ModelConfig, dict | None]:
-    """Return what read_config does, from the fields of the file."""
-    kind = sizes.get("model_type")
-    sizes = LEFT_OUT.get(str(kind), {}) | sizes
-    if kind not in (*HF_KINDS, *MIXTURES):
-        raise ValueError(f"model_type is {kind}: the planner knows {', '.join((*HF_KINDS, *MIXTURES))}")
-    moe = moe_of(sizes) if kind in MIXTURES else None
+def course_sizes(sizes: dict, kind: str) -> tuple[ModelConfig, dict | None]:
+    """Return the sizes of one of the course's kinds, every layer alike, and arguments of apply_moe or None."""
+    same = {name: value for name, value in sizes.items() if name not in SOME_LAYERS} | {"model_type": kind}
+    moe = moe_of(same) if kind in MIXTURES else None
     heads = {"num_key_value_heads": sizes.get("num_key_value_heads") or sizes.get("num_attention_heads")}
     named = {name: size(sizes | heads, name) for name in DENSE_SIZES}
     named["head_dim"] = size(sizes, "head_dim") if sizes.get("head_dim") else None
@@ -48,6 +62,73 @@ def sizes_of(sizes: dict) -> tuple[ModelConfig, dict | None]:
     return hf_config(SimpleNamespace(**NOT_SIZES, **named, model_type=dense, rope_parameters=rope)), moe
 
 
+def notes_on(config: PlannedConfig, kind: str, sizes: dict) -> tuple[str, ...]:
+    """Return what is approximated or left out of a model that the course does not train, in sentences."""
+    notes, latent = [], config.latent
+    if kind in KINDS:
+        notes.append(f"{kind}: biases, and norms beyond two per layer, are not counted")
+    if latent is not None:
+        notes.append(
+            f"latent attention: its projections are counted, scores of {latent.qk_size} and {latent.v_size} elements "
+            "per head, and keys and values of all heads in memory and in context parallelism"
+        )
+    if config.window is not None:
+        chunked = ", chunks counted as windows" if kind == "llama4_text" else ""
+        notes.append(
+            f"attention: {config.windowed} of {config.layers} layers see at most {config.window:,} tokens{chunked}; "
+            "their kernels are counted as efficient as full attention's, and context parallelism sends all keys"
+        )
+    if config.dense_first or config.expert_every > 1:
+        dense = config.layers - int(expert_layers(config, config.layers))
+        notes.append(
+            f"layers without experts: {dense} of {config.layers}; each pipeline stage is counted with as many layers "
+            "with experts as a stage can have"
+        )
+    if kind in KINDS and KINDS[kind].two_matrices:
+        notes.append(
+            f"an MLP of two matrices is counted as three of 2/3 the width, {config.ffn_hidden:,}: the same "
+            "parameters and FLOPs"
+        )
+    if sizes.get("num_nextn_predict_layers"):
+        notes.append("the layer that predicts further tokens (num_nextn_predict_layers) is not counted")
+    return tuple(notes)
+
+
+def text_model(sizes: dict) -> tuple[dict, tuple[str, ...]]:
+    """Return the fields of the text model in a file, with its model_type, and notes: those of text_config, where the
+    file is of a model with a vision or audio encoder before a text model that the planner reads.
+    """
+    kind, text = sizes.get("model_type"), sizes.get("text_config")
+    if not isinstance(kind, str) or kind in READ or not isinstance(text, dict) or sizes.get("is_encoder_decoder"):
+        return sizes, ()
+    if (inner := NESTED.get(kind, text.get("model_type"))) not in READ:
+        return sizes, ()
+    tied = {name: sizes[name] for name in ("tie_word_embeddings",) if name in sizes}
+    return tied | text | {"model_type": inner}, ("only the text model is counted, not the vision or audio encoder",)
+
+
+def sizes_of(sizes: dict) -> tuple[ModelConfig, dict | None]:
+    """Return what read_config does, from the fields of the file."""
+    sizes, notes = text_model(sizes)
+    if (kind := sizes.get("model_type")) not in READ:
+        raise ValueError(why_unknown(sizes))
+    known = KINDS.get(kind) or Kind(kind, LEFT_OUT.get(kind, {}))
+    sizes = renamed(sizes, known)
+    more = {"latent": latent_of(sizes), "positions": size(sizes, "n_positions") if kind == "gpt2" else 0}
+    more["window"], more["windowed"] = windows_of(sizes, known.full_every)
+    if (latent := more["latent"]) is not None:
+        sizes |= {"head_dim": (latent.qk_size + latent.v_size) // 2, "num_key_value_heads": None}
+    config, moe = course_sizes(sizes, known.like)
+    if moe is not None:
+        more["dense_first"], more["expert_every"] = dense_layers_of(sizes)
+    if kind not in KINDS and not notes and PlannedConfig(**vars(config) | more) == PlannedConfig(**vars(config)):
+        return config, moe
+    if moe is not None:
+        moe |= node_limit_of(sizes)
+    planned = PlannedConfig(**vars(config) | more)
+    return dataclasses.replace(planned, notes=notes_on(planned, kind, sizes) + notes), moe
+
+
 def read_config(file: Path) -> tuple[ModelConfig, dict | None]:
     """The sizes in a config.json, and arguments of apply_moe where the model is a mixture. Raises ValueError, in one
     line, where there is no such file, or the planner has no such model.
@@ -55,11 +136,13 @@ def read_config(file: Path) -> tuple[ModelConfig, dict | None]:
     file = Path(file)
     file = file / "config.json" if file.is_dir() else file
     try:
-        sizes = json.loads(file.read_text(encoding="utf-8"))
+        sizes = json.loads(file.read_text(encoding="utf-8-sig"))
         if not isinstance(sizes, dict):
             raise ValueError("it is no JSON object")
         return sizes_of(sizes)
     except OSError as error:
         raise ValueError(f"{file}: {error.strerror}") from None
+    except RecursionError:
+        raise ValueError(f"{file}: it is no config.json: its JSON is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"{file}: {' '.join(str(error).split())}") from None

@@ -92,15 +92,15 @@ def test_published_mixtures_have_their_published_counts(kind, written):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "deepseek_v3"}, "model_type is deepseek_v3: the planner knows llama, mistral"),
+        ({"model_type": "bert"}, "model_type is bert: the planner knows llama, mistral"),
         ({"model_type": None}, "model_type is None"),
         ({"hidden_size": "4096"}, "hidden_size is '4096': it must be a whole number of 1 or more"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_attention_heads": 33}, "heads must divide hidden"),
         ({"model_type": "mixtral"}, "num_local_experts is missing"),
         (
-            {"model_type": "deepseek", "n_routed_experts": 64, "first_k_dense_replace": 1},
-            "first_k_dense_replace is 1: the course has mixtures in all layers, or in none",
+            {"model_type": "qwen3_moe", "num_experts": 64, "mlp_only_layers": [1]},
+            "mlp_only_layers is .* the course has mixtures in all layers, or in none",
         ),
     ],
 )
@@ -111,12 +111,24 @@ def test_what_the_planner_does_not_know_is_one_line(change, message, written):
     assert "\n" not in str(caught.value) and str(caught.value).startswith(f"{file}: ")
 
 
-@pytest.mark.parametrize("text, message", [("{", "Expecting"), ("[1]", "no JSON object"), (None, "No such file")])
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "Expecting"),
+        ("[1]", "no JSON object"),
+        (None, "No such file"),
+        ("[" * 100_000, "its JSON is nested too deeply"),
+    ],
+)
 def test_no_config_is_one_line(text, message, written, tmp_path):
     file = written(text) if text else tmp_path / "none.json"
     with pytest.raises(ValueError, match=message) as caught:
         read_config(file)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_with_a_byte_order_mark(written):
+    assert read_config(written("\ufeff" + json.dumps(LLAMA))) == read_config(written(LLAMA))
 
 
 @pytest.mark.parametrize("kind", ["llama", *DENSE])
