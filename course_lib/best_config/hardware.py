@@ -7,8 +7,8 @@ name = "ours"             base = "H100"         a preset of CLUSTERS, of which t
 bf16_tflops = 989         fp8_tflops = 1979     dense; without FP8 the second is left out
 memory_gib = 80           memory_tb_s = 3.35
 node_link_gb_s = 450      network_gb_s = 50     a GPU's, in one direction, GB of 10^9 bytes; no network: left out
-gpus_per_node = 8
-[software]                                      constants by the names and in the units of `clusters.Software`
+gpus_per_node = 8         product_factor = 1      attention_factor = 1: shares of the peak reached, over an H100's
+[software]                                      constants by the names and in the units of `software.Software`
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import tomllib
 from decimal import Decimal
 from pathlib import Path
 
-from course_lib.best_config.clusters import CLUSTERS, Cluster, Software, check_software
+from course_lib.best_config.clusters import CLUSTERS, Cluster
+from course_lib.best_config.software import Software, check_software
 
 UNITS = {  # a file's key: the field of Cluster, and how many of the field's units are one of the key's
     "bf16_tflops": ("peak_flops", 10**12),
@@ -30,9 +31,11 @@ UNITS = {  # a file's key: the field of Cluster, and how many of the field's uni
     "memory_tb_s": ("memory_bandwidth", 10**12),
     "node_link_gb_s": ("node_link", 10**9),
     "network_gb_s": ("network", 10**9),
+    "product_factor": ("product_factor", 1),
+    "attention_factor": ("attention_factor", 1),
 }
 KEYS = ("name", "base", *UNITS, "gpus_per_node", "software")
-OPTIONAL = ("base", "fp8_tflops", "network_gb_s", "software")
+OPTIONAL = ("base", "fp8_tflops", "network_gb_s", "product_factor", "attention_factor", "software")
 ONE_KIND = "the planner takes clusters of one kind of GPU"
 
 
@@ -55,11 +58,14 @@ def shown(value) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def check_known(file, names, known, what: str) -> None:
-    """Raise ValueError for the first name that is none of the known, with the one that is most like it."""
+def check_known(file, names, known, what: str, others: dict[str, str] | None = None) -> None:
+    """Raise ValueError for the first name that is none of the known, with the known name that is most like it. others:
+    the known name for each of some other names, which a user may have meant.
+    """
+    meant = {name: name for name in known} | (others or {})
     for name in names:
         if name not in known:
-            like = [f"; {one} is one" for one in difflib.get_close_matches(name, known, 1)]
+            like = [f"; {meant[one]} is one" for one in difflib.get_close_matches(name, meant, 1)]
             raise ValueError(f"{file}: {name} is no {what}{''.join(like)}")
 
 
@@ -106,7 +112,7 @@ def read_rows(file: Path | str) -> dict:
             raise ValueError(f"{file}: {key} has {len(value)} values, but {ONE_KIND}: write a file for each")
         if isinstance(value, dict) and key != "software":
             raise ValueError(f"{file}: [{key}] is no table of a cluster: it has [software] alone, and {ONE_KIND}")
-    check_known(file, rows, KEYS, "key of a cluster")
+    check_known(file, rows, KEYS, "key of a cluster", {field: key for key, (field, _) in UNITS.items()})
     return rows
 
 

@@ -4,6 +4,7 @@ numpy.
 
 import csv
 import dataclasses
+import itertools
 import math
 import re
 from pathlib import Path
@@ -11,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from course_lib.best_config.clusters import CLUSTERS, NANOTRON, Cluster, Software, ring, stride_of
+from course_lib.best_config.clusters import CLUSTERS, Cluster, ring, stride_of
+from course_lib.best_config.software import NANOTRON, SOFTWARE, Software
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout, groups_along
 from course_lib.single_gpu.devices import read_table
@@ -184,3 +186,17 @@ def test_a_rack_is_a_node():
     assert ring(rack, 72, 1) == (900e9, False)
     assert ring(rack, 2, 72) == (50e9, True)
     assert ring(rack, 144, 1) == (900e9, True), "72 cards"
+
+
+def test_no_gpu_computes_faster_than_the_fastest_published_kernels():
+    """A factor over an H100's share raises no program's share above 90% in matmuls and 75% in attention."""
+    in_bf16 = [software for software in SOFTWARE.values() if software.products == "bf16"]
+    for cluster, software in itertools.product(CLUSTERS.values(), in_bf16):
+        cluster = dataclasses.replace(cluster, software=software)
+        assert cluster.product_rate <= 0.9 * cluster.peak_flops and cluster.head_rate <= 0.9 * cluster.peak_flops
+        assert cluster.attention_rate <= 0.75 * cluster.peak_flops
+    a100 = CLUSTERS["A100"]
+    reached = 1.23 * a100.software.matmul_efficiency
+    assert a100.product_rate == pytest.approx(reached * a100.peak_flops), "the course's program is below the limit"
+    odd = dataclasses.replace(a100.with_software(matmul_efficiency=1.5), product_factor=1.0)
+    assert odd.product_rate == 1.5 * odd.peak_flops, "a fit of a peak that is too low"

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from course_lib.best_config.clusters import CLUSTERS, NANOTRON, Cluster, Software
+from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.hardware import KEYS, load_cluster, save_cluster
 from course_lib.best_config.planner import search
+from course_lib.best_config.software import NANOTRON, Software
 from course_lib.single_gpu.model import PRESETS
 
 EXAMPLE = Path(__file__).parents[2] / "data" / "clusters" / "example.toml"
@@ -57,6 +58,18 @@ def test_a_preset_is_a_start(written):
     assert CLUSTERS["H100, EFA"].software == NANOTRON, "the preset is as it was"
 
 
+def test_shares_of_the_peak_are_optional_and_the_presets_where_it_is_the_start(written):
+    assert load_cluster(written(OURS)).product_factor == 1
+    a100 = load_cluster(written('name = "ours"\nbase = "A100"\nattention_factor = 1.5\n'))
+    assert a100.product_factor == CLUSTERS["A100"].product_factor > 1 and a100.attention_factor == 1.5
+    for name in ("product_factor", "attention_factor"):
+        with pytest.raises(ValueError, match=f": {name} = 0: not a number above 0$"):
+            load_cluster(written(f'name = "ours"\nbase = "H100"\n{name} = 0\n'))
+    for name in ("tp_overlap", "selective_keeps"):
+        with pytest.raises(ValueError, match=f": software.{name} 1.5: a share, 0 to 1$"):
+            load_cluster(written(f'name = "ours"\nbase = "H100"\n[software]\n{name} = 1.5\n'))
+
+
 def test_constants_have_softwares_kinds(written):
     table = "[software]\nweight_bytes = 4\ngradient_bytes = 2.5\nheld = [1, 0.5]\ngathers_again = true\n"
     words = 'half_rows = 100\nsplit = "flops"\norder = ["pp", "dp", "cp", "tp"]\n'
@@ -95,6 +108,7 @@ def test_a_fit_comes_back_to_the_last_bit(tmp_path):
             if isinstance(field.default, float)
         }
         fitted |= {"held": (draw.random(), draw.random()), "gathers_again": draw.random() < 0.5, "split": "layers"}
+        fitted |= {"selective_keeps": draw.random(), "tp_overlap": draw.random()}
         rates = [10 ** draw.uniform(9, 16) for _ in range(5)]
         cluster = Cluster('it\'s "ours" \\ ü', *rates, gpus_per_node=draw.randint(1, 72)).with_software(**fitted)
         save_cluster(cluster, tmp_path / "it.toml")
@@ -108,6 +122,8 @@ def test_a_fit_comes_back_to_the_last_bit(tmp_path):
     "old, new, message",
     [
         ("memory_gib", "memory_gb", "memory_gb is no key of a cluster; memory_gib is one"),
+        ("bf16_tflops", "peak_tflops", "peak_tflops is no key of a cluster; bf16_tflops is one"),
+        ("node_link_gb_s", "node_link", "node_link is no key of a cluster; node_link_gb_s is one"),
         ("gpus_per_node = 4", "zzz = 4", "zzz is no key of a cluster"),
         ("memory_gib = 45\n", "", "memory_gib missing"),
         ('name = "ours"\n', "", "name missing"),
