@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from course_lib.best_config.expert_time import ranks_of_a_token
 from course_lib.best_config.fake_ranks import axes_of, fake_ranks, place_of
-from course_lib.best_config.step_time import ranks_of_a_token
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.expert_parallel import exchange
 from course_lib.five_d import model as five_d

@@ -89,6 +89,34 @@ def stage_layers(config: ModelConfig, pp, split: str, head: float) -> dict[str, 
     }
 
 
+def rank_layers(config: ModelConfig, layout, split: str, head: float) -> dict[str, np.ndarray]:
+    """Return `stage_layers` of ranks with several stages each (interleaved, ZB-V), split by "ends" as in notebook 09:
+    the larger stages are in the middle, which ZB-V puts on the last ranks, and interleaving spreads over all ranks.
+
+    "second" is the fullest rank between the first and the last. Under ZB-V the first rank has embedding and head.
+    """
+    pp, found = np.asarray(layout.pp), stage_layers(config, layout.pp, split, head)
+    if split != "ends":
+        return found
+    zb_v, v = is_schedule(layout, "zb-v"), np.asarray(layout.virtual)
+    chunks = np.where(zb_v, 2, np.where(is_schedule(layout, "interleaved"), v, 1))
+    each, more = np.divmod(config.layers + 2, pp * chunks)
+    start, end = (pp * chunks - more + 1) // 2, (pp * chunks + more + 1) // 2  # of the larger stages
+
+    def larger(rank) -> np.ndarray:
+        spread = more // pp + ((rank - start) % pp < more % pp)
+        return np.where(zb_v, 1 * (rank >= start) + (2 * pp - 1 - rank < end), spread)
+
+    ends = {
+        "first": chunks * each + larger(0) - 1 - zb_v,
+        "second": chunks * each
+        + np.maximum(larger(1), np.maximum(larger(pp - 2), larger(np.clip(start % pp, 1, pp - 2)))),
+        "last": chunks * each + larger(pp - 1) - 1 + zb_v,
+    }
+    ends["second"] = np.where(pp > 2, ends["second"], 0)
+    return {name: np.where(chunks > 1, layers, found[name]) for name, layers in ends.items()}
+
+
 def fills_stages(config: ModelConfig, pp, split: str, head: float) -> np.ndarray:
     """Whether every stage gets something. nanotron's list of blocks ends with norm and head (together), a
     cast, and the loss.

@@ -15,11 +15,20 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from course_lib.best_config.clusters import Cluster, latency_steps, link, replica_ring, ring, stride_of
-from course_lib.best_config.stage_loads import bubble_share, is_schedule, stage_layers
+from course_lib.best_config.clusters import (
+    Cluster,
+    all_to_all_time,
+    latency_steps,
+    link,
+    replica_ring,
+    ring,
+    stride_of,
+)
+from course_lib.best_config.expert_time import exchange_time, uneven_time
+from course_lib.best_config.planned_config import expert_layers, keys_by_layer, keys_seen, layer_parts
+from course_lib.best_config.stage_loads import bubble_share, is_schedule, rank_layers
 from course_lib.best_config.step_memory import expert_sizes, head_in_layers, own_share, stage_parameters
 from course_lib.five_d.layouts import Layout
-from course_lib.single_gpu.memory import parameter_parts
 from course_lib.single_gpu.model import ModelConfig
 
 
@@ -36,75 +45,75 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
     return 8 * (size * (tp - 1) / tp / bandwidth + software.collective_s + software.ring_step_s * far_steps)
 
 
-def context_parallel_time(config: ModelConfig, cluster: Cluster, layout, tokens, times: dict) -> np.ndarray:
+def context_parallel_time(config: ModelConfig, cluster: Cluster, layout, tokens, seq: int, attention) -> np.ndarray:
     """Seconds of a layer that attention waits for other tokens. A ring sends K and V, backward again, and their
-    gradients in FP32, and hides behind attention; Ulysses' all-to-alls of q, k, v and the output do not (notebook 07).
+    gradients in FP32, and hides behind the attention of the same layer, which a window shortens; Ulysses' all-to-alls
+    of q, k, v and the output do not hide (notebook 07). A program that gathers K and V (`gathers_keys`) hides the same
+    traffic behind the attention to its local keys alone, 1/cp of it. attention: seconds of the mean layer.
     """
     software, tp, cp = cluster.software, np.asarray(layout.tp), np.asarray(layout.cp)
     kv = config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads) / tp  # width of a rank's K
-    bandwidth, beyond = ring(cluster, cp, stride_of(layout, "cp", software.order))
+    stride = stride_of(layout, "cp", software.order)
+    bandwidth, beyond = ring(cluster, cp, stride)
     latency = np.where(beyond, software.ring_step_s, software.collective_s)
     again = np.where(np.asarray(layout.recompute) == "full", 1, 0)
     keys = 2 * tokens * 2 * kv
     rings = (cp - 1) * ((4 + again) * keys / bandwidth + (3 + again) * latency)
-    exchanged = 2 * tokens * (2 * config.attention_width / tp + 2 * kv) * (cp - 1) / cp
-    all_to_all = (2 + again) * (exchanged / bandwidth + 2 * latency)
+    exchanged = 2 * tokens * (2 * config.attention_width / tp + 2 * kv) / cp  # with each rank
+    all_to_all = (2 + again) * (all_to_all_time(cluster, cp, stride, exchanged) + 2 * latency)
     ulysses = np.asarray(layout.cp_method) == "ulysses"
-    return np.where(ulysses, all_to_all, np.maximum(0, rings - times["attention"]))
-
-
-def ranks_of_a_token(moe: dict, ep) -> np.ndarray:
-    """On how many of ep ranks a token has experts, on average, where all are as likely: it travels once to each."""
-    experts = moe["experts"]
-    elsewhere = experts - experts / ep
-    none_there = np.prod([np.maximum(0, elsewhere - i) / (experts - i) for i in range(moe["top_k"])], axis=0)
-    return ep * (1 - none_there)
+    mean, layers = keys_seen(config, seq, causal=True), keys_by_layer(config, seq, causal=True)
+    beside = attention / cp if software.gathers_keys else attention
+    waiting = sum(share * np.maximum(0, rings - beside * (keys / mean)) for share, keys in layers)
+    return np.where(ulysses, all_to_all, waiting)
 
 
 def layer_times(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: dict | None = None) -> dict:
     """Seconds of one layer, forward and backward, for one micro-batch, by part; without what the host takes."""
-    software, h, parts = cluster.software, config.hidden, parameter_parts(config)
-    tp, cp, ep = (np.asarray(getattr(layout, name)) for name in ("tp", "cp", "ep"))
+    software, h, parts = cluster.software, config.hidden, layer_parts(config)
+    share = expert_layers(config, config.layers) / config.layers  # of layers with experts; the mean layer is timed
+    tp, cp = np.asarray(layout.tp), np.asarray(layout.cp)
     tokens = layout.micro_batch * seq / cp
     full = np.asarray(layout.recompute) == "full"
     selective = np.asarray(layout.recompute) == "selective"
     again = np.where(full, 4 / 3, np.where(selective, 1 + software.selective_again / 3, 1.0))  # a forward more, or part
-    dense = (parts["q_o"] + expert_sizes(config, moe)[0]) / tp + parts["kv"] / np.minimum(tp, config.kv_heads)
-    scores = 7 * seq * config.attention_width * tokens / tp
+    mlp = share * expert_sizes(config, moe)[0] + (1 - share) * parts["mlp"]
+    dense = (parts["q_o"] + mlp) / tp + parts["kv"] / np.minimum(tp, config.kv_heads) + parts["latent"]
+    scores = 7 * keys_seen(config, seq, causal=True) * config.attention_width * tokens / tp
     scores = scores * np.where(full | (selective & (software.selective_again == 0)), 9 / 7, 1)
-    rate = cluster.product_flops * software.matmul_efficiency
+    rate = cluster.product_rate
     products = 6 * tokens * dense / rate * (1 + software.half_rows / tokens)
-    if moe is not None:  # an expert has fewer rows: its share of the tokens of ep ranks
-        rows = tokens * moe["top_k"] * ep / moe["experts"]
-        routed = 6 * tokens * moe["top_k"] * 3 * h * (moe.get("ffn_hidden") or config.ffn_hidden) / tp
-        products = products + routed / rate * software.half_rows * (1 / rows - 1 / tokens)
+    if moe is not None:
+        products = products + share * uneven_time(config, cluster, layout, tokens, moe)
     outside = np.where(layout.sequence_parallel, tp, 1)
     moved = software.layer_traffic * tokens * h * (2 / 3 / tp + 1 / 3 / outside)
     times = {
         "matrices": products * again,
-        "attention": scores / (cluster.peak_flops * software.attention_efficiency),
+        "attention": scores / cluster.attention_rate,
         "other kernels": moved / cluster.memory_bandwidth * again,
     }
     split = np.asarray(layout.sequence_parallel)
     replayed = np.where(split, 3 / 8, 1 / 4)  # all exchanges of a forward but the last: the replay stops before it
     rounds = 1 + np.where(full, replayed, 0) + np.where(software.gathers_again & split, 1 / 4, 0)
     exchange = tensor_parallel_time(cluster, layout, 2 * tokens * h) * rounds
-    times["tensor parallel"] = np.where(tp > 1, exchange, 0)
-    times["context parallel"] = np.where(cp > 1, context_parallel_time(config, cluster, layout, tokens, times), 0)
+    times["tensor parallel"] = np.where(tp > 1, (1 - software.tp_overlap) * exchange, 0)
+    waiting = context_parallel_time(config, cluster, layout, tokens, seq, times["attention"])
+    times["context parallel"] = np.where(cp > 1, waiting, 0)
     if moe is not None:
-        bandwidth, beyond = ring(cluster, ep, stride_of(layout, "dp", software.order))
-        latency = np.where(beyond, software.ring_step_s, software.collective_s)
-        sent = 2 * tokens * h * ranks_of_a_token(moe, ep) / outside * (ep - 1) / ep
-        times["expert parallel"] = np.where(ep > 1, 4 * (sent / bandwidth + latency) * np.where(full, 1.5, 1), 0)
+        kernels = times["matrices"] + times["attention"] + times["other kernels"]
+        hidden = np.where(is_schedule(layout, "dualpipe"), software.exchange_overlap * kernels, 0)
+        exchange = exchange_time(config, cluster, layout, tokens, moe)
+        times["expert parallel"] = share * np.maximum(0, exchange - hidden)
     return times
 
 
 # exercise 11.5
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
+def gradient_time(cluster: Cluster, layout, m, parameters, slot, others=0.0) -> np.ndarray:
     """Return the seconds of a step in which the GPU waits for gradients and weights of data parallelism.
 
     parameters: of this rank; slot: seconds of one micro-batch; m: micro-batches. What backward hides (stage 3: forward
-    too) costs nothing; one replica waits for nothing. layout: one, or arrays of several, with `replicate` 1 (no HSDP).
+    too) costs nothing; one replica sends nothing. layout: one, or arrays of several, with `replicate` 1 (no HSDP).
+    others: seconds that gradients of other groups (experts) take on the same links; backward hides them too.
     """
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
@@ -118,29 +127,39 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
     )
     share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
     hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
+    return np.maximum(0, share * moved / bandwidth + latency * rounds + others - hidden)
 
 
-def one_group(layout) -> SimpleNamespace:
-    """The layout's fields, with the dp places of one of its groups alone: those that share parameters out."""
+def with_fields(layout, **changes) -> SimpleNamespace:
+    """Return the layout's fields, some of them changed, without a check."""
     fields = {field.name: getattr(layout, field.name) for field in dataclasses.fields(Layout)}
-    return SimpleNamespace(**fields | {"dp": np.asarray(layout.dp) // layout.replicate})
+    return SimpleNamespace(**fields | changes)
+
+
+def expert_gradient_time(cluster: Cluster, layout, m, experts) -> np.ndarray:
+    """Return gradient_time of experts before any of it is hidden: their group is the dp x cp / ep ranks with the same
+    experts, and its neighbors along dp are ep replicas apart. experts: parameters of this rank, 0 without a mixture.
+    """
+    ep = np.asarray(layout.ep)
+    holders = with_fields(layout, dp=np.asarray(layout.dp) // ep, replicas_apart=ep)
+    return np.where(experts > 0, gradient_time(cluster, holders, m, experts, 0.0), 0)
 
 
 def replica_time(cluster: Cluster, layout, m, dense, experts, slot) -> np.ndarray:
     """gradient_time with several groups that keep the same pieces: of one group; of the all-reduce over the groups, in
     FP32, once a step; and of experts, which all replicas share out. dense, experts: parameters of this rank.
 
-    The all-reduce hides behind as much of the last backward as the group's own traffic leaves.
+    The all-reduce hides behind as much of the last backward as the group's own traffic and the experts' leave.
     """
-    software, copies, group = cluster.software, np.asarray(layout.replicate), one_group(layout)
+    software, copies = cluster.software, np.asarray(layout.replicate)
+    group = with_fields(layout, dp=np.asarray(layout.dp) // copies)  # of those that share parameters out
     bandwidth, beyond = ring(cluster, copies, stride_of(layout, "dp", software.order) * group.dp)
     latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, copies)
     moved = 2 * 4 * dense / (group.dp * layout.cp) * (copies - 1) / copies
-    left = software.sharded_overlap * slot * 2 / 3 - gradient_time(cluster, group, 1, dense, 0.0)
+    once, of_experts = (expert_gradient_time(cluster, layout, rounds, experts) for rounds in (1, m))
+    left = software.sharded_overlap * slot * 2 / 3 - gradient_time(cluster, group, 1, dense, 0.0, once)
     summed = np.where(copies > 1, np.maximum(0, moved / bandwidth + latency - np.maximum(0, left)), 0)
-    apart = np.where(experts > 0, gradient_time(cluster, layout, m, experts, slot), 0)
-    return gradient_time(cluster, group, m, dense, slot) + summed + apart
+    return gradient_time(cluster, group, m, dense, slot, of_experts) + summed
 
 
 def host_time(cluster: Cluster, layout) -> np.ndarray:
@@ -160,8 +179,9 @@ def transfer_time(config: ModelConfig, cluster: Cluster, layout, seq: int) -> np
     rate, _ = link(cluster, np.where(beyond, 1, pp), pp)
     latency = np.where(beyond, software.ring_step_s, software.collective_s)
     size = 2 * layout.micro_batch * seq / np.asarray(layout.cp) * config.hidden
-    size = size / np.where(layout.sequence_parallel, tp, 1)
+    size = size / np.where(layout.sequence_parallel | software.scatters_transfers, tp, 1)
     chunks = np.where(is_schedule(layout, "interleaved"), layout.virtual, 1)
+    chunks = np.where(is_schedule(layout, "interleaved") & software.overlaps_transfers, 0, chunks)
     chunks = np.where(is_schedule(layout, "zb-v"), 2, chunks)
     return np.where(pp > 1, 2 * chunks * (size / rate + latency), 0)
 
@@ -196,30 +216,43 @@ def step_time(
     software, tp, pp = cluster.software, np.asarray(layout.tp), np.asarray(layout.pp)
     tokens = layout.micro_batch * seq / np.asarray(layout.cp)
     layer = layer_times(config, cluster, layout, seq, moe)
-    head_s = 6 * config.hidden * config.vocab * tokens / tp / (cluster.peak_flops * software.head_efficiency)
-    layers = stage_layers(config, pp, software.split, head_in_layers(config))
-    fullest = np.maximum(layers["first"], layers["second"])
+    # Fused with the loss or not: notebook 12b's loss computes no product twice.
+    logit_s = 6 * config.hidden / cluster.head_rate + software.logit_traffic / cluster.memory_bandwidth
+    head_s = logit_s * config.vocab * tokens / tp
+    layers = rank_layers(config, layout, software.split, head_in_layers(config))
+    at_head, other = (
+        np.where(is_schedule(layout, "zb-v"), *ends)
+        for ends in ((layers["first"], layers["last"]), (layers["last"], layers["first"]))
+    )
+    fullest = np.maximum(other, layers["second"])
     embedding_rings, head_rings = outer_exchanges(config, cluster, layout, tokens)
-    last_is_top = layers["last"] * sum(layer.values()) + head_s + head_rings > fullest * sum(layer.values())
-    n = np.where((pp == 1) | ~last_is_top, fullest, layers["last"])
-    has_head = (pp == 1) | last_is_top
+    host, of_layer = host_time(cluster, layout), sum(layer.values())
+    of_batches = np.where(is_schedule(layout, "dualpipe"), 1 / 2, 1)  # with the head on a rank at an end
+    outside = embedding_rings + head_s + head_rings  # of one micro-batch, on all ranks
+    head_s, head_rings = of_batches * head_s, of_batches * head_rings
+    of_head = np.maximum(at_head * of_layer + head_s + head_rings, at_head * host)
+    head_is_top = of_head > fullest * np.maximum(of_layer, host)
+    n = np.where((pp == 1) | ~head_is_top, fullest, at_head)
+    has_head = (pp == 1) | head_is_top
     parts = {name: n * each for name, each in layer.items()}
     parts["output layer"] = np.where(has_head, head_s, 0)
     parts["tensor parallel"] = parts["tensor parallel"] + np.where(has_head, head_rings, 0)
     parts["tensor parallel"] = parts["tensor parallel"] + np.where(pp == 1, embedding_rings, 0)
-    host = host_time(cluster, layout)
     parts["launch"] = np.maximum(0, n * host - sum(parts.values()))
     parts["transfers"] = moving = transfer_time(config, cluster, layout, seq)
     slot = sum(parts.values())
-    outside = embedding_rings + head_s + head_rings
-    whole = np.maximum(config.layers * sum(layer.values()) + outside, config.layers * host)
+    whole = np.maximum(config.layers * of_layer + outside, config.layers * host)
     whole = whole + pp * moving
     parts = {name: m * part for name, part in parts.items()}
     parts["stalls"] = stall_time(cluster, layout, m)
     parts["bubble"] = np.where(pp > 1, bubble_share(layout, m) * np.maximum(0, whole - slot), 0)
     dense, experts = stage_parameters(config, layout, moe, config.layers / pp, 1 / pp, (not config.tied) / pp)
     copies = np.where(is_schedule(layout, "dualpipe"), 2, 1)
-    parts["gradients"] = gradient_time(cluster, layout, m, copies * (dense + experts), slot)
+    of_experts = expert_gradient_time(cluster, layout, m, copies * experts)
+    # interleaved chunks: gradients that are sent once per step are complete while pp micro-batches finish the others
+    once = (np.asarray(layout.zero_stage) < 2) & is_schedule(layout, "interleaved")
+    last_slot = np.where(once, np.minimum(pp, m), 1) * slot
+    parts["gradients"] = gradient_time(cluster, layout, m, copies * dense, last_slot, of_experts)
     if np.any(replicated := np.asarray(layout.replicate) > 1):
         in_groups = replica_time(cluster, layout, m, dense, experts, slot)
         parts["gradients"] = np.where(replicated, in_groups, parts["gradients"])

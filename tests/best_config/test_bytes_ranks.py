@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from course_lib.best_config.clusters import Cluster, Software
+from course_lib.best_config.clusters import Cluster
 from course_lib.best_config.dry_runs import dry_run
 from course_lib.best_config.planner import estimate
+from course_lib.best_config.software import Software
 from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout, groups_along
 from course_lib.five_d.meshes import build_mesh
@@ -22,7 +23,7 @@ OF = ModelConfig(layers=2, hidden=512, heads=8, kv_heads=4, ffn_hidden=1408, voc
 DEEP = dataclasses.replace(OF, layers=6)  # with embedding and head 8: two for each of four stages
 FREE = {name: 1.0 for name in Software.__dataclass_fields__ if name.endswith("efficiency")}
 FREE |= {name: 0.0 for name in Software.__dataclass_fields__ if name.endswith("_s")}
-FREE |= {"overlap": 0.0, "sharded_overlap": 0.0, "layer_traffic": 0.0, "gathers_again": True}
+FREE |= {"overlap": 0.0, "sharded_overlap": 0.0, "layer_traffic": 0.0, "gathers_again": True, "expert_spread": 0.0}
 BYTES = Cluster("a byte a second", 1e40, 1e40, 1e40, 1.0, 1.0, software=Software(**FREE))
 
 AXES = {"tensor parallel": ("tp",), "context parallel": ("cp",), "transfers": ("pp",)}
@@ -60,6 +61,35 @@ def test_the_planner_counts_the_bytes_that_the_program_sends(words, part):
         sent = dry_run(config, layout, batch, SEQ, rank=rank, lr=1e-3).bytes_sent
         found.append(sum(size for (axes, _), size in sent.items() if axes in AXES[part]))
     assert sum(found) / len(found) == pytest.approx(expected, rel=0.01)
+
+
+MOE = {"experts": 8, "top_k": 2, "ffn_hidden": 256, "shared": 1}
+EXCHANGES = ["dp2,ep2,full", "dp2,cp2,ep2,tp2,sp,zero1"]
+
+
+@pytest.mark.parametrize("words", EXCHANGES)
+def test_the_planner_counts_the_bytes_of_the_exchange(words):
+    """Within 1%. Tensor-parallel ranks exchange all tokens, with sequence parallelism too; full recomputation repeats
+    the dispatch, and not the combine.
+    """
+    layout = Layout.parse(words)
+    expected = float(estimate(OF, BYTES, layout, layout.dp, SEQ, MOE).time["expert parallel"])
+    sent = dry_run(OF, layout, layout.dp, SEQ, moe=MOE, lr=1e-3).bytes_sent
+    assert sent["ep", "all_to_all"] == pytest.approx(expected, rel=0.01)
+
+
+RINGS = ["dp2,cp2,ep2,zero2", "dp4,ep2,zero3"]
+
+
+@pytest.mark.parametrize("words", RINGS)
+def test_the_planner_counts_the_bytes_of_the_gradients_of_experts(words):
+    """Of dense weights over dp x cp, and of experts over dp / ep x cp: together within 1%."""
+    layout = Layout.parse(words)
+    config, batch = DEEP if layout.zero_stage == 3 else OF, 2 * layout.dp
+    expected = float(estimate(config, BYTES, layout, batch, SEQ, MOE).time["gradients"])
+    sent = dry_run(config, layout, batch, SEQ, moe=MOE, lr=1e-3).bytes_sent
+    found = sum(size for (_, collective), size in sent.items() if collective in ("all_gather", "reduce_scatter"))
+    assert found == pytest.approx(expected, rel=0.01)
 
 
 def sent_to_experts(moe: dict) -> int:

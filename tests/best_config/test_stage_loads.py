@@ -5,7 +5,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from course_lib.best_config.stage_loads import bubble_share, fills_stages, in_flight, is_schedule, stage_layers
+from course_lib.best_config.stage_loads import (
+    bubble_share,
+    fills_stages,
+    in_flight,
+    is_schedule,
+    rank_layers,
+    stage_layers,
+)
 from course_lib.best_config.step_memory import head_in_layers
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout
@@ -98,6 +105,19 @@ def test_even_stages_are_those_of_notebook_09():
             assert found == {"first": cut[0], "second": max(cut[1:-1], default=0), "last": cut[-1]}, (layers, pp)
             assert fills_stages(of_layers(layers), pp, "ends", 0.0)
         assert not fills_stages(of_layers(layers), layers + 3, "ends", 0.0)
+
+
+@pytest.mark.parametrize("schedule, v", [("zb-v", 2), ("interleaved", 2), ("interleaved", 4), ("interleaved", 8)])
+def test_ranks_with_several_stages_have_the_layers_of_notebook_09(schedule, v):
+    for layers in (6, 7, 16, 22, 28, 32, 36, 61, 80, 126):
+        for pp in range(2, (layers + 2) // v + 1):
+            cut = [len(stage) for stage in split_layers(layers, pp * v)]
+            ranks = [sum(cut[rank::pp]) for rank in range(pp)]
+            if schedule == "zb-v":
+                ranks = [cut[rank] + cut[-1 - rank] for rank in range(pp)]
+            found = rank_layers(of_layers(layers), Layout(pp=pp, schedule=schedule, virtual=v), "ends", 0.0)
+            expected = {"first": ranks[0], "second": max(ranks[1:-1], default=0), "last": ranks[-1]}
+            assert found == expected, (layers, pp)
 
 
 def replay(layers: int, pp: int, head: Fraction) -> list[list[str]]:

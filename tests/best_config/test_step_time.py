@@ -11,6 +11,7 @@ from course_lib.best_config.clusters import CLUSTERS, latency_steps
 from course_lib.best_config.planner import estimate
 from course_lib.best_config.stage_loads import bubble_share
 from course_lib.best_config.step_time import (
+    expert_gradient_time,
     gradient_time,
     replica_time,
     stall_time,
@@ -201,19 +202,23 @@ def test_the_sum_over_replicas_hides_behind_what_the_group_leaves_of_the_last_ba
 
 
 def test_experts_are_shared_out_over_all_replicas():
-    alone = exposed("dp64,ep2,zero3", 0.0)
+    alone = float(expert_gradient_time(H100, Layout.parse("dp64,ep2,zero3"), 8, 1e9))
     both = with_replicas("dp64,ep2,zero3,rep8", experts=1e9)
     assert both == pytest.approx(with_replicas("dp64,ep2,zero3,rep8") + alone)
+    alone = float(expert_gradient_time(H100, Layout.parse("dp8,ep2,zero3"), 8, 1e9))
+    both = with_replicas("dp8,ep2,zero3,rep8", experts=1e9)
+    assert both == pytest.approx(with_replicas("dp8,ep2,zero3,rep8") + alone), "with one rank per group"
     found = times("dp64,ep2,zero3,rep8", moe=EXPERTS)
     assert found["gradients"] > times("dp64,ep2,zero3,rep8")["gradients"]
 
 
 def test_replicas_pay_on_many_nodes_and_not_on_few():
-    """What notebook 11 says of the 8B: four groups of 128 GPUs on 512; on 16 GPUs there is nothing to gain."""
-    for gpus, best in ((16, 1), (512, 4)):
+    """What notebook 11 says of the 8B: on 512 GPUs four groups are as fast as eight; on 16 one is the fastest."""
+    for gpus, best in ((16, (1,)), (512, (4, 8))):
         table = LayoutTable.of(Layout(dp=gpus, zero_stage=3, replicate=2**n) for n in range(gpus.bit_length() - 3))
         found = estimate(LLAMA, H100, table, 2 * gpus)
-        assert found.fits.all() and table[found.mfu.argmax()].replicate == best, (gpus, found.mfu)
+        good = np.flatnonzero(found.mfu > 0.995 * found.mfu.max())
+        assert found.fits.all() and tuple(table.replicate[good].tolist()) == best, (gpus, found.mfu)
 
 
 # Tensor and context parallelism, pipelines.
@@ -289,8 +294,6 @@ def sent_by_a_rank(layout: Layout, m: int) -> float:
     return sum(transfer.source == layout.pp // 2 for *_, transfer in find_transfers(schedule)) / m
 
 
-
-
 @pytest.mark.parametrize("words", ["zb-h1", "zb-h2", "afab", "zb-v", "interleaved", "interleaved,v3", "dualpipe"])
 def test_as_many_tensors_are_sent_as_in_notebook_09(words):
     layout, one = Layout.parse(f"pp4,{words}"), Layout(pp=4)
@@ -330,3 +333,76 @@ def test_latency_grows_as_a_ring_and_beyond_the_largest_measured_one_as_a_tree()
     assert latency_steps(H100, ranks) == pytest.approx([0, 1, 127, 255, 255 * 9 / 8, 255 * 2])
     step_s = [times(f"dp{n},zero1", m=1)["gradients"] for n in (4096, 8192)]
     assert 0 < step_s[1] - step_s[0] < 256 * H100.software.gradient_step_s, "a ring would wait for 4,096 steps more"
+
+
+# What programs differ in.
+
+
+def test_factors_of_a_gpu_scale_what_it_computes():
+    slow = dataclasses.replace(H100, product_factor=0.5, attention_factor=0.25)
+    before, after = times("tp2,sp"), times("tp2,sp", cluster=slow)
+    assert after["matrices"] == pytest.approx(2 * before["matrices"])
+    assert after["output layer"] == pytest.approx(2 * before["output layer"])
+    assert after["attention"] == pytest.approx(4 * before["attention"])
+    assert after["other kernels"] == before["other kernels"] and after["tensor parallel"] == before["tensor parallel"]
+
+
+def test_fp8_has_an_efficiency_of_its_own():
+    fp8 = H100.with_software(products="fp8", fp8_efficiency=0.5, half_rows=0.0)
+    bf16 = H100.with_software(matmul_efficiency=0.6, half_rows=0.0)
+    rates = H100.fp8_flops * 0.5 / (H100.peak_flops * 0.6)
+    assert times("dp1", cluster=bf16)["matrices"] == pytest.approx(rates * times("dp1", cluster=fp8)["matrices"])
+    for name in ("attention", "output layer", "other kernels"):
+        assert times("dp1", cluster=bf16)[name] == times("dp1", cluster=fp8)[name]
+
+
+def test_the_loss_moves_its_logits():
+    moving = times("tp4,mb2", cluster=H100.with_software(logit_traffic=100.0))["output layer"]
+    logits = 8 * 2 * SEQ * LLAMA.vocab / 4
+    assert moving - times("tp4,mb2")["output layer"] == pytest.approx(100 * logits / H100.memory_bandwidth)
+
+
+def test_overlapped_exchanges_of_a_layer_cost_their_exposed_share():
+    """Those of the embedding and the output layer stay."""
+    clusters = [H100.with_software(tp_overlap=share) for share in (0.0, 0.5, 1.0)]
+    full, half, none = (times("tp8,sp", cluster=cluster)["tensor parallel"] for cluster in clusters)
+    assert half == pytest.approx((full + none) / 2) and 0 < none < 0.1 * full
+
+
+@pytest.mark.parametrize("words, share", [("pp4,tp4", 1 / 4), ("pp4,tp4,sp", 1), ("pp4", 1)])
+def test_scattered_transfers_send_a_tensor_parallel_share(words, share):
+    cluster = H100.with_software(collective_s=0.0, ring_step_s=0.0)
+    scattered = transfer_time(LLAMA, cluster.with_software(scatters_transfers=True), Layout.parse(words), SEQ)
+    assert scattered == pytest.approx(share * transfer_time(LLAMA, cluster, Layout.parse(words), SEQ))
+
+
+@pytest.mark.parametrize("words, hidden", [("pp4,interleaved,v2", True), ("pp4", False), ("pp4,zb-h1", False)])
+def test_interleaved_stages_may_hide_their_transfers(words, hidden):
+    exposed, overlapped = (times(words, cluster=H100.with_software(overlaps_transfers=x)) for x in (False, True))
+    assert exposed["transfers"] > 0 and overlapped["transfers"] == (0 if hidden else exposed["transfers"])
+
+
+def test_gradients_of_interleaved_chunks_hide_behind_the_last_pp_micro_batches():
+    """1F1B's are complete only with the last micro-batch; ZeRO-2 sends those of each, so its slots count once."""
+    cluster = dataclasses.replace(H100.with_software(overlaps_transfers=True), network=1e9)
+    for zero, hidden in (("zero1", True), ("zero2", False)):
+        words = [f"dp8,pp4,tp8,sp,{zero},{schedule}" for schedule in ("1f1b", "interleaved")]
+        one, several = (times(each, m=4, cluster=cluster) for each in words)
+        assert one["gradients"] > 0
+        assert (several["gradients"] < one["gradients"] - 1e-3) == hidden
+
+
+@pytest.mark.parametrize("words, layers", [("pp8,tp2,sp", 7), ("pp3,tp2,sp,zb-h1", 3), ("pp4", 24)])
+def test_a_faster_gpu_is_no_slower_where_the_host_limits_the_slowest_stage(words, layers):
+    """The output layer makes the last stage the slowest, until launching the layers of another one takes longer."""
+    config = ModelConfig(layers, 1024, 8, 8, 4096, 262_208)
+    faster = [dataclasses.replace(H100, peak_flops=H100.peak_flops * 2.0**power) for power in range(-3, 5)]
+    seconds = [sum(times(words, config, cluster).values()) for cluster in faster]
+    assert all(after <= before * (1 + 1e-9) for before, after in zip(seconds, seconds[1:], strict=False)), seconds
+
+
+def test_an_end_rank_of_dualpipe_has_the_head_for_half_of_the_micro_batches():
+    """The other half of the micro-batches enters at this rank, and leaves at the opposite end."""
+    config = ModelConfig(8, 4096, 32, 32, 16384, 262_208)  # the output layer takes longer than a stage of layers
+    plain, both = (float(times(words, config, m=16)["output layer"]) for words in ("pp4", "pp4,dualpipe"))
+    assert plain > 0 and both == pytest.approx(plain / 2)

@@ -69,7 +69,7 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
     return one * 8
 
 # %% 11.5 stage by stage
-def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
+def gradient_time(cluster: Cluster, layout, m, parameters, slot, others=0.0) -> np.ndarray:
     software = cluster.software
     zero, kept = np.asarray(layout.zero_stage), np.asarray(layout.keep_gathered)
     ranks = np.asarray(layout.dp) * np.asarray(layout.cp)
@@ -89,7 +89,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot) -> np.ndarray:
         ((zero == 3) & ~kept, waits(8 * m, m, software.sharded_overlap, 1)),
     ]
     found = sum(np.where(chosen, seconds, 0) for chosen, seconds in by_stage)
-    return np.where(ranks == 1, 0, np.maximum(found, 0))
+    return np.maximum(found + others, 0)
 
 # %% 11.6 collects by run
 def cross_validate(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:

@@ -191,9 +191,9 @@ bandwidth, beyond = ring(cluster, replicas, nearest)
 replica_ring(cluster, layout) => ring(cluster, replicas, np.asarray(layout.tp))
 
 # %% 11.5 a gain where backward lasts longer
-return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds - hidden), 0)
+return np.maximum(0, share * moved / bandwidth + latency * rounds + others - hidden)
 =>
-return np.where(replicas > 1, share * moved / bandwidth + latency * rounds - hidden, 0)
+return np.where(replicas > 1, share * moved / bandwidth + latency * rounds + others - hidden, 0)
 
 # %% 11.5 ZeRO-2 gathers the weights in each round
 4 * rounds + 2 => (4 + 2) * rounds
@@ -205,7 +205,15 @@ return np.where(replicas > 1, share * moved / bandwidth + latency * rounds - hid
 * np.where(each_time, 1, 2 / 3) => * 1
 
 # %% 11.5 latency of one round, however many
-* rounds - hidden => - hidden
+latency * rounds => latency
+
+# %% 11.5 nothing hides the gradients of experts
++ others - hidden) => - hidden) + others
+
+# %% 11.5 one replica waits for no other group
+return np.maximum(0, share * moved / bandwidth + latency * rounds + others - hidden)
+=>
+return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds + others - hidden), 0)
 
 # %% 11.5 one layout at a time: no arrays
 np.where((zero == 2) | each_time, m, 1) => m if np.any((zero == 2) | each_time) else 1

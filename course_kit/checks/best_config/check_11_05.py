@@ -51,6 +51,13 @@ def check() -> None:
         assert abs(got - wanted) < 1e-6, (
             f"{words}, m = {m}, slot {slot} s: {wanted:.4f} s exposed, yours {got:.4f}: {why}"
         )
+    words, sent = "dp16,tp8,sp,zero1", 15 / 16 * 6 / 25 + 15e-3
+    for words, slot, wanted in ((words, 0.6, sent + 0.5 - 0.2), (words, 3.0, 0.0), ("tp8", 0.0, 0.5)):
+        got = float(step_time.gradient_time(h100, Layout.parse(words), 4, 1e9, slot, 0.5))
+        assert abs(got - wanted) < 1e-6, (
+            f"{words}, slot {slot} s, others 0.5 s: {wanted:.4f} s exposed, yours {got:.4f}: add `others`, with one "
+            "replica too, before you subtract what is hidden"
+        )
     pipelines_outside = h100.with_software(order=("pp", "dp", "cp", "tp"))
     got = float(step_time.gradient_time(pipelines_outside, Layout.parse("dp4,pp4,tp2,sp"), 4, 1e9, 0.0))
     wanted = 3 / 4 * 8 / 225 + 3e-4
