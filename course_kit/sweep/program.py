@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from course_kit.pictures.heatmaps import heatmap
-from course_kit.sweep.calibrate import calibrate_rows, named_cluster, of_program, said_by
+from course_kit.sweep.calibrate import calibrate_rows
 from course_kit.sweep.enclosed import now
 from course_kit.sweep.rows import Rows
 from course_kit.sweep.runs import PROGRAM, WARM_UP_STEPS, Run, layouts_of, measure, refusal, refused, row_of
@@ -26,6 +26,8 @@ from course_kit.sweep.slurm import collect, write_arrays
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.hardware import save_cluster
 from course_lib.best_config.informative import informative
+from course_lib.best_config.program import read_cluster
+from course_lib.best_config.sweep_files import dtype_and_experts, of_program
 from course_lib.checkpoint import program as five_d
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
@@ -136,7 +138,7 @@ def runs_of(chosen: argparse.Namespace, options: Sequence[str]) -> list[Run]:
     if chosen.layouts:
         layouts = [Layout.parse(text) for text in chosen.layouts]
     elif chosen.calibrate:
-        dtype, moe = said_by(chosen.preset, options)
+        dtype, moe = dtype_and_experts(chosen.preset, options)
         cluster, config = of_program(chosen.cluster, dtype), PRESETS[chosen.preset]
         layouts = informative(config, cluster, chosen.ranks, chosen.batch, chosen.seq, chosen.runs, moe)
     else:
@@ -162,7 +164,7 @@ def options(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[Run
         if min(*numbers, *chosen.ranks, *chosen.micro_batches) < 1 or not chosen.time_limit > 0:
             raise ValueError("numbers of ranks, sequences, tokens, GPUs, runs, and the time limit are above 0")
         if chosen.calibrate:
-            chosen.cluster = named_cluster(chosen.cluster)
+            chosen.cluster = read_cluster(chosen.cluster)
             chosen.gpus_per_node = chosen.cluster.gpus_per_node
         runs = [] if chosen.collect else runs_of(chosen, more)
     except ValueError as error:

@@ -15,17 +15,19 @@ predicts it: the error on a model at a size that it was not measured at.
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 
 from course_lib.best_config.clusters import Cluster
-from course_lib.best_config.fit_reports import Calibration, Constant, facts_of
+from course_lib.best_config.fit_reports import Calibration, Constant, facts_of, worst_rows
+from course_lib.best_config.run_units import check_units, numbered
 from course_lib.best_config.runs import MeasuredRun, Predicted, accuracy, cells, predict
 
 TIME = (
-    "matmul_efficiency", "half_rows", "layer_traffic", "head_efficiency", "nvlink_efficiency", "network_efficiency",
-    "collective_s", "ring_step_s", "busy_step_s", "gradient_step_s", "layer_host_s", "step_host_s",
-    "stall_s",
+    "matmul_efficiency", "fp8_efficiency", "half_rows", "layer_traffic", "head_efficiency", "nvlink_efficiency",
+    "network_efficiency", "collective_s", "ring_step_s", "busy_step_s", "gradient_step_s", "layer_host_s",
+    "step_host_s", "stall_s",
 )  # fmt: skip
 MEMORY = ("kept_hidden", "kept_ffn", "reserved_bytes")
 MEMORY_PAIRS = ("logit_bytes", "held")
@@ -37,8 +39,10 @@ SPREAD = 0.01  # at least: the file's two layouts that ran twice differ by 10 an
 
 def constants_of(cluster: Cluster, what: str) -> dict[str, float]:
     """Those of its software that decide "step_s" or "peak_bytes", the two of a pair apart; what is 0 stays so."""
-    found = {}
+    found, other_dtype = {}, "matmul_efficiency" if cluster.software.products == "fp8" else "fp8_efficiency"
     for name in FITTED[what]:
+        if name == other_dtype:
+            continue
         value = getattr(cluster.software, name)
         several = {f"{name}[{i}]": each for i, each in enumerate(value)} if isinstance(value, tuple) else {name: value}
         found |= {label: each for label, each in several.items() if each > 0}
@@ -197,10 +201,12 @@ def fit_limit(runs: list[MeasuredRun], cluster: Cluster) -> Cluster:
     """The cluster with the limit of its memory, and the spread of needs about it, that make it likeliest which runs
     ended: a logistic curve (`Estimate.risk`), beside a share of runs that failed for other reasons, such as a node.
 
-    Both stay where fewer than ten that ended, or that failed, need between half and twice the usable bytes.
+    Runs whose failure is known to be another ("other") do not count. Both stay where fewer than ten that ended, or that
+    failed, need between half and twice the usable bytes.
     """
     from scipy.optimize import minimize
 
+    runs = [run for run in runs if run.failure != "other"]
     software, ok, risk = cluster.software, np.array([run.ok for run in runs]), predict(runs, cluster).risk
     inside = (risk > 0) & (risk < 1)
     ok, odds = ok[inside], np.log(risk[inside] / (1 - risk[inside]))
@@ -235,16 +241,19 @@ def calibrate(runs: list[MeasuredRun], cluster: Cluster) -> Calibration:
     """The software's constants fitted to the runs that were ok, from those that the cluster has. Takes seconds.
 
     Those that the runs do not tell stay, and so do all of memory where too few runs have a peak. Raises ValueError
-    where no run was ok, for fewer different ones than constants of time that show in them, and for several dtypes.
+    where no run was ok, for fewer different ones than constants of time that show in them, for several dtypes, and for
+    times or peaks that seem to be in other units than seconds and bytes (`check_units`).
     """
-    ran = [run for run in runs if run.ok]
+    ran = [run for run in numbered(runs) if run.ok]
     if not ran:
         raise ValueError(f"fit: none of {len(runs)} runs was ok")
     if len(dtypes := {run.dtype for run in ran}) > 1:
         raise ValueError(f"fit: runs in {' and '.join(sorted(dtypes))}: their constants differ, so fit each by itself")
-    check_runs(ran, cluster, "step_s")
-    fitted, constants = determine(ran, cluster, "step_s")
     peaked = [run for run in ran if math.isfinite(run.peak_bytes)]
+    check_runs(ran, cluster, "step_s")
+    check_units(ran, cluster, "step_s")
+    check_units(peaked, cluster, "peak_bytes")
+    fitted, constants = determine(ran, cluster, "step_s")
     try:
         check_runs(peaked, fitted, "peak_bytes")
         fitted, of_memory = determine(peaked, fitted, "peak_bytes")
@@ -254,7 +263,9 @@ def calibrate(runs: list[MeasuredRun], cluster: Cluster) -> Calibration:
     fitted = fit_limit(runs, fitted)
     before, after = (accuracy(ran, predict(ran, each)) for each in (cluster, fitted))
     errors = {name: (before[name], after[name]) for name in ("tokens/s", "peak memory")}
-    return Calibration(fitted, (*constants, *of_memory), len(ran), errors, facts_of(ran))
+    worst = {what: worst_rows(some, fitted, what) for what, some in (("step_s", ran), ("peak_bytes", peaked))}
+    failures = Counter(run.failure for run in runs if not run.ok)
+    return Calibration(fitted, (*constants, *of_memory), len(ran), errors, facts_of(ran), worst, dict(failures))
 
 
 def fit(runs: list[MeasuredRun], cluster: Cluster) -> Cluster:

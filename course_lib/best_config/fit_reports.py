@@ -1,6 +1,7 @@
 """What came of a calibration: the constants, how well they are known, and where they hold.
 
     print(calibration)                            each constant: before, fitted, 90% interval; or why it stays
+                                                  and the five worst runs, with their lines in the file
     calibration.outside(config, Layout.parse("dp4,tp16,sp"), batch=512, seq=8192)       ["tp 16: fitted on 1 to 8"]
 
 A constant that stays at a wrong value moves those beside it. So their intervals take it as known to a factor of 3.
@@ -9,10 +10,10 @@ A constant that stays at a wrong value moves those beside it. So their intervals
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from course_lib.best_config.clusters import Cluster
-from course_lib.best_config.runs import MeasuredRun
+from course_lib.best_config.runs import MeasuredRun, predict
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import ModelConfig
 
@@ -45,6 +46,31 @@ def facts_of(runs: list[MeasuredRun]) -> dict[str, list]:
 
 
 @dataclass(frozen=True)
+class Row:
+    """A run's measured value beside the prediction of the fitted constants; seconds, or bytes."""
+
+    where: str
+    layout: Layout
+    measured: float
+    predicted: float
+
+    @property
+    def factor(self) -> float:
+        """Measured over predicted."""
+        return self.measured / self.predicted
+
+
+def worst_rows(runs: list[MeasuredRun], cluster: Cluster, what: str, n: int = 5) -> tuple[Row, ...]:
+    """Return the n runs whose "step_s" or "peak_bytes" is furthest off, in either direction, the worst first."""
+    predicted = getattr(predict(runs, cluster), what).tolist()
+    rows = [Row(run.where, run.layout, getattr(run, what), at) for run, at in zip(runs, predicted, strict=True)]
+    return tuple(sorted(rows, key=lambda row: -abs(math.log(row.factor)))[:n])
+
+
+SHOWN = {"step_s": ("step time", 1, "s"), "peak_bytes": ("peak memory", 2**30, "GiB")}  # in a table, and their unit
+
+
+@dataclass(frozen=True)
 class Calibration:
     """A cluster whose software's constants were fitted to runs, and how well they are known. Printed, it is a table."""
 
@@ -53,6 +79,8 @@ class Calibration:
     runs: int
     errors: dict[str, tuple[float, float]]  # median error of the runs' "tokens/s" and "peak memory", before and after
     ranges: dict[str, list]  # of the runs: the values of each of `facts`
+    worst: dict[str, tuple[Row, ...]] = field(default_factory=dict)  # of "step_s" and "peak_bytes"
+    failures: dict[str, int] = field(default_factory=dict)  # runs that failed, by MeasuredRun.failure
 
     @property
     def determined(self) -> list[str]:
@@ -74,7 +102,7 @@ class Calibration:
     def __str__(self) -> str:
         errors = {name: each for name, each in self.errors.items() if each[1] == each[1]}  # without a peak: nan
         off = [f"{name} off by {after:.1%}, before by {before:.1%}" for name, (before, after) in errors.items()]
-        lines = [f"fitted to {self.runs} runs (median errors: {'; '.join(off)})"]
+        lines = [f"fitted to {self.runs} runs (median errors: {'; '.join(off)})", *self.failed_lines()]
         lines.append(f"{'constant':20s}{'before':>12s}{'fitted':>12s}   90% interval")
         for each in self.constants:
             if each.why:
@@ -85,4 +113,26 @@ class Calibration:
             else:
                 known = "or less" if each.value < each.before else "or more"  # it shows no more
                 lines.append(f"{each.name:20s}{each.before:12.4g}{each.value:12.4g}   {known}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.worst_lines()])
+
+    def failed_lines(self) -> list[str]:
+        """Return a line about the runs that failed, if there are any."""
+        says = {"oom": "ran out of memory", "": "failed and may have run out of memory"}
+        says |= {"other": "failed for other reasons and do not count"}
+        found = [f"{count} {says[failure]}" for failure, count in self.failures.items()]
+        return [f"of the others, {'; '.join(found)}"] if found else []
+
+    def worst_lines(self) -> list[str]:
+        """Return a table of the worst runs for each of "step_s" and "peak_bytes"."""
+        lines = []
+        for what, rows in self.worst.items():
+            (name, unit, symbol), width = SHOWN[what], max([28, *(len(row.where) for row in rows)])
+            if rows:
+                title = f"worst runs in {name}, {symbol}"
+                lines += ["", f"{title:{width}s}{'measured':>12s}{'predicted':>12s}{'factor':>9s}  layout"]
+            for row in rows:
+                values = f"{row.measured / unit:12.4g}{row.predicted / unit:12.4g}{row.factor:9.3g}"
+                lines.append(f"{row.where:{width}s}{values}  {row.layout}")
+            if any(row.factor > 20 for row in rows):
+                lines.append("a factor above 20 is a run that stalled, or one in other units: check these rows")
+        return lines

@@ -7,8 +7,10 @@ runs = read_runs("ours.csv", columns | {"step_s": {"column": "iter_ms", "factor"
 from __future__ import annotations
 
 import math
+import re
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 
 from course_lib.best_config.runs import MeasuredRun, numbered_rows
@@ -18,24 +20,28 @@ from course_lib.single_gpu.model import PRESETS, ModelConfig
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")  # of a model that is no preset
 WHOLE = ("dp", "pp", "cp", "tp", "ep", "zero_stage", "micro_batch", "virtual", "replicate")
 FLAGS, NAMED = ("sequence_parallel", "keep_gathered"), ("schedule", "recompute", "cp_method", "cp_order")
-ABOUT = ("model", "tied", "nodes", "gpus_per_node", "gpus", "batch", "seq", "dtype", "layout", "ok")
+ABOUT = ("model", "tied", "nodes", "gpus_per_node", "gpus", "batch", "seq", "dtype", "layout", "ok", "why")
 TIMES = ("step_s", "tokens_per_s", "tokens_per_s_per_gpu")
 MORE = ("peak_bytes", "experts", "top_k", "expert_hidden")
+KNOWN = (*SIZES, *WHOLE, *FLAGS, *NAMED, *ABOUT, *TIMES, *MORE)
 NEEDED = (("model", "layers"), ("nodes", "gpus_per_node"), ("batch",), ("seq",), ("layout", "gpus", "dp"), TIMES)
-YES, NO = ("1", "true", "yes", "ok"), ("0", "false", "no", "failed", "oom", "")
+YES, NO = ("1", "true", "yes", "ok", "completed", "success"), ("0", "false", "no", "failed", "oom", "")
+OUT_OF_MEMORY = re.compile(r"(?<![a-z])oom(?![a-z])|out.?of.?mem", re.IGNORECASE)
+FAILED = re.compile(r"fail|error|crash|time.?d?.?out|cancel|kill|abort|hang|hung|preempt", re.IGNORECASE)
 
 
 def check_columns(columns: dict) -> None:
     """Raise ValueError where a name is none of ours, or one is missing that each run needs."""
-    known = (*SIZES, *WHOLE, *FLAGS, *NAMED, *ABOUT, *TIMES, *MORE)
     for name, place in columns.items():
-        if name not in known:
-            raise ValueError(f"columns: {name} is none of {', '.join(known)}")
+        if name not in KNOWN:
+            raise ValueError(f"columns: {name} is none of {', '.join(KNOWN)}")
         if isinstance(place, dict) and set(place) not in ({"value"}, {"column"}, {"column", "factor"}):
             raise ValueError(f"columns: {name} is {place}: make it {{column}}, {{column, factor}} or {{value}}")
+        if isinstance(place, list) or isinstance(place, dict) and not isinstance(place.get("factor", 1), Real):
+            raise ValueError(f"columns: {name} is {place}: a column's name or one value; a factor is a number")
     for names in NEEDED:
         if not set(names) & set(columns):
-            raise ValueError(f"columns: {' or '.join(names)} is missing")
+            raise ValueError(f"columns: {' or '.join(names)} is missing: name its column, or one value for all rows")
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,8 @@ class Cells:
         if "value" in place:
             return str(place["value"]).strip()
         if place["column"] not in self.row:
-            raise ValueError(f"no column {place['column']!r}, where {name} should be")
+            has = ", ".join(map(repr, self.row))
+            raise ValueError(f"no column {place['column']!r}, where {name} should be; the columns are {has}")
         return self.row[place["column"]].strip()
 
     def number(self, name: str, otherwise: float | None = None) -> float:
@@ -80,6 +87,26 @@ class Cells:
         if (text := self.text(name).lower()) not in YES + NO:
             raise ValueError(f"{name} is {text!r}: make it one of {', '.join(YES + NO[:-1])}")
         return text in YES
+
+    def failure(self, time: str) -> str | None:
+        """Return None for a run that was ok, "oom" where the row says that it ran out of memory, "other" where it
+        names another failure, and "" where it says no more than that it failed. Raises ValueError for other words.
+
+        time: the name of the run's time. A row without a column "ok" failed if it has no time.
+        """
+        text, why = self.text("ok"), self.text("why")
+        both = f"{text} {why}"
+        if "ok" not in self.columns:
+            failed = self.text(time) == ""
+        elif OUT_OF_MEMORY.search(text):
+            failed = True
+        elif text.lower() not in YES + NO and FAILED.search(text):
+            failed, why = True, both
+        else:
+            failed = not self.flag("ok")
+        if not failed:
+            return None
+        return "oom" if OUT_OF_MEMORY.search(both) else "other" if why else ""
 
 
 def config_of(cells: Cells, models: dict[str, ModelConfig]) -> ModelConfig:
@@ -113,7 +140,8 @@ def measured_run(cells: Cells, models: dict[str, ModelConfig]) -> MeasuredRun:
     micro_batches(layout, batch)
     nodes = cells.whole("nodes") if cells.text("nodes") else math.ceil(layout.ranks / cells.whole("gpus_per_node"))
     time = next((name for name in TIMES if cells.text(name)), "step_s")
-    ok = cells.flag("ok") if "ok" in cells.columns else cells.text(time) != ""
+    failure = cells.failure(time)
+    ok = failure is None
     step_s = cells.number(time) if ok else math.nan
     if time != "step_s":
         step_s = batch * seq / step_s / (1 if time == "tokens_per_s" else layout.ranks)
@@ -122,8 +150,19 @@ def measured_run(cells: Cells, models: dict[str, ModelConfig]) -> MeasuredRun:
     if cells.text("experts"):
         moe = {"experts": cells.whole("experts"), "top_k": cells.whole("top_k")}
         moe |= {"ffn_hidden": cells.whole("expert_hidden")} if cells.text("expert_hidden") else {}
+    if layout.ep > 1 and moe is None:
+        raise ValueError(f"layout {layout} has ep {layout.ep}: name the columns of experts and top_k, or make ep 1")
     model, dtype = cells.text("model") or f"{config.layers} x {config.hidden}", cells.text("dtype") or "bf16"
-    return MeasuredRun(model, config, nodes, layout, batch, seq, ok, step_s, peak, dtype, moe)
+    return MeasuredRun(model, config, nodes, layout, batch, seq, ok, step_s, peak, dtype, moe, failure or "")
+
+
+def read_columns(file: Path | str) -> dict:
+    """Read a map of columns, a TOML file. Raises ValueError, with the file's name, where it is not TOML."""
+    try:
+        with open(file, "rb") as stream:
+            return tomllib.load(stream)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def read_runs(
@@ -138,19 +177,25 @@ def read_runs(
     Our names: model (of `models`) or SIZES and tied; nodes, or gpus_per_node; gpus, which the layout has to make up;
     batch (sequences of all GPUs); seq; layout (words such as dp8,tp2,sp), or Layout's fields, of which dp follows from
     gpus; one of step_s, tokens_per_s (of all GPUs), tokens_per_s_per_gpu; where there are, ok (without it, a row with a
-    time is), peak_bytes, dtype, experts, top_k, expert_hidden.
+    time is), why (a failed run's reason, in any words), peak_bytes, dtype, experts, top_k, expert_hidden.
+
+    ok is 1 or 0, or words of YES and NO, or a failure in words such as "CUDA out of memory", "Timeout" or "Failed
+    (NCCL)". Only runs that ran out of memory tell how much of it is usable. So where ok or why of any row says "oom" or
+    "out of memory", all other failed rows count as failed for other reasons (`MeasuredRun.failure`). In a file that
+    only says that runs failed, each of them may have run out of memory, beside a share that failed for other reasons.
 
     Raises ValueError, with file and line, for a column that is not there, a value that can't be, a layout that does not
     make up the GPUs or share the batch out, and where there are no rows.
     """
     if not isinstance(columns, dict):
-        with open(columns, "rb") as stream:
-            columns = tomllib.load(stream)
+        columns = read_columns(columns)
     check_columns(columns)
     runs = []
     for where, row in numbered_rows(file):
         try:
-            runs.append(measured_run(Cells(row, columns), models))
+            runs.append(replace(measured_run(Cells(row, columns), models), where=where))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+    if any(run.failure == "oom" for run in runs):  # the file tells these apart from others
+        runs = [replace(run, failure="other") if not run.ok and run.failure == "" else run for run in runs]
     return runs

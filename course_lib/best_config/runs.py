@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +44,8 @@ class MeasuredRun:
     peak_bytes: float  # on the fullest GPU; nan where it failed, or nobody looked
     dtype: str = "bf16"  # of the matrix products
     moe: dict | None = None  # arguments of apply_moe
+    failure: str = ""  # of a run that failed: "oom" (out of GPU memory), "other"; "" where the file does not tell
+    where: str = field(default="", compare=False)  # such as "runs.csv, line 2"
 
     @property
     def row(self) -> dict:
@@ -55,10 +58,19 @@ class MeasuredRun:
 
 
 def numbered_rows(file: Path | str) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV, each with its place, such as "runs.csv, line 2". Raises ValueError where there is none."""
-    with open(file, newline="") as stream:
-        reader = csv.DictReader(stream, restval="", restkey="")
-        rows = [(f"{file}, line {reader.line_num}", row) for row in reader]
+    """The rows of a CSV in UTF-8, with or without a byte order mark, each with its place, such as "runs.csv, line 2".
+    Raises ValueError for another file, for two columns of the same name, and where there are no rows. A row of empty
+    cells, as spreadsheets write them, is skipped.
+    """
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as stream:
+            reader = csv.DictReader(stream, restval="", restkey="")
+            names = reader.fieldnames or []
+            rows = [(f"{file}, line {reader.line_num}", row) for row in reader if any(row.values())]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{file}: not a CSV in UTF-8: {error}") from None
+    if twice := [name for name, count in Counter(names).items() if count > 1 and name]:
+        raise ValueError(f"{file}: two columns have the name {twice[0]!r}: rename one")
     if not rows:
         raise ValueError(f"{file} has no rows")
     return rows
@@ -74,13 +86,13 @@ def load_runs(file: Path | str) -> list[MeasuredRun]:
         if not COLUMNS <= set(row):
             raise ValueError(f"{file} lacks the columns of the playbook's runs: read other files by read_runs")
         if "layout" in row:
-            raise ValueError(f"{file} is the result of a sweep: read it by course_kit.sweep.calibrate.load_sweep")
+            raise ValueError(f"{file} is the result of a sweep: read it by sweep_files.read_sweep")
         try:
             run = playbook_run(row)
         except (ValueError, KeyError, ZeroDivisionError) as error:
             raise ValueError(f"{where}: {error}") from None
         if int(row["dp"]) * int(row["micro_batch"]) * int(row["grad_accum"]) == run.batch:
-            runs.append(run)
+            runs.append(dataclasses.replace(run, where=where))
     if not runs:
         raise ValueError(f"{file}: no row has 256 sequences per step")
     return runs
@@ -153,15 +165,25 @@ def cells(runs: list[MeasuredRun]) -> dict[tuple[str, int], list[int]]:
     return found
 
 
+def favorite(predicted: Predicted, rows: list[int], risk: float = RISK) -> int | None:
+    """Return the row with the shortest predicted step among the rows of at most this risk; None if there is none."""
+    allowed = [row for row in rows if predicted.risk[row] <= risk]
+    return min(allowed, key=lambda row: predicted.step_s[row], default=None)
+
+
+def loss_of_pick(runs: list[MeasuredRun], rows: list[int], pick: int | None) -> float:
+    """Return the share of the fastest run's speed that run `pick` lacks, 0 to 1: 1 if it failed or is None, 0 if no run
+    was ok.
+    """
+    times = [runs[row].step_s for row in rows if runs[row].ok]
+    if not times:
+        return 0.0
+    return 1.0 if pick is None or not runs[pick].ok else 1 - min(times) / runs[pick].step_s
+
+
 def loss_of_picks(runs: list[MeasuredRun], predicted: Predicted, risk: float = RISK) -> dict[tuple[str, int], float]:
     """For each cell, the share of its fastest run's speed that the planner's favorite of all layouts tried there lacks,
     0 to 1: 1 where it failed, or where none has so little risk. A cell in which no run was ok is left out.
     """
-    found = {}
-    for cell, rows in cells(runs).items():
-        allowed = [i for i in rows if predicted.risk[i] <= risk]
-        pick = min(allowed, key=lambda i: predicted.step_s[i], default=None)
-        if ran := [runs[i].step_s for i in rows if runs[i].ok]:
-            failed = pick is None or not runs[pick].ok
-            found[cell] = 1.0 if failed else 1 - min(ran) / runs[pick].step_s
-    return found
+    ran = {cell: rows for cell, rows in cells(runs).items() if any(runs[row].ok for row in rows)}
+    return {cell: loss_of_pick(runs, rows, favorite(predicted, rows, risk)) for cell, rows in ran.items()}

@@ -66,8 +66,9 @@ def test_other_layouts_are_predicted(layouts, found):
     others = runs_of(layouts[20:])
     said, before = predict(others, found.cluster), predict(others, H100)
     step_s, peak = (np.array([getattr(run, name) for run in others]) for name in ("step_s", "peak_bytes"))
-    assert np.median(np.abs(said.step_s / step_s - 1)) < 0.01 < 0.03 < np.median(np.abs(before.step_s / step_s - 1))
-    assert np.abs(said.step_s / step_s - 1).max() < 0.1 and np.abs(said.peak_bytes / peak - 1).max() < 0.03
+    assert np.median(np.abs(said.step_s / step_s - 1)) < 0.01 < 0.02 < np.median(np.abs(before.step_s / step_s - 1))
+    off = np.abs(said.step_s / step_s - 1)  # nine in ten layouts within 10%, all within 30%
+    assert np.quantile(off, 0.9) < 0.1 and off.max() < 0.3 and np.abs(said.peak_bytes / peak - 1).max() < 0.03
 
 
 def test_intervals_hold_what_is_true(found):
@@ -127,12 +128,31 @@ def test_what_lies_outside(found):
 
 
 def test_the_table(found):
-    first, _, *lines = str(found).splitlines()
+    table, *worst = str(found).split("\n\n")
+    first, _, *lines = table.splitlines()
     assert first.startswith("fitted to 20 runs (median errors: tokens/s off by 0.")
     assert [line.split()[0] for line in lines] == [each.name for each in found.constants]
     told = next(line for line in lines if line.startswith("matmul_efficiency"))
     assert told.split()[:2] == ["matmul_efficiency", f"{H100.software.matmul_efficiency:.4g}"] and " to " in told
     assert any(line.startswith("kept_hidden") and "as before   these runs do not tell it" in line for line in lines)
+    titles = [each.partition("  ")[0] for each in worst]
+    assert titles == ["worst runs in step time, s", "worst runs in peak memory, GiB"]
+
+
+def test_the_worst_runs_are_listed(layouts):
+    """The seventh run stalled. Five lines for times, and none for memory where no run has a peak."""
+    runs = [dataclasses.replace(run, peak_bytes=math.nan) for run in runs_of(layouts[:20], noise=0.01)]
+    runs[6] = dataclasses.replace(runs[6], step_s=runs[6].step_s * 40, where="ours.csv, line 8")
+    found = calibrate(runs, H100)
+    worst = found.worst["step_s"]
+    assert len(worst) == 5 and found.worst["peak_bytes"] == ()
+    assert all(row.where.startswith("run ") for row in worst[1:])
+    assert (worst[0].where, worst[0].layout, worst[0].measured) == ("ours.csv, line 8", layouts[6], runs[6].step_s)
+    said = estimate(CONFIG, found.cluster, layouts[6], BATCH, SEQ)
+    assert worst[0].factor == pytest.approx(runs[6].step_s / float(said.step_s)) and worst[0].factor > 30
+    _, table = str(found).split("\n\n")
+    assert table.splitlines()[1].startswith("ours.csv, line 8 ") and str(layouts[6]) in table.splitlines()[1]
+    assert len(table.splitlines()) == 7 and "a factor above 20 is a run that stalled" in table.splitlines()[-1]
 
 
 def test_too_few_or_too_alike_runs_are_refused(layouts):

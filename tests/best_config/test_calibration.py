@@ -9,9 +9,19 @@ import numpy as np
 import pytest
 
 from course_lib.best_config import calibration
-from course_lib.best_config.calibration import MEMORY, MEMORY_PAIRS, TIME, cross_validate, fit
-from course_lib.best_config.clusters import CLUSTERS, NANOTRON, Cluster, Software
+from course_lib.best_config.calibration import (
+    MEMORY,
+    MEMORY_PAIRS,
+    TIME,
+    constants_of,
+    cross_validate,
+    fit,
+    fit_limit,
+    solve,
+)
+from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.runs import MeasuredRun, accuracy, cells, load_runs, predict
+from course_lib.best_config.software import NANOTRON, Software
 from course_lib.single_gpu.model import PRESETS
 
 RUNS = load_runs(Path(__file__).parents[2] / "data" / "layout_runs_h100.csv")
@@ -62,6 +72,16 @@ def test_outliers_do_not_move_them_much():
     assert np.median(error) < 0.02
 
 
+def test_runs_in_fp8_tell_the_efficiency_of_fp8():
+    fp8 = EFA.with_software(products="fp8")
+    named = {name: {*constants_of(each, "step_s")} for name, each in (("bf16", EFA), ("fp8", fp8))}
+    assert named["bf16"] - named["fp8"] == {"matmul_efficiency"} and named["fp8"] - named["bf16"] == {"fp8_efficiency"}
+    truth = fp8.with_software(fp8_efficiency=0.6)
+    runs = [dataclasses.replace(run, dtype="fp8") for run in made_with(truth, 24)]
+    found = solve(runs, fp8, ["fp8_efficiency"], "step_s", 0.07)
+    assert found.software.fp8_efficiency == pytest.approx(0.6, rel=0.02)
+
+
 def test_fitting_changes_the_fitted_constants_alone():
     before = dataclasses.asdict(EFA.software)
     found = fit(made_with(EFA.with_software(**OTHER), 24), EFA)
@@ -74,6 +94,17 @@ def test_failed_runs_are_not_fitted():
     runs = made_with(EFA, 10)
     failed = [dataclasses.replace(run, ok=False, step_s=np.nan, peak_bytes=np.nan) for run in runs[:5]]
     assert fit([*failed, *runs], EFA) == fit(runs, EFA)
+
+
+def test_crashes_do_not_move_the_limit_of_memory():
+    """As many crashes as half of the runs that were ok. If they are known as such, the limit stays; otherwise it moves
+    by more than a GiB, although the fit has a share of other failures.
+    """
+    crashed = [dataclasses.replace(run, ok=False) for run in RUNS[::2] if run.ok]
+    limit = fit_limit(RUNS, EFA).software
+    known = [dataclasses.replace(run, failure="other") for run in crashed]
+    assert fit_limit([*RUNS, *known], EFA).software == limit
+    assert abs(fit_limit([*RUNS, *crashed], EFA).software.unusable_bytes - limit.unusable_bytes) > 2**30
 
 
 def test_a_cell_is_never_predicted_by_what_was_fitted_to_it(monkeypatch):

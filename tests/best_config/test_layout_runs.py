@@ -122,7 +122,7 @@ def test_every_layout_that_ran_can_be():
         ([HEADER, "8B,1,8,1,1,1,2,8,128,1,40.0,6000.0,60.0"], "no row has 256 sequences per step"),
         ([HEADER, "7B,1,8,1,1,1,2,16,256,1,40.0,6000.0,60.0"], "line 2: 'bench-7B'"),
         ([HEADER, "8B,1,8,1,1,1,2,16,256,1,40.0,fast,60.0"], "line 2: could not convert string to float: 'fast'"),
-        ([HEADER + ",layout", "debug,1,2,1,1,0,1,4,8,1,40.0,6000.0,60.0,dp2"], "result of a sweep: .*load_sweep"),
+        ([HEADER + ",layout", "debug,1,2,1,1,0,1,4,8,1,40.0,6000.0,60.0,dp2"], "result of a sweep: .*read_sweep"),
     ],
 )
 def test_a_file_that_is_none_is_one_line(tmp_path, lines, words):

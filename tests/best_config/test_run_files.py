@@ -96,6 +96,32 @@ def test_failed_runs_have_no_numbers(tmp_path, columns, changes):
     assert not found.ok and np.isnan(found.step_s) and np.isnan(found.peak_bytes)
 
 
+@pytest.mark.parametrize(
+    "words, failures",
+    [
+        ("0 0", ["", ""]),  # the file does not tell
+        ("failed OOM", ["other", "oom"]),
+        ("CUDA_out_of_memory Failed_(NCCL)", ["oom", "other"]),
+        ("Timeout failed", ["other", ""]),
+        ("TIMED_OUT RuntimeError:_mushroom", ["other", "other"]),
+        ("completed torch.OutOfMemoryError", ["ok", "oom"]),
+    ],
+)
+def test_how_a_run_failed(tmp_path, words, failures):
+    """In words of a status column; "failed" alone is something else where other rows say "out of memory"."""
+    rows = [ROW | {"status": word.replace("_", " ")} for word in words.split()]
+    found = read_runs(file_of(tmp_path, *rows), COLUMNS | {"ok": "status"})
+    assert [run.failure if not run.ok else "ok" for run in found] == failures
+
+
+@pytest.mark.parametrize("why, failure", [("CUDA out of memory", "oom"), ("rank 3 was lost", "other"), ("", "")])
+def test_why_a_run_failed(tmp_path, why, failure):
+    found = run_from(tmp_path, {"ok": "ok", "why": "reason"}, ok="0", reason=why)
+    assert not found.ok and found.failure == failure
+    assert run_from(tmp_path, {"why": "reason"}, ms="", reason=why).failure == failure, "without a column ok"
+    assert run_from(tmp_path, {"why": "reason"}, reason=why).failure == "" and found.where.endswith("ours.csv, line 2")
+
+
 def test_a_peak_may_be_missing(tmp_path):
     found = run_from(tmp_path, {"peak_bytes": None})
     assert found.ok and np.isnan(found.peak_bytes)
@@ -104,7 +130,8 @@ def test_a_peak_may_be_missing(tmp_path):
 @pytest.mark.parametrize(
     "columns, changes, words",
     [
-        ({"step_s": "seconds"}, {}, "no column 'seconds', where step_s should be"),
+        ({"step_s": "seconds"}, {}, "no column 'seconds', where step_s should be; the columns are 'preset', 'hosts'"),
+        ({}, {"layout": "dp16,ep8"}, "layout dp16,ep8 has ep 8: name the columns of experts and top_k, or make ep 1"),
         ({"ok": 1}, {"ms": "n/a"}, "step_s is 'n/a', which is no number"),
         ({}, {"ms": "-5"}, "step_s is '-5': it is more than 0"),
         ({}, {"ms": "nan"}, "step_s is 'nan': it is more than 0"),
@@ -135,6 +162,8 @@ def test_a_row_that_cannot_be_is_one_line(tmp_path, columns, changes, words):
         ({"batch": None}, "columns: batch is missing"),
         ({"step_s": None}, "columns: step_s or tokens_per_s or tokens_per_s_per_gpu is missing"),
         ({"nodes": None}, "columns: nodes or gpus_per_node is missing"),
+        ({"step_s": ["ms"]}, "columns: step_s is ['ms']: a column's name"),
+        ({"step_s": {"column": "ms", "factor": "1e-3"}}, "columns: step_s is {'column': 'ms', 'factor': '1e-3'}"),
         ({"step_s": {"columns": "ms"}}, "columns: step_s is {'columns': 'ms'}"),
     ],
 )
@@ -142,6 +171,13 @@ def test_a_map_that_cannot_be_is_one_line(tmp_path, columns, words):
     with pytest.raises(ValueError) as error:
         run_from(tmp_path, columns)
     assert str(error.value).startswith(words) and "\n" not in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path):
+    """Spreadsheets write one."""
+    file = file_of(tmp_path, ROW)
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert read_runs(file, COLUMNS)[0].model == "llama3-8B"
 
 
 def test_no_rows_are_an_error(tmp_path):
@@ -162,3 +198,16 @@ def test_predictions_are_of_each_runs_own_batch_and_length(tmp_path):
         one = estimate(run.config, CLUSTERS["H100"], run.layout, run.batch, run.seq, run.moe)
         assert (found.step_s[i], found.peak_bytes[i]) == pytest.approx((float(one.step_s), float(one.peak_bytes)))
     assert len(set(found.step_s)) == len(changes)
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    """Which of the two is read would be chance."""
+    file = tmp_path / "ours.csv"
+    file.write_text("preset,hosts,sequences,ms,layout,ms\nllama3-8B,1,8,900,dp8,1\n")
+    with pytest.raises(ValueError, match="ours.csv: two columns have the name 'ms': rename one"):
+        read_runs(file, {name: place for name, place in COLUMNS.items() if name != "peak_bytes"})
+
+
+def test_rows_of_empty_cells_are_skipped(tmp_path):
+    file = file_of(tmp_path, ROW, dict.fromkeys(ROW, ""), ROW)
+    assert [run.where for run in read_runs(file, COLUMNS)] == [f"{file}, line {line}" for line in (2, 4)]
