@@ -2,97 +2,40 @@
 
     answer(Question("llama3-8B", PRESETS["llama3-8B"], CLUSTERS["H100"], gpus=64, batch=1024))
 
-Layouts whose times and memory are the same within 0.1% are ties: one line, that of the simplest. `answer` returns plain
-numbers and words, what --json prints; `program.as_text` puts them into lines.
+The first layout is the simplest of those that are within 3% of the fastest (`simplicity`). `answer` returns plain
+numbers and strings, which --json prints; `answer_text.as_text` turns them into lines.
 """
 
 from __future__ import annotations
 
-import math
-import shlex
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 
-from course_lib.best_config.clusters import CLUSTERS, GIB, Cluster
-from course_lib.best_config.model_files import read_config
-from course_lib.best_config.planner import RISK, Ranking, search
-from course_lib.checkpoint.files import CheckpointError
-from course_lib.checkpoint.hf_files import fp8_block, read_hf_config, weight_files
+from course_lib.best_config.clusters import GIB
+from course_lib.best_config.launch import launch
+from course_lib.best_config.one_layout import described, differences, estimated, judged
+from course_lib.best_config.planner import Ranking
+from course_lib.best_config.program_features import MISSING, has
+from course_lib.best_config.question import TITLES, Question, program_of
+from course_lib.best_config.simplicity import count_uncommon, kinds, leading, ranked, worth_a_risk
+from course_lib.best_config.software import SOFTWARE, Software
+from course_lib.best_config.tables import LayoutTable
+from course_lib.best_config.tested import is_tested, untested
 from course_lib.five_d.layouts import Layout
-from course_lib.single_gpu.model import PRESETS, ModelConfig
 
-SAME = 1e-3  # a tie: times and bytes that are nearer than that, relative
-
-
-@dataclass(frozen=True)
-class Question:
-    """A job whose layout is wanted. name: of PRESETS, or the file that `config` is from; moe: arguments of apply_moe;
-    risk: of running out of memory, up to which a layout will do.
-    """
-
-    name: str
-    config: ModelConfig
-    cluster: Cluster
-    gpus: int
-    batch: int
-    seq: int = 4096
-    moe: dict | None = None
-    risk: float = RISK
-
-    def search(self, **settings) -> Ranking:
-        """All layouts of it. Raises ValueError, see `search`."""
-        return search(self.config, self.cluster, self.gpus, self.batch, self.seq, self.moe, settings, risk=self.risk)
-
-
-def simplicity(layout: Layout) -> tuple:
-    """Sorts the simplest layout first: the one with the fewest words beside dp and mb, that is techniques switched on;
-    of these the smallest pp x cp x tp, the lowest ZeRO stage, the smallest micro-batch.
-    """
-    words = [word for word in str(layout).split(",") if not word.startswith(("dp", "mb"))]
-    return len(words), layout.pp * layout.cp * layout.tp, layout.zero_stage, layout.micro_batch
-
-
-def ties(found: Ranking, rows: np.ndarray, n: int) -> list[tuple[int, int]]:
-    """The first n kinds of layout among these rows, which are sorted by time: the simplest one's row, and how many
-    others tie with it.
-    """
-    step_s, needed, kinds = found.estimate.step_s, found.estimate.needed_bytes, []
-    while len(rows) and len(kinds) < n:
-        same = np.abs(step_s[rows] / step_s[rows[0]] - 1) <= SAME
-        same &= np.abs(needed[rows] / needed[rows[0]] - 1) <= SAME
-        kinds.append((int(min(rows[same], key=lambda row: simplicity(found.table[row]))), int(same.sum()) - 1))
-        rows = rows[~same]
-    return kinds
-
-
-def described(found: Ranking, row: int, others: int, tokens: float | None) -> dict:
-    """A layout of the ranking in numbers; tokens: of the whole training, for days."""
-    e, layout = found.estimate, found.table[row]
-    speed, step_s = float(e.tokens_per_s[row]), float(e.step_s[row])
-    numbers = {"layout": str(layout), "ties": others, "step_s": step_s, "tokens_per_s_per_gpu": speed}
-    numbers |= {"tokens_per_s": speed * layout.ranks, "mfu": float(e.mfu[row]), "risk": float(e.risk[row])}
-    numbers |= {"peak_gib": float(e.peak_bytes[row]) / GIB, "usable_gib": e.usable_bytes / GIB}
-    return numbers | ({"days": tokens / numbers["tokens_per_s"] / 86400} if tokens else {})
-
-
-def differences(found: Ranking, first: int, other: int) -> dict[str, float]:
-    """The parts of a step in which `other` differs from `first`, as shares of the first's step: those of 0.1% and more,
-    the one in which it loses most first.
-    """
-    e = found.estimate
-    more = {name: float((part[other] - part[first]) / e.step_s[first]) for name, part in e.time.items()}
-    return {name: share for name, share in sorted(more.items(), key=lambda each: -each[1]) if abs(share) >= SAME}
-
-
-QUICK = {"micro_batch": (1, 2, 4, 8), "schedule": ("1f1b", "zb-h1", "zb-v")}  # of near
+QUICK = {"micro_batch": (1, 2, 4, 8), "schedule": ("1f1b", "interleaved")}  # of searches beside the question's
+LEAST_GAIN = 0.1  # of the speed: the smallest gain from fused kernels that an answer mentions
+SPLIT_HEAD = (  # Liger-Kernel: pull request 674
+    "a loss without logits is counted, but notebook 12b's needs a full head, without tp and zero3; Liger-Kernel's "
+    "works under FSDP (zero3)"
+)
 
 
 def near(question: Question, speed: float) -> list[dict]:
-    """Jobs beside this one with 2% more tokens/s a GPU, or more, than `speed`: whole nodes within an eighth, batches
-    within 6% that GPUs divide. Each number of GPUs once, with its best batch; the largest gain first. They are sought
-    with few settings, so a gain may be larger than it says.
+    """Return jobs like this one with at least 2% more tokens/s per GPU than `speed`: whole nodes within an eighth, and
+    batches within 6% that the GPUs divide. Each number of GPUs appears once, with its best batch; the largest gain
+    first. The search tries few settings and no uncommon choices, so the real gain may be larger.
     """
     gpus, batch, found = question.gpus, question.batch, []
     step = question.cluster.gpus_per_node * max(1, gpus // (16 * question.cluster.gpus_per_node))
@@ -102,101 +45,122 @@ def near(question: Question, speed: float) -> list[dict]:
         best = []
         for each in (b for b in tried if abs(b / batch - 1) <= 0.06 and (count, b) != (gpus, batch)):
             ranking = replace(question, gpus=count, batch=each).search(**QUICK)
-            best += [(each, described(ranking, *kind, None)) for kind in ties(ranking, ranking.order, 1)]
+            common = count_uncommon(question, ranking.table.where(ranking.order)) == 0
+            ranking = replace(ranking, order=ranking.order[common])
+            if len(ranking.order):
+                best.append((each, described(question, ranking, leading(question, ranking))))
         for each, layout in sorted(best, key=lambda one: -one[1]["tokens_per_s_per_gpu"])[:1]:
             found.append({"gpus": count, "batch": each, "gain": layout["tokens_per_s_per_gpu"] / speed - 1} | layout)
     return sorted((one for one in found if one["gain"] >= 0.02), key=lambda one: -one["gain"])
 
 
-LAUNCHER = ["python", "scripts/launch_nb_torchrun.py", "notebooks/10_5d.ipynb"]
-
-
-def source_of(name: str, moe: dict | None) -> tuple[list[str], str]:
-    """Return the options of notebook 10's program that name a model, and a note on its weights. name: a preset, a
-    config.json under any file name, or its folder; moe: arguments of apply_moe.
-
-    Raises ValueError, in one line, if the program refuses the model. Without transformers this is not checked, and the
-    note says so.
+def with_kernels(question: Question, first: dict) -> dict | None:
+    """Return the first answer of the course's program with fused kernels, in the numbers of `described`; None where it
+    is less than 10% faster than `first`, or the question's program is another one or has its own constants.
     """
-    if name in PRESETS:
-        note = "without --dataset and --tokenizer it trains on the course's text, with a vocabulary of 256"
-        return ["--preset", name], note
-    path, note = Path(name), "without --dataset and --tokenizer it trains on the course's text"
-    file = path / "config.json" if path.is_dir() else path
-    try:
-        read_hf_config(file)
-    except ImportError:
-        note += "; transformers, which knows whether the program takes this model, is not installed here"
-    if file.name != "config.json" or moe and read_config(file)[1] is None:  # a dense model has no weights of experts
-        return ["--model", str(file)], f"it starts from random weights; {note}"
-    fp8_block(file.parent)
-    try:
-        weight_files(file.parent)
-    except CheckpointError as error:
-        return ["--model", str(file)], f"{error}; it starts from random weights; {note}"
-    return ["--from-hf", str(file.parent)], f"it starts from the weights beside {file}; {note}"
+    if question.cluster.software != Software():
+        return None
+    cluster = replace(question.cluster, software=SOFTWARE["course, kernels"])
+    asked = replace(question, cluster=cluster)
+    found = asked.search(**QUICK)
+    best = described(asked, found, leading(asked, found)) if len(found.order) else None
+    return best if best and first["step_s"] > (1 + LEAST_GAIN) * best["step_s"] else None
 
 
-def launch(question: Question, layout: Layout, tokens: float | None = None) -> dict:
-    """The command for notebook 10's program, "command" (the same on each node) and "slurm", and a "note"; without
-    commands where that program can't train such a model. tokens: of the whole training; else its own number of steps.
+def exposed(question: Question, layouts: list[Layout]) -> dict:
+    """Return the seconds of the first layout's step if none of the traffic of data parallelism were hidden behind it
+    ("step_s"), and which of the layouts would then be the fastest ("fastest", "fastest_s").
     """
-    moe = question.moe or {}
-    try:
-        sizes, note = source_of(question.name, moe)
-    except ValueError as error:
-        return {"note": f"no command: notebook 10's program can't train this model ({error})"}
-    program = [*sizes, "--layout", layout, "--batch", question.batch, "--seq", question.seq, "--dtype", "bf16"]
-    program += ["--experts", moe["experts"], "--top-k", moe["top_k"]] if moe else []
-    program += ["--expert-hidden", moe["ffn_hidden"]] if moe.get("ffn_hidden") else []
-    program += ["--shared", moe["shared"]] if moe.get("shared") else []
-    program += ["--steps", math.ceil(tokens / question.batch / question.seq)] if tokens else []
-    presets = ((each.name, each.peak_flops) for each in CLUSTERS.values())  # the program knows their peaks
-    if (question.cluster.name, question.cluster.peak_flops) not in presets:
-        program += ["--peak-tflops", f"{question.cluster.peak_flops / 1e12:g}"]
-    node = question.cluster.gpus_per_node
-    each = question.gpus if question.gpus <= node else math.gcd(question.gpus, node)
-    nodes, program = question.gpus // each, ["--", *map(str, program)]
-    torchrun = ["--nnodes", str(nodes)] if nodes > 1 else []
-    torchrun += ["--nproc-per-node", str(each)]
-    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500", "--rdzv-id", "run1"] if nodes > 1 else []
-    return {
-        "command": shlex.join([*LAUNCHER, *torchrun, *meet, *program]),
-        "slurm": shlex.join([*LAUNCHER, "--slurm", f"nodes={nodes},gpus={each}", *program]),
-        "note": note,
-    }
+    cluster = question.cluster.with_software(overlap=0.0, sharded_overlap=0.0)
+    step_s = estimated(question, layouts, cluster).estimate.step_s
+    row = int(np.argmin(step_s))
+    return {"step_s": float(step_s[0]), "fastest": str(layouts[row]), "fastest_s": float(step_s[row])}
 
 
-def leanest(found: Ranking) -> dict | None:
-    """Of all layouts that run, the one that needs the least memory; None where none runs."""
+def notes_of(question: Question, layout: Layout | None) -> list[str]:
+    """Return what an answer approximates: of the model, and of the course's program in this layout."""
+    software, notes = question.cluster.software, list(getattr(question.config, "notes", ()))
+    split = layout is not None and (layout.tp > 1 or layout.zero_stage == 3)
+    notes += [SPLIT_HEAD] if split and software.fused_loss and software.program in TITLES else []
+    missing = question.layout is not None and not has(software.program, LayoutTable.of([question.layout]))[0]
+    return notes + ([f"{question.layout}: {MISSING}; it is judged as if the program had it"] if missing else [])
+
+
+def leanest(question: Question, found: Ranking) -> dict | None:
+    """Return the layout that needs the least memory of all that run; None where none runs."""
     rows = np.flatnonzero(found.estimate.runs)
     if not len(rows):
         return None
     row = rows[np.argmin(found.estimate.needed_bytes[rows])]
-    return described(found, row, 0, None) | {"needed_gib": float(found.estimate.needed_bytes[row]) / GIB}
+    return described(question, found, row) | {"needed_gib": float(found.estimate.needed_bytes[row]) / GIB}
+
+
+def enough_gpus(question: Question) -> dict | None:
+    """Return the first answer on the smallest number of GPUs, 2 to 64 times the question's in powers of 2, on which any
+    layout fits, in the numbers of `described` and "gpus"; None where none does.
+    """
+    node, network = question.cluster.gpus_per_node, question.cluster.network
+    for gpus in (question.gpus * 2**power for power in range(1, 7)):
+        if gpus > node and not network:
+            return None
+        asked = replace(question, gpus=gpus, layout=None)
+        found = asked.search(**QUICK)
+        if len(found.order):
+            return {"gpus": gpus} | described(asked, found, leading(asked, found))
+    return None
+
+
+def fastest_tested(question: Question, found: Ranking) -> dict | None:
+    """Return the fastest layout that measured runs cover; None where they cover none."""
+    sizes = question.seq, question.moe, question.batch
+    tested = found.order[is_tested(question.config, question.cluster, found.table.where(found.order), *sizes)]
+    return described(question, found, int(tested[0])) if len(tested) else None
+
+
+def first_in_detail(
+    question: Question, found: Ranking, rows: list[int], layouts: list[dict], tokens: float | None
+) -> dict:
+    """Return what `answer` returns about its first layout, from "time" to "launch". rows, layouts: those of the answer,
+    in the ranking and in the numbers of `described`.
+    """
+    e, row, first = found.estimate, rows[0], found.table[rows[0]]
+    result = {"time": {name: float(part[row]) for name, part in e.time.items()}}
+    result["memory"] = {name: float(part[row]) / GIB for name, part in e.memory.items()}
+    reasons = untested(question.config, question.cluster, first, question.seq, question.moe, question.batch)
+    result |= {"untested": list(reasons), "tested": fastest_tested(question, found) if reasons else None}
+    result["second"] = differences(found, row, rows[1]) if len(rows) > 1 else {}
+    result["exposed"] = exposed(question, [found.table[each] for each in rows])
+    result["near"] = near(question, layouts[0]["tokens_per_s_per_gpu"]) if question.layout is None else []
+    result["kernels"] = with_kernels(question, layouts[0]) if question.layout is None else None
+    return result | {"launch": launch(question, first, tokens)}
 
 
 def answer(question: Question, top: int = 5, tokens: float | None = None) -> dict:
-    """The `top` best kinds of layout ("layouts"), of the first its seconds and GiB by part ("time", "memory") and where
-    the second loses ("second"), what is faster on paper and too near the end of memory ("risky"), better jobs beside
-    this one ("near"), how many layouts each rule rejects ("rejected"), and the command ("launch"). Where nothing fits:
-    "leanest". Plain numbers and words. Raises ValueError where `search` does.
+    """Return the `top` best kinds of layout ("layouts"), seconds and GiB by part of the first ("time", "memory"), its
+    step without overlap ("exposed"), why no run has tested it and the fastest one that runs have tested ("untested",
+    "tested"), where the second differs ("second"), faster layouts that are too risky ("risky"), better jobs like this
+    one ("near"), the first answer with fused kernels if it is much faster ("kernels"), how many layouts each rule
+    rejects ("rejected"), and the command ("launch"). Where nothing fits: the layout that needs the least memory
+    ("leanest") and a first answer on more GPUs ("enough"). Where the question has a layout: what `judged` returns
+    ("asked"). Plain numbers and strings. Raises ValueError where `search` does.
     """
     found = question.search()
-    e, kinds = found.estimate, ties(found, found.order, top)
-    layouts = [described(found, *kind, tokens) for kind in kinds]
-    asked = {"model": question.name, "cluster": question.cluster.name, "moe": question.moe, "risk": question.risk}
-    said = asked | {"gpus": question.gpus, "batch": question.batch, "seq": question.seq, "layouts": layouts}
+    rows = ranked(question, found, top)
+    layouts = [described(question, found, *row, tokens) for row in rows]
+    program = program_of(question.cluster.software)
+    result = {"model": question.name, "cluster": question.cluster.name, "program": program}
+    result |= {name: getattr(question, name) for name in ("moe", "risk", "gpus", "batch", "seq")}
+    layout = question.layout or (found.table[rows[0][0]] if rows else None)
+    result |= {"notes": notes_of(question, layout), "question": question.as_json(), "layouts": layouts}
     risky = found.risky
     if layouts:
-        row = kinds[0][0]
-        risky = risky[e.step_s[risky] < e.step_s[row]]
-        said["time"] = {name: float(part[row]) for name, part in e.time.items()}
-        said["memory"] = {name: float(part[row]) / GIB for name, part in e.memory.items()}
-        said["second"] = differences(found, row, kinds[1][0]) if len(kinds) > 1 else {}
-        said["near"] = near(question, layouts[0]["tokens_per_s_per_gpu"])
-        said["launch"] = launch(question, found.table[row], tokens)
+        risky = worth_a_risk(question, found, rows[0][0])
+        result |= first_in_detail(question, found, [row for row, _ in rows], layouts, tokens)
     else:
-        said["leanest"] = leanest(found)
-    said["risky"] = [described(found, *kind, tokens) for kind in ties(found, risky, 3)]
-    return said | {"rejected": dict(sorted(found.rejected.items(), key=lambda each: -each[1]))}
+        result |= {"leanest": leanest(question, found), "enough": enough_gpus(question)}
+    if question.layout is not None:
+        result["asked"] = judged(question, found, tokens)
+        if not result["asked"]["why_not"]:
+            result["launch"] = launch(question, question.layout, tokens)
+    result["risky"] = [described(question, found, *row, tokens) for row in kinds(question, found, risky, 3)]
+    return result | {"rejected": dict(sorted(found.rejected.items(), key=lambda each: -each[1]))}

@@ -6,16 +6,47 @@ left. A rule is an array of booleans over the table: `check_layout` of notebook 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 
 from course_lib.best_config.stage_loads import is_schedule
 from course_lib.best_config.tables import LayoutTable
-from course_lib.five_d.layouts import Layout
+from course_lib.five_d.layouts import Layout, check_words
 from course_lib.single_gpu.model import ModelConfig
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")
+SETTINGS = {
+    "micro_batch": (),  # divisors of the batch
+    "ep": (),  # divisors of the number of experts
+    "sequence_parallel": (False, True),
+    "schedule": SCHEDULES,
+    "virtual": (2, 4, 8),
+    "zero_stage": (0, 1, 2, 3),
+    "replicate": (),  # 1, and groups of ZeRO-3 of 1, 2, 4 and 8 nodes that hold the same shards (HSDP)
+    "recompute": ("none", "full"),  # a flash core keeps no scores, so that "selective" would save nothing
+}
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors of a number, ascending."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def check_settings(settings: dict[str, tuple]) -> None:
+    """Raise ValueError for a setting that a search does not have, or a value that it cannot have."""
+    if unknown := set(settings) - set(SETTINGS):
+        raise ValueError(f"settings: {', '.join(sorted(unknown))} is none of {', '.join(SETTINGS)}")
+    for name, values in settings.items():
+        if not values:
+            raise ValueError(f"settings: {name} has no values to try")
+        for value in values:
+            one = dataclasses.replace(Layout(), **{name: value})
+            check_words(one)
+            if name in ("micro_batch", "ep", "virtual", "replicate") and value < 1 or one.zero_stage not in range(4):
+                known = "0 to 3" if name == "zero_stage" else "1 or more"
+                raise ValueError(f"settings: {name} {value}: it must be {known}")
 
 
 # exercise 11.7
@@ -46,22 +77,22 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
 
 
 def degree_rules(config: ModelConfig, table, batch: int, seq: int) -> dict[str, np.ndarray]:
-    """Why degrees cannot be, whatever the settings: reason, and where it holds."""
+    """Return by reason where degrees are impossible, whatever the settings."""
     tp, cp = table.tp, table.cp
     kv = config.kv_heads
     return {
         "degrees: tp does not divide the heads, or the MLP's width": (config.heads % tp > 0)
         | (config.ffn_hidden % tp > 0),
         "degrees: tp and the number of K/V heads do not divide each other": (kv % tp > 0) & (tp % kv > 0),
-        "degrees: tp leaves a rank without vocabulary": (tp - 1) * -(-config.vocab // tp) >= config.vocab,
-        "degrees: pp has more stages than there are layers": table.pp > config.layers + 2,
-        "degrees: cp cuts a sequence into pieces that do not come out": seq % np.where(cp > 1, 2 * cp, 1) > 0,
+        "degrees: tp is too large for the vocabulary": (tp - 1) * -(-config.vocab // tp) >= config.vocab,
+        "degrees: pp is larger than the number of layers": table.pp > config.layers + 2,
+        "degrees: 2 cp does not divide the sequence length": seq % np.where(cp > 1, 2 * cp, 1) > 0,
         "degrees: dp does not divide the batch": batch % table.dp > 0,
     }
 
 
 def setting_rules(config: ModelConfig, table, batch: int, seq: int, moe: dict | None = None) -> dict[str, np.ndarray]:
-    """Why settings cannot be, where the degrees can: reason, and where it holds."""
+    """Return by reason where settings are impossible, for possible degrees."""
     m, rest = np.divmod(batch, table.dp * table.micro_batch)
     chunks = np.where(is_schedule(table, "interleaved"), table.virtual, 1)
     chunks = np.where(is_schedule(table, "zb-v"), 2, chunks)
@@ -71,28 +102,31 @@ def setting_rules(config: ModelConfig, table, batch: int, seq: int, moe: dict | 
     cut = np.lcm(np.where(table.cp > 1, 2 * table.cp, 1), table.cp * np.where(table.sequence_parallel, table.tp, 1))
     return {
         "mb does not divide a rank's share of the batch": rest > 0,
-        "sp cuts a sequence into pieces that do not come out": seq % cut > 0,
-        "the schedule has more stages than there are layers": table.pp * chunks > config.layers + 2,
-        "interleaved wants micro-batches in runs of pp": two & (table.virtual > 1) & (m % table.pp > 0),
-        "dualpipe wants an even pp, and 2 pp micro-batches or more": even
+        "sp: cp x tp does not divide the sequence length": seq % cut > 0,
+        "the schedule has more stages than the model has layers": table.pp * chunks > config.layers + 2,
+        "interleaved needs a number of micro-batches that pp divides": two & (table.virtual > 1) & (m % table.pp > 0),
+        "dualpipe needs an even pp, and an even number of micro-batches, 2 pp or more": even
         & ((table.pp % 2 > 0) | (m % 2 > 0) | (m < 2 * table.pp)),
-        "dualpipe has a stage on two ranks, zero3 on none whole": even & (zero == 3),
-        "zero2 sums a tied embedding too early for interleaved": two & (zero == 2) & config.tied,
+        "dualpipe keeps each stage on two ranks, which zero3 would shard": even & (zero == 3),
+        "zero2 reduces a tied embedding too early for interleaved": two & (zero == 2) & config.tied,
         "ep does not divide dp, or the experts": (table.dp % table.ep > 0)
         | ((moe or {"experts": 1})["experts"] % table.ep > 0),
         "tp does not divide the experts' width": (moe is not None) & (width % table.tp > 0),
-        "replicas are of zero3's pieces, and divide dp": (table.replicate > 1)
-        & ((zero != 3) | (table.dp % table.replicate > 0)),
-        "recompute selective drops scores, and cp keeps none": (np.asarray(table.recompute) == "selective")
-        & (table.cp > 1),
+        "rep needs zero3, and must divide dp": (table.replicate > 1) & ((zero != 3) | (table.dp % table.replicate > 0)),
+        "recompute selective saves nothing with cp": (np.asarray(table.recompute) == "selective") & (table.cp > 1),
     }
+
+
+def groups_of_nodes(gpus: int, node: int) -> tuple[int, ...]:
+    """Return the numbers of HSDP groups to try, 1 among them: each group has 1, 2, 4 or 8 nodes of `node` GPUs."""
+    sizes = [node * nodes for nodes in (1, 2, 4, 8)]
+    return 1, *(gpus // size for size in reversed(sizes) if gpus % size == 0 and gpus > size)
 
 
 def with_settings(table: LayoutTable, batch: int, settings: dict[str, tuple]) -> LayoutTable:
     """Each row with each combination of settings. A setting that makes no difference to a row keeps its default."""
     for name, values in settings.items():
-        table = table.times(name, values)
-        column, first = getattr(table, name), getattr(table, name) == values[0]
+        values = np.asarray(values)
         matters = {
             "sequence_parallel": table.tp > 1,
             "schedule": table.pp > 1,
@@ -100,9 +134,12 @@ def with_settings(table: LayoutTable, batch: int, settings: dict[str, tuple]) ->
             "zero_stage": table.dp * table.cp > 1,
             "replicate": table.zero_stage == 3,
         }.get(name, np.ones(len(table), bool))
-        settled = np.where(matters, column, getattr(Layout(), name))
+        settled = np.where(matters[:, None], values, getattr(Layout(), name))  # [rows, values]
+        keep = matters[:, None] | (values == values[0])
         most = {"micro_batch": batch // table.dp, "ep": table.dp, "replicate": table.dp}
-        possible = settled <= most[name] if name in most else True
-        table = LayoutTable(len(table), **{**vars(table), name: settled}).where((matters | first) & possible)
+        if name in most:
+            keep = keep & (settled <= most[name][:, None])
+        table = table.where(np.nonzero(keep)[0])
+        table = LayoutTable(len(table), **{**vars(table), name: settled[keep]})
     keep = (table.zero_stage == 3) & (table.pp > 1)
     return LayoutTable(len(table), **{**vars(table), "keep_gathered": keep})

@@ -1,6 +1,6 @@
 """What a layout would take and cost, before it is run; and the best of all layouts.
 
-    estimate(config, CLUSTERS["H100"], Layout.parse("dp4,tp8,sp,zero1"), batch=256).tokens_per_s    of a GPU
+    estimate(config, CLUSTERS["H100"], Layout.parse("dp4,tp8,sp,zero1"), batch=256).tokens_per_s    per GPU
     search(config, CLUSTERS["H100"], gpus=1024, batch=1024).best(5)
 
 The step's parts are in `step_time` and `step_memory`, the constants in `clusters`, where they came from in
@@ -16,16 +16,25 @@ from numbers import Integral
 import numpy as np
 
 from course_lib.best_config.clusters import Cluster
-from course_lib.best_config.layouts import SCHEDULES, degree_rules, degrees, first_reason, setting_rules, with_settings
+from course_lib.best_config.layouts import (
+    SETTINGS,
+    check_settings,
+    degree_rules,
+    degrees,
+    divisors,
+    first_reason,
+    groups_of_nodes,
+    setting_rules,
+    with_settings,
+)
+from course_lib.best_config.planned_config import count_parameters, model_flops
 from course_lib.best_config.stage_loads import fills_stages
 from course_lib.best_config.step_memory import head_in_layers, step_memory
 from course_lib.best_config.step_time import host_time, layer_times, step_time
-from course_lib.best_config.tables import LayoutTable
-from course_lib.expert_parallel.mixture import active_config
+from course_lib.best_config.tables import LayoutTable, joined
 from course_lib.expert_parallel.router import Routing
-from course_lib.five_d.layouts import Layout, check_words
+from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import ModelConfig
-from course_lib.single_gpu.training import flops_per_token
 
 RISK = 0.1  # of running out of memory, that a recommended layout may have
 
@@ -38,7 +47,8 @@ class Estimate:
     time: dict[str, np.ndarray]  # seconds of a step, by part; they add up to step_s
     tokens: int  # of a step
     gpus: np.ndarray
-    flops: float  # of the model, a token
+    flops: float  # of the model per token, attention in full (`model_flops`)
+    causal_flops: float  # the same with half of the scores, as the causal mask leaves
     usable_bytes: float  # of a GPU's memory
     memory_spread: float  # of the logarithm of needed_bytes
     peak_flops: float
@@ -77,15 +87,24 @@ class Estimate:
 
     @property
     def tokens_per_s(self) -> np.ndarray:
-        """Tokens/s of a GPU."""
+        """Tokens/s per GPU."""
         return self.tokens / self.step_s / self.gpus
 
     @property
     def mfu(self) -> np.ndarray:
-        """Model FLOPs utilization, 0 to 1."""
+        """Model FLOPs utilization, 0 to 1, with attention in full, as if there were no causal mask (PaLM, appendix
+        B).
+        """
         return self.tokens_per_s * self.flops / self.peak_flops
 
+    @property
+    def causal_mfu(self) -> np.ndarray:
+        """Model FLOPs utilization, 0 to 1, with the half of the scores that causal kernels compute."""
+        return self.tokens_per_s * self.causal_flops / self.peak_flops
 
+
+LARGEST = 10**8  # GPUs, or sequences of a batch: trying their divisors takes seconds
+MOST_PARAMETERS = 10**15  # beyond them bytes overflow 64-bit integers
 MOE_SIZES = {"ffn_hidden": 1, "shared": 0, "seed": 0}  # arguments of apply_moe beside Routing's, and the least of each
 
 
@@ -106,22 +125,26 @@ def check_moe_sizes(moe: dict) -> None:
             raise ValueError(f"moe: {name} {moe.get(name)!r}: a whole number, {least} or more")
     try:
         Routing(**{name: value for name, value in moe.items() if name not in MOE_SIZES})
-    except TypeError as error:  # a text where a number stands
+    except TypeError as error:  # a string in place of a number
         raise ValueError(f"moe: {error}") from None
 
 
 def check_job(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, seq: int, moe: dict | None = None) -> None:
     """Raise ValueError, in one line, where there is nothing to plan: numbers below 1 or not whole (of GPUs, of a batch,
-    of a model; ModelConfig has seen to heads), a mixture that is none, or more GPUs than a cluster without a network
-    has in a node.
+    of a model; ModelConfig has seen to heads), numbers above LARGEST, more than MOST_PARAMETERS, a mixture that is
+    none, or more GPUs than a cluster without a network has in a node.
     """
     if not all(is_size(number, 1) for number in (gpus, batch, seq)):
         raise ValueError(f"gpus {gpus}, batch {batch}, seq {seq}: each is 1 or more, and whole")
+    if max(gpus, batch, seq) > LARGEST:
+        raise ValueError(f"gpus {gpus}, batch {batch}, seq {seq}: each is {LARGEST:,} or less")
     for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "head_dim"):
         if not is_size(getattr(config, name), 1):
             raise ValueError(f"model: {name} {getattr(config, name)!r}: a whole number, 1 or more")
     if moe is not None:
         check_moe_sizes(moe)
+    if (parameters := count_parameters(config, moe)[0]) > MOST_PARAMETERS:
+        raise ValueError(f"model: {parameters:.0e} parameters: the planner counts {MOST_PARAMETERS:.0e} or fewer")
     if gpus > cluster.gpus_per_node and not cluster.network:
         raise ValueError(
             f"{cluster.name}: {gpus} GPUs are more than a node's {cluster.gpus_per_node}, and it has no network"
@@ -154,13 +177,15 @@ def estimate(
     m = batch / (np.asarray(layout.dp) * layout.micro_batch)
     ahead = runs_ahead(config, cluster, layout, seq, moe)
     pp, software = np.asarray(layout.pp), cluster.software
+    flops, causal_flops = model_flops(config, moe, seq)
     runs = fills_stages(config, pp, software.split, head_in_layers(config))
     return Estimate(
         memory=step_memory(config, cluster, layout, m, seq, moe, ahead),
         time=step_time(config, cluster, layout, m, seq, moe),
         tokens=batch * seq,
         gpus=np.asarray(layout.ranks),
-        flops=flops_per_token(active_config(config, moe), seq),
+        flops=flops,
+        causal_flops=causal_flops,
         usable_bytes=cluster.memory_bytes - cluster.software.unusable_bytes,
         memory_spread=software.memory_spread,
         peak_flops=cluster.peak_flops,
@@ -168,39 +193,22 @@ def estimate(
     )
 
 
+CHUNK = 2**17  # layouts that are estimated at a time, to need less memory
+
+
+def estimate_all(config: ModelConfig, cluster: Cluster, table: LayoutTable, *job) -> Estimate:
+    """Return `estimate` of a table of any size. job: batch, seq and moe."""
+    cuts = table.chunks(CHUNK)
+    found = [estimate(config, cluster, cut, *job) for cut in cuts]
+    parts = {part: joined([getattr(each, part) for each in found], cuts) for part in ("memory", "time")}
+    runs = np.concatenate([each.runs for each in found])
+    return dataclasses.replace(found[0], **parts, gpus=table.ranks, runs=runs)
+
+
 PIPELINE_STARVES = "the pipeline has an empty stage, or fewer micro-batches than it needs"
 OUT_OF_MEMORY = "out of memory"
+TP_LIMIT = "degrees: tp is above the limit of the question"
 RISKY = "more likely to run out of memory than is allowed"
-SETTINGS = {
-    "micro_batch": (),  # divisors of the batch
-    "ep": (),  # divisors of the number of experts
-    "sequence_parallel": (False, True),
-    "schedule": SCHEDULES,
-    "virtual": (2, 4, 8),
-    "zero_stage": (0, 1, 2, 3),
-    "replicate": (1,),  # groups of ZeRO-3 that keep the same pieces (HSDP)
-    "recompute": ("none", "full"),  # a flash core keeps no scores, so that "selective" would save nothing
-}
-
-
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors of a number, ascending."""
-    return tuple(n for n in range(1, number + 1) if number % n == 0)
-
-
-def check_settings(settings: dict[str, tuple]) -> None:
-    """Raise ValueError where a setting is none that a search has, or one of its values can't be."""
-    if unknown := set(settings) - set(SETTINGS):
-        raise ValueError(f"settings: {', '.join(sorted(unknown))} is none of {', '.join(SETTINGS)}")
-    for name, values in settings.items():
-        if not values:
-            raise ValueError(f"settings: {name} has no values to try")
-        for value in values:
-            one = dataclasses.replace(Layout(), **{name: value})
-            check_words(one)
-            if name in ("micro_batch", "ep", "virtual", "replicate") and value < 1 or one.zero_stage not in range(4):
-                known = "0 to 3" if name == "zero_stage" else "1 or more"
-                raise ValueError(f"settings: {name} {value}: it must be {known}")
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,7 @@ class Ranking:
     rejected: dict[str, int]  # reason: how many layouts
 
     def best(self, n: int = 10) -> list[tuple[Layout, float, float, float]]:
-        """The first n: layout, tokens/s a GPU, MFU, GiB at the peak."""
+        """The first n: layout, tokens/s per GPU, MFU, GiB at the peak."""
         e = self.estimate
         return [
             (self.table[row], e.tokens_per_s[row].item(), e.mfu[row].item(), e.peak_bytes[row].item() / 2**30)
@@ -231,11 +239,12 @@ def search(
     moe: dict | None = None,
     settings: dict[str, tuple] | None = None,
     risk: float = RISK,
+    max_tp: int | None = None,
 ) -> Ranking:
-    """Every layout of `gpus` GPUs for a global batch of sequences, by tokens/s. settings: values to try of each, in
+    """Rank every layout of `gpus` GPUs for a global batch of sequences by tokens/s. settings: values to try of each, in
     place of SETTINGS; context parallelism is a zig-zag ring. risk: the largest `Estimate.risk` of a layout in the
-    order; those that need less than is usable but are riskier stand apart. Raises ValueError where `check_job`
-    does, a risk is no probability above 0, or a setting is none or has a value that is none.
+    order; layouts that need less than is usable but are riskier are in `risky`. max_tp: the largest tp to try. Raises
+    ValueError where `check_job` does, for a risk that is no probability above 0, and for an unknown setting or value.
     """
     check_job(config, cluster, gpus, batch, seq, moe)
     if not 0 < risk <= 1:
@@ -243,16 +252,18 @@ def search(
     chosen = SETTINGS | (settings or {})
     chosen["micro_batch"] = chosen["micro_batch"] or divisors(batch)
     chosen["ep"] = chosen["ep"] or divisors(moe["experts"] if moe else 1)
+    chosen["replicate"] = chosen["replicate"] or groups_of_nodes(gpus, cluster.gpus_per_node)
     check_settings(chosen)
     reasons = ["fits"]
     table = degrees(gpus)
-    reason = first_reason(degree_rules(config, table, batch, seq), reasons)
+    rules = degree_rules(config, table, batch, seq) | ({TP_LIMIT: table.tp > max_tp} if max_tp else {})
+    reason = first_reason(rules, reasons)
     numbers = [reason]
     table = with_settings(table.where(reason == 0), batch, chosen)
     reason = first_reason(setting_rules(config, table, batch, seq, moe), reasons)
     numbers.append(reason)
     table = table.where(reason == 0)
-    found = estimate(config, cluster, table, batch, seq, moe)
+    found = estimate_all(config, cluster, table, batch, seq, moe)
     rules = {PIPELINE_STARVES: ~found.runs, OUT_OF_MEMORY: ~found.fits, RISKY: found.risk > risk}
     reason = first_reason(rules, reasons)
     numbers.append(reason)
@@ -263,9 +274,15 @@ def search(
 
 
 def why_not(
-    config: ModelConfig, cluster: Cluster, layout: Layout, batch: int, seq: int = 4096, moe: dict | None = None
+    config: ModelConfig,
+    cluster: Cluster,
+    layout: Layout,
+    batch: int,
+    seq: int = 4096,
+    moe: dict | None = None,
+    risk: float = RISK,
 ) -> str:
-    """Why a search rejects one layout, in its words; "" where it does not. Raises as `search`."""
+    """Return the reason for which a search with this `risk` rejects a layout; "" if it does not. Raises as `search`."""
     check_job(config, cluster, layout.ranks, batch, seq, moe)
     table, reasons = LayoutTable.of([layout]), [""]
     rules = degree_rules(config, table, batch, seq) | setting_rules(config, table, batch, seq, moe)
@@ -277,4 +294,5 @@ def why_not(
     needs, usable = found.needed_bytes / 2**30, found.usable_bytes / 2**30
     if not found.fits:
         return f"{OUT_OF_MEMORY}: {needs:.0f} GiB of {usable:.0f}"
-    return f"{RISKY}: {found.risk:.0%}, {needs:.0f} GiB of {usable:.0f}" if found.risk > RISK else ""
+    by_estimate = f"fits by estimate, {needs:.0f} GiB of {usable:.0f}, with a risk of {found.risk:.0%}"
+    return f"{RISKY}: {by_estimate}, and the limit (--risk) is {risk:.0%}" if found.risk > risk else ""

@@ -2,143 +2,114 @@
 
 python -m course_lib.best_config --preset llama3-8B --gpus 64 --batch 1024 --tokens 15e12
 python -m course_lib.best_config --config Qwen3-30B-A3B/config.json --cluster H200 --gpus 32 --json
+python -m course_lib.best_config --preset llama3-405B --batch 2048 --seq 8192 --layout dp128,pp16,tp8,sp,zero1
 launch_nb_torchrun.py notebooks/11_best_config.ipynb --nproc-per-node 1 -- --preset llama3-70B --gpus 512
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import math
 from pathlib import Path
 
 import torch.distributed as dist
 
-from course_lib.best_config.answer import SAME, Question, answer
+from course_lib.best_config.answer import answer
+from course_lib.best_config.answer_text import as_text
 from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.hardware import load_cluster
 from course_lib.best_config.model_files import read_config
-from course_lib.best_config.planner import RISK, check_job
+from course_lib.best_config.planner import RISK
+from course_lib.best_config.question import Question, check_question, with_program
+from course_lib.best_config.software import SOFTWARE
 from course_lib.expert_parallel.mixture import moe_options
+from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
 
 
-def line_of(layout: dict) -> str:
-    """A layout's line in the table."""
-    days = f"{layout['days']:>9,.1f}" if "days" in layout else ""
-    more = f"  (and {layout['ties']:,} as good)" if layout["ties"] else ""
-    numbers = "{tokens_per_s_per_gpu:>10,.0f}{tokens_per_s:>14,.0f}{mfu:>8.1%}{peak_gib:>8.1f}{risk:>7.0%}"
-    return numbers.format(**layout) + f"{days}  {layout['layout']}{more}"
-
-
-def parts_of(parts: dict[str, float], unit: str) -> str:
-    """A sum and its parts, the largest first; those below a hundredth of it together."""
-    total = sum(parts.values())
-    large = {name: part for name, part in parts.items() if part >= total / 100}
-    rest = total - sum(large.values())
-    large |= {"other": rest} if rest > total / 1000 else {}
-    listed = ", ".join(f"{name} {part:.3g}" for name, part in sorted(large.items(), key=lambda each: -each[1]))
-    return f"{total:.3g} {unit}: {listed}"
-
-
-def found_lines(said: dict) -> list[str]:
-    """The lines about the layouts that fit."""
-    first, second = [*said["layouts"], None][:2]
-    days, usable = f"{'days':>9}" if "days" in first else "", f"of {first['usable_gib']:.0f}"
-    lines = [f"{'tokens/s':>10}{'tokens/s':>14}{'MFU':>8}{'GiB':>8}{'risk':>7}{days}"]
-    lines += [f"{'a GPU':>10}{'in all':>14}{'':>8}{usable:>8}", *map(line_of, said["layouts"]), ""]
-    lines += [f"step of the first: {parts_of(said['time'], 's')}", f"its memory: {parts_of(said['memory'], 'GiB')}"]
-    if second:
-        more, longer = second["peak_gib"] - first["peak_gib"], second["step_s"] / first["step_s"] - 1
-        least = max(map(abs, said["second"].values()), default=0) / 10
-        large = {name: share for name, share in said["second"].items() if abs(share) >= least}
-        rest = longer - sum(large.values())
-        large |= {"other": rest} if abs(rest) >= SAME else {}
-        why = ", ".join(f"{share:+.1%} {name}" for name, share in large.items())
-        why = f"takes {longer:.1%} longer: {why}"
-        equal = f"is as fast, with {abs(more):.1f} GiB {'more' if more > 0 else 'less'}"
-        lines.append(f"the second, {second['layout']}, {why if longer > SAME else equal}")
-    for one in said["near"][:3]:
-        gain = f"{one['gain']:+.1%} a GPU, {one['tokens_per_s'] / first['tokens_per_s'] - 1:+.1%} in all"
-        lines.append(f"better near by: {one['gpus']:,} GPUs, batch {one['batch']:,}: {gain}, {one['layout']}")
-    return lines
-
-
-def as_text(said: dict) -> str:
-    """What `answer` returns, as lines."""
-    batch, seq = said["batch"], said["seq"]
-    tokens = f"{batch:,} sequences of {seq:,} tokens a step, {batch * seq:,} tokens"
-    lines = [f"{said['model']} on {said['gpus']:,} x {said['cluster']}; {tokens}", ""]
-    if said["layouts"]:
-        lines += found_lines(said)
-    elif (lean := said["leanest"]) is None:
-        lines.append("no layout runs: change the GPUs, the batch, or the length")
-    else:
-        needs = f"needs {lean['needed_gib']:.1f} GiB of {lean['usable_gib']:.1f}, with a risk of {lean['risk']:.0%}"
-        lines.append(f"no layout fits: the leanest, {lean['layout']}, {needs}")
-    if said["risky"]:
-        lines += ["", f"faster on paper, but more likely than {said['risk']:.0%} to run out of memory:"]
-        lines += map(line_of, said["risky"])
-    lines += ["", *(f"{count:>10,} rejected: {reason}" for reason, count in said["rejected"].items())]
-    start = said.get("launch", {})
-    if "command" in start:
-        lines += ["", "launch it (the same line on each node), or let Slurm do it:", start["command"], start["slurm"]]
-    return "\n".join([*lines, *([start["note"]] if start else [])])
-
-
 def program_parser() -> argparse.ArgumentParser:
-    """The program's options."""
+    """Return the parser of the program's options."""
     parser = argparse.ArgumentParser(
         prog="best_config",
         usage="python -m course_lib.best_config [options]; --help lists them",
         description="The best layouts of a model on a cluster, by a model of the step's time and memory.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        epilog="docs/planner.md: how to read an answer. "
+        "python -m course_lib.best_config calibrate --help: fit the planner's constants to your own runs.",
     )
-    add = parser.add_argument
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--preset", default="llama3-8B", choices=list(PRESETS))
-    model.add_argument("--config", type=Path, help="a model's config.json, as transformers writes it, or its folder")
-    add("--experts", type=int, help="experts a layer, in the MLP's place")
+    model, job, program, limits, output = map(
+        parser.add_argument_group, ("the model", "the job", "the training program", "the search", "the output")
+    )
+    source = model.add_mutually_exclusive_group(required=True)
+    source.add_argument("--preset", choices=list(PRESETS), metavar="NAME", help=f"one of {', '.join(PRESETS)}")
+    source.add_argument("--config", type=Path, help="a model's config.json, as transformers writes it, or its folder")
+    add = model.add_argument
+    add("--experts", type=int, help="experts per layer, in the MLP's place")
     add("--top-k", type=int, help="experts per token; 2 by default")
     add("--expert-hidden", type=int, help="width of an expert; that of the MLP by default")
     add("--shared", type=int, help="experts that every token goes through; none by default")
-    known = "; ".join(CLUSTERS)
-    add("--cluster", default="H100", help=f"one of {known}; or a TOML file such as data/clusters/example.toml")
-    add("--gpus", type=int, default=64)
-    add("--batch", type=int, default=256, help="sequences a step, of all GPUs together")
-    add("--seq", type=int, default=4096, help="tokens of a sequence")
-    add("--risk", type=float, default=RISK, help="of running out of memory, up to which a layout will do")
-    add("--tokens", type=float, help="of the whole training, for days")
-    add("--top", type=int, default=5, help="layouts to print")
+    add, known = job.add_argument, "; ".join(CLUSTERS)
+    add("--cluster", default="H100", help=f"one of {known}; or a file like data/clusters/example.toml; H100 by default")
+    add("--gpus", type=int, help="as many as --layout has ranks; without it, 64")
+    add("--batch", type=int, default=256, help="sequences per step, of all GPUs together; 256 by default")
+    add("--seq", type=int, default=4096, help="tokens of a sequence; 4096 by default")
+    add("--tokens", type=float, help="of the whole training, to print days")
+    add = program.add_argument
+    add(
+        "--software",
+        help=f"the training program, one of {'; '.join(SOFTWARE)}; by default the cluster's, or the course's",
+    )
+    add("--kernels", action="store_true", help="short for --software 'course, kernels'")
+    add("--fused-loss", action="store_true", help="a loss that stores no logits")
+    add("--fp8", action="store_true", help="FP8 matmuls in the layers")
+    add = limits.add_argument
+    add("--layout", help="one layout to judge, such as dp128,pp16,tp8,sp,zero1")
+    add("--max-tp", type=int, help="the largest tp to try")
+    add("--schedules", help="pipeline schedules to try, such as 1f1b,interleaved; all by default")
+    risk = f"the largest risk of running out of memory that a layout may have, 0 to 1; {RISK:g} by default"
+    add("--risk", type=float, default=RISK, help=risk)
+    add = output.add_argument
+    add("--top", type=int, default=5, help="layouts to print, at most; 5 by default")
     add("--json", action="store_true", help="print one JSON object")
     return parser
 
 
 def read_cluster(name: str) -> Cluster:
-    """A preset, or the cluster of a TOML file. Raises ValueError where it is neither."""
-    if name in CLUSTERS:
-        return CLUSTERS[name]
+    """Return a preset, by its name in any case, or the cluster of a TOML file. Raises ValueError if it is neither."""
+    names = {known.casefold(): known for known in CLUSTERS}
+    if name.casefold() in names:
+        return CLUSTERS[names[name.casefold()]]
     try:
         return load_cluster(name)
     except OSError as error:
-        raise ValueError(f"--cluster {name}: {error.strerror}, and it is none of {'; '.join(CLUSTERS)}") from None
+        like = difflib.get_close_matches(name.casefold(), names, 1)
+        meant = f"; do you mean {names[like[0]]}?" if like else ""
+        known = "; ".join(CLUSTERS)
+        raise ValueError(f"--cluster {name}: {error.strerror}, and it is none of {known}{meant}") from None
 
 
 def read_question(chosen: argparse.Namespace) -> Question:
-    """What the options ask. Raises ValueError, in one line, where it makes no sense."""
-    config, moe = read_config(chosen.config) if chosen.config else (PRESETS[chosen.preset], None)
+    """Return the question that the options ask. Raises ValueError, in one line, if it makes no sense."""
+    config, moe = (PRESETS[chosen.preset], None) if chosen.preset else read_config(chosen.config)
     moe = moe_options(chosen, moe)
-    sizes = chosen.gpus, chosen.batch, chosen.seq, moe
-    cluster = read_cluster(chosen.cluster)
-    check_job(config, cluster, *sizes)
-    if chosen.top < 1 or not 0 < chosen.risk <= 1 or not 0 < (1 if chosen.tokens is None else chosen.tokens) < math.inf:
-        raise ValueError("--top is 1 or more, --risk above 0 and at most 1, --tokens a number above 0")
-    return Question(str(chosen.config or chosen.preset), config, cluster, *sizes, chosen.risk)
+    cluster = with_program(read_cluster(chosen.cluster), chosen.software, chosen.kernels, chosen.fused_loss, chosen.fp8)
+    layout = Layout.parse(chosen.layout) if chosen.layout is not None else None
+    gpus = chosen.gpus if chosen.gpus is not None else layout.ranks if layout else 64
+    schedules = tuple(chosen.schedules.replace(" ", "").split(",")) if chosen.schedules is not None else None
+    limits = chosen.risk, chosen.max_tp, schedules, layout
+    question = Question(
+        str(chosen.preset or chosen.config), config, cluster, gpus, chosen.batch, chosen.seq, moe, *limits
+    )
+    check_question(question)
+    if chosen.top < 1 or not 0 < (1 if chosen.tokens is None else chosen.tokens) < math.inf:
+        raise ValueError("--top is 1 or more, --tokens a number above 0")
+    return question
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The program's options, and its `question`. Touches nothing; an unknown or impossible one ends the program with
-    status 2.
+    """Return the program's options, with their `question`. Touches nothing; an unknown or impossible option ends the
+    program with status 2.
     """
     parser = program_parser()
     chosen = parser.parse_args(argv)
@@ -150,9 +121,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> dict:
-    """Search as the options say; rank 0 prints the answer, which is returned."""
+    """Search as the options say, print the answer on rank 0, and return it."""
     chosen = options(argv)
-    said = answer(chosen.question, chosen.top, chosen.tokens)
+    result = answer(chosen.question, chosen.top, chosen.tokens)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps(said) if chosen.json else as_text(said))
-    return said
+        print(json.dumps(result) if chosen.json else as_text(result))
+    return result

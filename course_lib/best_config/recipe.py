@@ -29,7 +29,7 @@ class Step:
 
     why: str
     layout: Layout
-    tokens_per_s: float  # of a GPU
+    tokens_per_s: float  # per GPU
     mfu: float
 
 

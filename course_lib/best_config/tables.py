@@ -42,12 +42,23 @@ class LayoutTable:
         return Layout(**{name: getattr(self, name)[row].item() for name in FIELDS})
 
     def where(self, chosen: np.ndarray) -> "LayoutTable":
-        """The rows that a mask or an array of numbers chooses."""
-        rows = {name: getattr(self, name)[chosen] for name in FIELDS}
-        return LayoutTable(len(rows["dp"]), **rows)
+        """The rows that a mask or an array of numbers chooses. A field that is the same in all rows stays one value."""
+        rows = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
+        columns = {name: getattr(self, name) for name in FIELDS}
+        return LayoutTable(
+            len(rows),
+            **{name: column[:1] if column.strides == (0,) else column[rows] for name, column in columns.items()},
+        )
 
-    def times(self, name: str, values: Iterable) -> "LayoutTable":
-        """Each row once for each value of a field."""
-        values = np.asarray(list(values))
-        columns = {field: np.repeat(getattr(self, field), len(values)) for field in FIELDS}
-        return LayoutTable(len(self) * len(values), **columns | {name: np.tile(values, len(self))})
+    def chunks(self, rows: int) -> list["LayoutTable"]:
+        """The table in tables of at most `rows` layouts, in order; an empty table in one."""
+        numbers = np.arange(len(self))
+        return [self.where(numbers[start : start + rows]) for start in range(0, max(1, len(self)), rows)]
+
+
+def joined(columns: list[dict[str, np.ndarray]], tables: list[LayoutTable]) -> dict[str, np.ndarray]:
+    """Return the columns of one table from those of its chunks, by name; a column may be one number for a chunk."""
+    return {
+        name: np.concatenate([np.broadcast_to(each[name], len(t)) for each, t in zip(columns, tables, strict=True)])
+        for name in columns[0]
+    }

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 
 from course_lib.best_config.clusters import CLUSTERS
-from course_lib.best_config.layouts import degree_rules, degrees, first_reason, setting_rules, with_settings
-from course_lib.best_config.planner import RISK, RISKY, SETTINGS, divisors, estimate, search, why_not
+from course_lib.best_config.layouts import (
+    SETTINGS,
+    degree_rules,
+    degrees,
+    divisors,
+    first_reason,
+    groups_of_nodes,
+    setting_rules,
+    with_settings,
+)
+from course_lib.best_config.planner import RISK, RISKY, TP_LIMIT, estimate, search, why_not
 from course_lib.best_config.recipe import recipe
 from course_lib.best_config.stage_loads import bubble_share
 from course_lib.best_config.tables import LayoutTable
@@ -28,7 +37,8 @@ def test_every_layout_is_counted_once(name, gpus, batch):
     config = PRESETS[name]
     ranking, table = search(config, H100, gpus, batch), degrees(gpus)
     able = first_reason(degree_rules(config, table, batch, 4096), ["none"]) == 0
-    everything = with_settings(table.where(able), batch, SETTINGS | {"micro_batch": divisors(batch), "ep": (1,)})
+    settings = {"micro_batch": divisors(batch), "ep": (1,), "replicate": groups_of_nodes(gpus, 8)}
+    everything = with_settings(table.where(able), batch, SETTINGS | settings)
     assert sum(ranking.rejected.values()) + len(ranking.order) == np.count_nonzero(~able) + len(everything)
     assert all(count > 0 for count in ranking.rejected.values())
     e, both = ranking.estimate, np.concatenate([ranking.order, ranking.risky])
@@ -133,6 +143,34 @@ def test_nothing_fits_on_too_few_gpus():
     assert ranking.best() == [] and len(ranking.order) == 0 and ranking.rejected["out of memory"] > 0
 
 
+def test_groups_of_a_few_nodes_hold_the_same_shards():
+    """By default HSDP is searched: groups of 1, 2, 4 and 8 nodes, where they divide the GPUs."""
+    assert groups_of_nodes(64, 8) == (1, 2, 4, 8) and groups_of_nodes(16384, 8) == (1, 256, 512, 1024, 2048)
+    assert groups_of_nodes(24, 8) == (1, 3) and groups_of_nodes(8, 8) == groups_of_nodes(12, 8) == (1,)
+    table = search(PRESETS["llama3-70B"], H100, 64, 256).table
+    assert set(table.replicate) == {1, 2, 4, 8} and set(table.zero_stage[table.replicate > 1]) == {3}
+    (alone,) = set(search(LLAMA, H100, 64, 256, settings={"replicate": (1,)}).table.replicate)
+    assert alone == 1
+
+
+def test_a_limit_on_tp_is_a_reason():
+    free, limited = (search(LLAMA, H100, 64, 256, max_tp=most) for most in (None, 4))
+    assert max(free.table.tp) > 4 == max(limited.table.tp)
+    rejected = limited.rejected[TP_LIMIT]
+    assert rejected > 0 and TP_LIMIT not in free.rejected
+    e = free.estimate
+    assert (e.step_s[free.order][free.table.tp[free.order] <= 4] == limited.estimate.step_s[limited.order]).all()
+
+
+def test_mfu_with_half_of_the_scores():
+    found = estimate(LLAMA, H100, Layout.parse("dp8"), 64, 8192)
+    half = 6 * LLAMA.layers * LLAMA.attention_width * 8192
+    assert found.causal_flops == flops_per_token(LLAMA, 8192) - half
+    assert (
+        found.causal_mfu == pytest.approx(found.mfu * found.causal_flops / found.flops) and found.causal_mfu < found.mfu
+    )
+
+
 def test_settings_are_what_is_tried():
     ranking = search(LLAMA, H100, 16, 64, settings={"micro_batch": (2,), "zero_stage": (0, 1), "recompute": ("full",)})
     assert set(ranking.table.micro_batch) == {2} and set(ranking.table.recompute) == {"full"}
@@ -172,6 +210,8 @@ NOTHING_TO_PLAN = [
     ({"head_size": 0}, {}, "model: head_dim 0"),
     ({}, {"batch": 0}, "batch 0, seq 64: each is 1 or more"),
     ({}, {"batch": 2.5}, "batch 2.5, seq 64: each is 1 or more, and whole"),
+    ({}, {"batch": 10**20}, "batch 100000000000000000000, seq 64: each is 100,000,000 or less"),
+    ({"hidden": 10**30, "head_size": 64}, {}, "model: .*e.* parameters: the planner counts 1e\\+15 or fewer"),
     ({}, {"seq": "64"}, "seq 64: each"),
     ({}, {"moe": {}}, "moe: experts None: a whole number, 1 or more"),
     ({}, {"moe": {"experts": 8}}, "moe: top_k None: a whole number, 1 or more"),
@@ -200,7 +240,7 @@ def test_a_job_that_makes_no_sense_is_one_line(sizes, arguments, message, ask):
 def test_a_job_needs_a_network_or_one_node():
     box = dataclasses.replace(H100, network=0)
     assert search(LLAMA, box, 8, 64).best(1) == search(LLAMA, H100, 8, 64).best(1), "a node never leaves it"
-    message = "^H100, 400 Gb/s a GPU: 16 GPUs are more than a node's 8, and it has no network$"
+    message = "^H100, 400 Gb/s per GPU: 16 GPUs are more than a node's 8, and it has no network$"
     for ask, what in ((search, 16), (estimate, Layout(dp=16)), (why_not, Layout(dp=16)), (recipe, 16)):
         with pytest.raises(ValueError, match=message):
             ask(LLAMA, box, what, 64)
@@ -212,7 +252,7 @@ def test_a_job_needs_a_network_or_one_node():
 def test_each_rejected_layout_has_a_reason():
     """The same reason, one layout at a time, as the search counts for the whole table."""
     config, batch = PRESETS["llama3-8B"], 12
-    table = with_settings(degrees(8), batch, SETTINGS | {"micro_batch": (1, 5), "ep": (1,)})
+    table = with_settings(degrees(8), batch, SETTINGS | {"micro_batch": (1, 5), "ep": (1,), "replicate": (1, 2)})
     rules = degree_rules(config, table, batch, 4096) | setting_rules(config, table, batch, 4096)
     reasons, found = [""], estimate(config, H100, table, batch)
     numbers, seen = first_reason(rules, reasons), set()

@@ -8,6 +8,8 @@ import itertools
 import numpy as np
 import pytest
 
+from course_lib.best_config import planner
+from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.layouts import SCHEDULES, degree_rules, degrees, first_reason, setting_rules, with_settings
 from course_lib.best_config.tables import FIELDS, LayoutTable
 from course_lib.five_d.layouts import Layout, check_layout
@@ -182,8 +184,16 @@ def test_a_table_gives_its_layouts_back():
     assert [table[0], table[1]] == layouts and len(table) == 2 and table.ranks.tolist() == [1, 32]
     assert all(isinstance(getattr(table[1], name), type(getattr(layouts[1], name))) for name in FIELDS)
     assert table.where(np.array([False, True]))[0] == layouts[1] == table.where(np.array([1]))[0]
-    longer = table.times("micro_batch", (5, 7))
-    assert [longer[i] for i in range(4)] == [
-        dataclasses.replace(layout, micro_batch=size) for layout in layouts for size in (5, 7)
-    ]
     assert len(LayoutTable.of([])) == 0
+
+
+def test_an_estimate_in_chunks_is_the_estimate_of_the_table(monkeypatch):
+    config, cluster, moe = PRESETS["llama3-8B"], CLUSTERS["H100"], {"experts": 8, "top_k": 2}
+    full = planner.search(config, cluster, 16, 32, 4096, moe)
+    monkeypatch.setattr(planner, "CHUNK", 1000)
+    cut = planner.search(config, cluster, 16, 32, 4096, moe)
+    assert len(full.table) > 3000 and cut.order.tolist() == full.order.tolist() and cut.rejected == full.rejected
+    for parts, same in ((cut.estimate.time, full.estimate.time), (cut.estimate.memory, full.estimate.memory)):
+        assert parts.keys() == same.keys()
+        assert all(np.allclose(parts[name], np.broadcast_to(same[name], len(full.table)), rtol=1e-12) for name in parts)
+    assert len(planner.search(config, cluster, 16, 32, 4096, moe, {"zero_stage": (2,), "micro_batch": (3,)}).table) == 0

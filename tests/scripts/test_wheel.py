@@ -19,6 +19,8 @@ names = [found.name for found in pkgutil.walk_packages(course_lib.__path__, "cou
 for name in names:
     if not name.endswith("__main__"):
         importlib.import_module(name)
+from course_lib.best_config.tested import measured_layouts
+assert len(measured_layouts().table)
 from course_lib.best_config.program import main
 main("--preset llama3-8B --cluster H100 --gpus 64 --batch 256".split())
 print(len(names), "modules")
