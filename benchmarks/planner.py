@@ -1,14 +1,17 @@
 """The planner against runs that were measured: what it gets wrong, on clusters that it was fitted to and on others.
 
-    python benchmarks/planner.py        # writes benchmarks/results/planner.json; about two minutes
+    python benchmarks/planner.py        # writes benchmarks/results/planner.json; about four minutes
 
 The constants are fitted to all runs of data/layout_runs_h100.csv ("in sample"), and, for each (model, nodes), to those
 of the others ("cross-validated": a cluster size that was never measured). A run is of the slow mode where its step
 took more than twice what is predicted, for a reason that its layout does not tell: figures are given with these runs
 and without. A favourite: the layout that the planner likes best in a cell, of those whose risk of running out of memory
-is 10% or less. Regret: the share of the cell's fastest speed that it lacks; 100% where it failed, or there is none.
+is 10% or less. Regret: the share of the cell's fastest speed that it lacks; 100% where it failed, or there is none. It
+is split into what a planner could avoid and what it could not (course_kit.planning.regret).
 
-Then runs that others have published, to which nothing is fitted, and the seconds of a search: the median of SEARCHES.
+Then runs that others have published: the constants of their programs, fitted to them, and the error on each source that
+a fit left out; large published jobs as questions, with the planner's first answer beside the published layout; and the
+seconds of a search: the median of SEARCHES.
 Last, a dry run of the same size, in bytes: these depend on no machine.
 """
 
@@ -19,14 +22,21 @@ from pathlib import Path
 
 import measure
 import numpy as np
+import planner_tables
 import torch
+from planner_tables import GOALS, REGRET_PARTS, four_digits
 
-from course_kit.planning.published_runs import errors_by_source, left_out, load_published
+from course_kit.planning.program_fits import ProgramFit, cross_validate_programs
+from course_kit.planning.published_errors import errors_by, refused_by_program
+from course_kit.planning.published_runs import left_out, load_published
+from course_kit.planning.questions import ask, published_jobs
+from course_kit.planning.regret import RegretSplit, scatter_of_equals, split_regret
 from course_lib.best_config.calibration import MEMORY, MEMORY_PAIRS, TIME, cross_validate, fit
-from course_lib.best_config.clusters import CLUSTERS, Cluster
+from course_lib.best_config.clusters import CLUSTERS, FACTORS, Cluster
 from course_lib.best_config.dry_runs import dry_run
 from course_lib.best_config.planner import search
 from course_lib.best_config.runs import MeasuredRun, Predicted, accuracy, cells, load_runs, loss_of_picks, predict
+from course_lib.best_config.software import SOFTWARE
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
 
@@ -36,7 +46,7 @@ SEARCHES = 7
 SEARCHED = {"model": "llama3-405B", "gpus": 16384, "batch": 2048, "seq": 8192}
 DRY_RUN = "dp128,pp16,tp8,sp,zero1,full"  # Llama 3's degrees, for SEARCHED
 SIZES = {"up to 32 nodes": range(1, 33), "64 nodes": range(64, 65)}
-GOALS = {"tokens/s": 0.05, "peak memory": 0.04, "ok or out of memory": 0.95, "failed favourites": 0.05, "regret": 0.06}
+RISKS = (0.05, 0.1, 0.2, 0.3, 0.5)  # limits of the favourites' risk to compare
 AT_64_NODES = {"tokens/s": 0.08}  # the others as for up to 32
 
 
@@ -94,6 +104,55 @@ def by_cell(runs: list[MeasuredRun], predicted: Predicted) -> list[dict]:
     ]
 
 
+def regret_of_cells(runs: list[MeasuredRun], split: dict[tuple[str, int], RegretSplit]) -> list[dict]:
+    """Return the regret of each (model, nodes) by part, with the layouts of the pick and of the fastest run."""
+    return [
+        {
+            "model": model,
+            "nodes": nodes,
+            "pick": "none" if each.pick is None else str(runs[each.pick].layout),
+            "fastest": str(runs[each.fastest].layout),
+            "comparable runs differ by": each.differ,
+            "unavoidable": each.unavoidable,
+            "reason": each.reason,
+        }
+        | {name: getattr(each, name) for name in REGRET_PARTS}
+        for (model, nodes), each in split.items()
+    ]
+
+
+def regret_by_size(split: dict[tuple[str, int], RegretSplit]) -> dict[str, dict[str, float]]:
+    """Return the mean of each part over the cells of each of SIZES."""
+    return {
+        size: {
+            name: statistics.mean(getattr(each, name) for (_, in_cell), each in split.items() if in_cell in nodes)
+            for name in (*REGRET_PARTS, "unavoidable")
+        }
+        for size, nodes in SIZES.items()
+    }
+
+
+def regret_by_risk(runs: list[MeasuredRun], predicted: Predicted) -> dict[str, dict[str, float]]:
+    """Return the mean regret of all cells and the share of failed favourites, for each of RISKS as the limit."""
+    found = {}
+    for risk in RISKS:
+        losses = list(loss_of_picks(runs, predicted, risk).values())
+        failed = statistics.mean(loss == 1 for loss in losses)
+        found[f"{risk:.0%}"] = {"regret": statistics.mean(losses), "failed favourites": failed}
+    return found
+
+
+def regret_found(runs: list[MeasuredRun], predicted: Predicted, cluster: Cluster) -> dict:
+    """Return the regret by cell, by size and by limit on the risk, and the scatter of equal runs."""
+    split = split_regret(runs, predicted, cluster)
+    return {
+        "equal runs scatter by": scatter_of_equals(runs),
+        "means": regret_by_size(split),
+        "cells": regret_of_cells(runs, split),
+        "limits on risk": regret_by_risk(runs, predicted),
+    }
+
+
 def compact(predicted: Predicted) -> dict[str, list]:
     """The predictions, in the order of load_runs."""
     return {
@@ -101,6 +160,22 @@ def compact(predicted: Predicted) -> dict[str, list]:
         "peak_bytes": [four_digits(each) for each in predicted.peak_bytes.tolist()],
         "risk": [four_digits(each) for each in predicted.risk.tolist()],
     }
+
+
+def program_constants(fits: dict[str, ProgramFit]) -> dict[str, dict]:
+    """The fitted constants of each program, with their 90% intervals, and what course_lib has."""
+    return {
+        program: {
+            name: [getattr(fit.software, name, fit.factors.get(name)), *ends, in_course_lib(program, name)]
+            for name, ends in fit.intervals.items()
+        }
+        for program, fit in fits.items()
+    }
+
+
+def in_course_lib(program: str, name: str) -> float:
+    """A constant of a program as course_lib has it, or a factor of an A100."""
+    return getattr(CLUSTERS["A100"] if name in FACTORS else SOFTWARE[program], name)
 
 
 def search_seconds() -> dict:
@@ -127,18 +202,6 @@ def dry_run_bytes() -> dict:
     return {"layout": DRY_RUN, "at rest": found.at_rest, "peak": found.peak, "bytes sent": sent}
 
 
-# What is written and printed.
-
-
-def four_digits(figure):
-    """A number, or all numbers in lists and dictionaries, to four significant digits."""
-    if isinstance(figure, dict):
-        return {name: four_digits(each) for name, each in figure.items()}
-    if isinstance(figure, list | tuple):
-        return [four_digits(each) for each in figure]
-    return float(f"{figure:.4g}") if isinstance(figure, float) else figure
-
-
 def write(found: dict) -> None:
     """Write RESULT, a line for each of its parts."""
     about = {
@@ -151,60 +214,14 @@ def write(found: dict) -> None:
     RESULT.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def table(head: list[str], rows: list[list]) -> None:
-    """Print a table, the first column to the left."""
-    lines = [[f"{each:.3g}" if isinstance(each, float) else str(each) for each in row] for row in [head, *rows]]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for first, *others in lines:
-        print("  ".join([first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]))
-    print()
-
-
-def percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
-def show_accuracy(found: dict) -> None:
-    """The figures beside the goals."""
-    names, rows = list(GOALS), []
-    for size, goals in found["goals"].items():
-        said = [f"{'>' if name == 'ok or out of memory' else '<'} {percent(goal)}" for name, goal in goals.items()]
-        rows.append([f"goal, {size}", "", "", *said])
-    for how in ("in sample", "cross-validated"):
-        for size, those in found[how].items():
-            for which in ("all", "without the slow mode"):
-                count = those["runs of the slow mode"] if which == "all" else ""
-                row = those[which]
-                rows.append([f"{how}, {size}, {which}", row["runs"], count, *(percent(row[name]) for name in names)])
-    table(["", "runs", "slow mode", *names], rows)
-
-
-def show(found: dict) -> None:
-    """Print all of it but the predictions."""
-    rows = [
-        [name, *(", ".join(f"{v:.4g}" for v in np.atleast_1d(found[which][name])) for which in ("constants", "course"))]
-        for name in found["constants"]
-    ]
-    table(["constant", "fitted", "in course_lib"], rows)
-    show_accuracy(found)
-    names = ["tokens/s", "peak memory", "ok or out of memory", "regret", "regret, without the slow mode"]
-    cell_rows = [
-        [cell["model"], cell["nodes"], cell["runs"], cell["slow mode"], *(percent(cell[name]) for name in names)]
-        for cell in found["cells"]
-    ]
-    table(["cross-validated", "nodes", "runs", "slow mode", *names], cell_rows)
-    published = [[source, n, ratio, percent(error)] for source, (n, ratio, error) in found["published"].items()]
-    table(["published by", "runs", "predicted / measured", "median error"], published)
-    table(["published and left out", "runs"], [list(each) for each in found["published, left out"].items()])
-    print(*(f"{name}: {each}" for name, each in four_digits(found["search"]).items()), sep=", ")
-
-
 def main() -> None:
     """Fit, predict and search; print the figures and write them down."""
     torch.set_num_threads(1)
     runs, cluster = load_runs(DATA / "layout_runs_h100.csv"), CLUSTERS["H100, EFA"]
     fitted, held_out = fit(runs, cluster), cross_validate(runs, cluster)
-    file = DATA / "published_throughput.csv"
+    files = [DATA / "published_throughput.csv", DATA / "fsdp_runs_llm_foundry.csv"]
+    published = [run for file in files for run in load_published(file)]
+    programs, errors = cross_validate_programs(published)
     found = {
         "goals": {"up to 32 nodes": GOALS, "64 nodes": GOALS | AT_64_NODES},
         "constants": constants(fitted),
@@ -212,14 +229,19 @@ def main() -> None:
         "in sample": by_size(runs, predict(runs, fitted)),
         "cross-validated": by_size(runs, held_out),
         "cells": by_cell(runs, held_out),
-        "published": errors_by_source(load_published(file)),
-        "published, left out": left_out(file),
+        "regret": regret_found(runs, held_out, fitted),
+        "published": errors_by("source", published),
+        "published, left out": left_out(files[0]) | left_out(files[1]),
+        "programs": errors,
+        "constants of programs": program_constants(programs),
+        "published, refused as out of memory": refused_by_program(published),
+        "questions": [ask(job) for job in published_jobs(files[0])],
         "search": search_seconds(),
         "dry run": dry_run_bytes(),
         "predictions": compact(held_out),
     }
     write(found)
-    show(found)
+    planner_tables.show(found)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from course_kit.planning.regret import split_regret
 from course_lib.best_config import calibration, step_memory
 from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.dry_runs import DryRun, measured_step
 from course_lib.best_config.planner import RISK, Estimate, estimate
 from course_lib.best_config.runs import MeasuredRun, Predicted, accuracy, loss_of_picks, predict
+from course_lib.best_config.software import SOFTWARE
 from course_lib.best_config.step_time import layer_times
 from course_lib.five_d import build_mesh, parallelize
 from course_lib.five_d.layouts import Layout, check_layout
@@ -40,6 +42,14 @@ COLUMNS = {  # of the recorded validation: its names, and their heads in the tab
     "ok or out of memory": "fits right",
     "failed favourites": "failed",
     "regret": "regret",
+}
+
+REGRET_PARTS = {  # of `RegretSplit`, and their heads in the table
+    "other_model": "other model",
+    "unexplained": "chance",
+    "caution": "caution",
+    "scatter": "scatter",
+    "avoidable": "avoidable",
 }
 
 
@@ -140,15 +150,57 @@ def validation_table(recorded: dict) -> str:
     return "\n".join(lines)
 
 
+def recorded_predictions(recorded: dict) -> Predicted:
+    """Return the cross-validated predictions in benchmarks/results/planner.json, in the order of load_runs."""
+    return Predicted(*(np.array(recorded["predictions"][name]) for name in ("step_s", "peak_bytes", "risk")))
+
+
 def failed_favorites(runs: list[MeasuredRun], recorded: dict) -> str:
     """Return which cells' favorites failed, by the recorded predictions: with "it fits" as the limit, and with RISK."""
-    held_out = Predicted(*(np.array(recorded["predictions"][name]) for name in ("step_s", "peak_bytes", "risk")))
+    held_out = recorded_predictions(recorded)
     lines = []
     for risk in (0.5, RISK):
         losses = loss_of_picks(runs, held_out, risk)
         failed = [f"{model} on {nodes}" for (model, nodes), loss in losses.items() if loss == 1]
         head = f"with a risk up to {risk:.0%}, favorites failed in {len(failed)} of {len(losses)}"
         lines.append(f"{head}: {', '.join(failed)}")
+    return "\n".join(lines)
+
+
+def regret_table(runs: list[MeasuredRun], recorded: dict, cluster: Cluster) -> str:
+    """Return the regret of the recorded predictions by part, as a table: the means over the cells, and each cell with a
+    regret of 1% or more.
+    """
+    split, names = split_regret(runs, recorded_predictions(recorded), cluster), ("regret", *REGRET_PARTS)
+    rows = []
+    for size, nodes in (("mean, up to 32 nodes", range(33)), ("mean, 64 nodes", (64,))):
+        those = [each for (_, count), each in split.items() if count in nodes]
+        rows.append((size, [np.mean([getattr(each, name) for each in those]) for name in names], ""))
+    large = {cell: each for cell, each in split.items() if each.regret >= 0.01}
+    rows += [
+        (f"{model} on {nodes}", [getattr(each, name) for name in names], f"  {each.reason}")
+        for (model, nodes), each in large.items()
+    ]
+    heads = ("regret", *REGRET_PARTS.values())
+    lines = [f"{'':21s}" + "".join(f"{head:>12s}" for head in heads)]
+    lines += [f"{row:21s}" + "".join(f"{each:12.1%}" for each in parts) + reason for row, parts, reason in rows]
+    return "\n".join(lines)
+
+
+def programs_table(recorded: dict) -> str:
+    """Return the programs in benchmarks/results/planner.json as a table: the number of published runs, the median error
+    on runs that the fit has seen and on sources that it left out, and what the program reaches and keeps.
+    """
+    heads = ("runs", "seen", "left out", "matmuls", "attention")
+    lines = [f"{'':15s}" + "".join(f"{head:>10s}" for head in heads) + "   a layer keeps, per token"]
+    errors = {row["program"]: row for row in recorded["programs"] if row["source"] == "all"}
+    for name in ("course", *errors):
+        software, row = SOFTWARE[name], errors.get(name, {})
+        values = [f"{row['runs']}" if row else ""]
+        values += ["" if (error := row.get(which)) is None else f"{error:.1%}" for which in ("in sample", "left out")]
+        values += [f"{software.matmul_efficiency:.0%}", f"{software.attention_efficiency:.0%}"]
+        kept = f"   {software.kept_hidden:g} h + {software.kept_ffn:g} f" + (", scores" if software.score_bytes else "")
+        lines.append(f"{name:15s}" + "".join(f"{value:>10s}" for value in values) + kept)
     return "\n".join(lines)
 
 

@@ -2,10 +2,10 @@
 
     planner()
 
-Every change is a search over all layouts (hundreds of thousands, within a second): the figure of the best (`ranking`),
-the answer that `python -m course_lib.best_config` gives, with each layout's risk of running out of memory, and below it
-the best MFU of the model's whole family, from 1 to 2,048 nodes. That heatmap is twenty searches more, so it tries fewer
-settings, and is kept until the batch, the length, the cluster or the family changes.
+Every change is a search over all layouts (hundreds of thousands, within a second): the answer that
+`python -m course_lib.best_config` gives, with a figure of its layouts, and below it the best MFU of the model's whole
+family, from 1 to 2,048 nodes. That heatmap is twenty searches more, so it tries fewer settings, and is kept until the
+batch, the length, the cluster or the family changes.
 """
 
 import functools
@@ -14,9 +14,11 @@ import io
 import re
 
 from course_kit.pictures.ranking import mfu_heatmap, ranking_figure
-from course_lib.best_config.answer import Question, answer
+from course_lib.best_config.answer import answer
+from course_lib.best_config.answer_text import as_text
 from course_lib.best_config.clusters import CLUSTERS
-from course_lib.best_config.program import as_text
+from course_lib.best_config.question import Question
+from course_lib.best_config.simplicity import ranked
 from course_lib.single_gpu.model import PRESETS
 
 NODES = tuple(2**n for n in range(12))
@@ -102,7 +104,8 @@ def planner():
         def draw_best() -> bytes:
             question = Question(model, PRESETS[model], CLUSTERS[cluster], gpus, batch, seq)
             said.value = answer_in_html(question)
-            return png(ranking_figure(question.search(), title=title))
+            found = question.search()
+            return png(ranking_figure(found, title=title, rows=[row for row, _ in ranked(question, found, 8)]))
 
         words.value = f"<b>{show(best, draw_best)}</b>"
         wrong = show(across, lambda: family_heatmap(family(model), cluster, batch, seq))

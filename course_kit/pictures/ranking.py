@@ -92,9 +92,9 @@ def draw_bars(ax, parts: dict[str, np.ndarray], colors: dict[str, object]) -> np
     return left
 
 
-def ranking_figure(ranking: Ranking, n: int = 8, title: str = ""):
-    """The n best layouts that differ, one row each: seconds of a step by part, with tokens/s of a GPU and MFU; and GiB
-    of the fullest GPU by part, against what of its memory is usable. Returns a matplotlib Figure.
+def ranking_figure(ranking: Ranking, n: int = 8, title: str = "", rows: list[int] | None = None):
+    """Draw the n fastest layouts that differ, or these `rows` of the ranking: seconds per step by part, with tokens/s
+    per GPU and MFU; and GiB of the fullest GPU by part, beside its usable memory. Returns a matplotlib Figure.
 
     Raises ValueError where no layout fits, or n is below 1.
     """
@@ -104,7 +104,7 @@ def ranking_figure(ranking: Ranking, n: int = 8, title: str = ""):
         raise ValueError(f"n {n}: it is 1 or more")
     if not len(ranking.order):
         raise ValueError("no layout fits: " + "; ".join(f"{n:,} {why}" for why, n in reasons(ranking).items()))
-    rows, e = distinct(ranking, n), ranking.estimate
+    rows, e = distinct(ranking, n) if rows is None else rows, ranking.estimate
     figure = Figure(figsize=(9, 1.7 + 0.42 * len(rows)), dpi=100, layout="constrained")
     time_ax, memory_ax = figure.subplots(1, 2, sharey=True, width_ratios=(1.15, 1))
     seconds = draw_bars(time_ax, large_parts(e.time, rows), part_colors(e.time, {}))
@@ -112,7 +112,7 @@ def ranking_figure(ranking: Ranking, n: int = 8, title: str = ""):
         words = f" {e.tokens_per_s[row]:,.0f} tokens/s\n MFU {e.mfu[row]:.1%}"
         time_ax.text(length, y, words, va="center", fontsize=7.5, linespacing=1.1)
     time_ax.set_xlim(0, 1.5 * seconds.max())
-    time_ax.set_xlabel("seconds of a step; tokens/s of a GPU", fontsize=8.5)
+    time_ax.set_xlabel("seconds per step; tokens/s per GPU", fontsize=8.5)
     gib = {name: size / GIB for name, size in large_parts(e.memory, rows).items()}
     usable = e.usable_bytes / GIB
     memory_ax.axvline(usable, color="red", linestyle="--", label=f"usable: {usable:.0f}")
@@ -144,7 +144,7 @@ def rejections_figure(ranking: Ranking):
         ax.text(max(count, 0.5), y, f" {count:,}", va="center", fontsize=8)
     ax.set(xscale="log", xlim=(0.5, 6 * max(counts)))
     ax.set_xlabel("layouts, by the first rule that each breaks", fontsize=8.5)
-    ax.set_yticks(range(len(names)), [textwrap.fill(name, 62) for name in names], fontsize=8)
+    ax.set_yticks(range(len(names)), [textwrap.fill(name, 62, break_on_hyphens=False) for name in names], fontsize=8)
     ax.tick_params(axis="x", labelsize=8)
     ax.invert_yaxis()
     ax.spines[["top", "right"]].set_visible(False)
@@ -178,7 +178,7 @@ def heatmap_row(name: str, ranking: Ranking, nodes: int, batch: int, seq: int) -
 
 def heatmap_figure(rows: list[dict], cluster: Cluster, batch: int, seq: int):
     """The heatmap of measured runs, with the words for predictions."""
-    where = f"{cluster.name}; {batch:,} sequences of {seq:,} tokens a step"
+    where = f"{cluster.name}; {batch:,} sequences of {seq:,} tokens per step"
     figure = heatmap(rows, where)
     figure.set_figwidth(2.2 + 1.3 * len({row["nodes"] for row in rows}))  # wider, for layouts with four degrees
     figure.axes[0].set_title(f"{where}\nthe fastest layout of each cell: its predicted MFU", fontsize=10)

@@ -1,1 +1,1 @@
-"""Measured runs that others published, for the planner of notebook 11 to be held against."""
+"""How far notebook 11's planner is from measured runs: published runs, fits to them, and the regret of its picks."""

@@ -1,15 +1,15 @@
-"""Runs that others have published, with their layouts: the test of a planner that was fitted to none of them.
+"""Runs that others have published, with their layouts: what the constants of programs are fitted to and tested on.
 
-    runs = load_published("data/published_throughput.csv")
+    runs = load_published("data/published_throughput.csv")         or data/fsdp_runs_llm_foundry.csv
     predicted_step(runs[0]).step_s              beside runs[0].step_s, which was measured
-    errors_by_source(runs)                      {source: (runs, median of predicted / measured, median absolute error)}
 
-Other programs, other models, an older GPU, up to 16,384 of them, in BF16 and FP8. Nothing is fitted here: peaks and
-links are those of the data sheets, the efficiencies those of nanotron on H100s, and what a program keeps and computes
-again its own (`clusters.SOFTWARE`). What a source does not say has to be assumed,
-and each run lists what was. A step's time is what was published, or follows from the tokens/s or the FLOP/s that were:
+Other programs, other models, an older GPU, up to 16,384 of them, in BF16 and FP8. Peaks and links are those of the data
+sheets; a program has its own efficiencies, fitted to its runs (`program_fits`), and its own memory
+(`software.SOFTWARE`). What a source does not say has to be assumed, and each run lists what was. A step's time is what
+was published, or follows from the tokens/s or the FLOP/s that were:
 
     F = 96 B s l h^2 (1 + s / (6 h) + V / (16 l h))    recomputation included: Narayanan et al. 2021, equation 3
+    F = 72 B s l h^2 (1 + s / (6 h) + V / (12 l h))    for Megatron-Core: without recomputation
     F = B s (6 N + 6 l h s)                            for Llama 3: causal, of the model alone
 
 GPT's MLP has two matrices of h x f, the course's three. One of 2/3 the width has the same parameters and FLOPs.
@@ -17,12 +17,12 @@ GPT's MLP has two matrices of h x f, the course's three. One of 2/3 the width ha
 
 import csv
 import dataclasses
-import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from course_lib.best_config.clusters import CLUSTERS, SOFTWARE
+from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.planner import Estimate, estimate
+from course_lib.best_config.software import SOFTWARE, Software
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import ModelConfig
@@ -54,16 +54,17 @@ class PublishedRun:
 
 def load_published(file: Path | str) -> list[PublishedRun]:
     """The runs whose layout is known, or nearly (Llama 3). Raises ValueError for a file of other columns."""
-    return [published_run(row) for row in _rows(file) if reason_left_out(row) is None]
+    return [published_run(row) for row in published_rows(file) if reason_left_out(row) is None]
 
 
 def left_out(file: Path | str) -> dict[str, int]:
     """Why the other rows are not among them: reason, and of how many rows."""
-    reasons = [reason_left_out(row) for row in _rows(file)]
+    reasons = [reason_left_out(row) for row in published_rows(file)]
     return {reason: reasons.count(reason) for reason in dict.fromkeys(reasons) if reason is not None}
 
 
-def _rows(file: Path | str) -> list[dict[str, str]]:
+def published_rows(file: Path | str) -> list[dict[str, str]]:
+    """Return the rows of a file of published runs. Raises ValueError for a file of other columns."""
     with open(file, newline="") as stream:
         rows = list(csv.DictReader(stream))
     if not rows or not PUBLISHED_COLUMNS <= set(rows[0]):
@@ -72,12 +73,21 @@ def _rows(file: Path | str) -> list[dict[str, str]]:
 
 
 def reason_left_out(row: dict[str, str]) -> str | None:
-    """Why a row is not used; None where it is. Tier A: every field of the layout was published; B: nearly all."""
+    """Return why a row is not used; None if it is used. Tier A: every field of the layout was published; B: nearly all;
+    C: of these, MegaScale's runs of Megatron-LM and Megatron-Core's runs without a pipeline, whose other fields can be
+    told from what was published.
+    """
     if row["status"] != "ok":
         return "the run did not end"
-    if row["tier"] not in ("A", "B"):
-        return "micro-batch, recomputation or ZeRO stage not published"
-    return None
+    if float(row.get("ep") or 1) > 1:
+        return "a mixture of experts: compared, and not fitted (questions.py)"
+    if row["tier"] in ("A", "B") or row["model"].endswith("(Megatron-LM)"):
+        return None
+    if row["source"].startswith("Megatron-Core"):
+        return None if row["pp"] == "1.0" else "chunks of a pipeline's stages not published"
+    if row["source"].startswith("MegaScale"):
+        return "another model: parallel blocks and sliding windows, or no step time"
+    return "micro-batch, recomputation or ZeRO stage not published"
 
 
 def published_run(row: dict[str, str]) -> PublishedRun:
@@ -88,17 +98,17 @@ def published_run(row: dict[str, str]) -> PublishedRun:
     if "HBM2e" in row["gpu"]:
         assumed.append("an H100 SXM, for one with slower memory and less power")
     if row["source"].startswith("torchtitan") and "A100" in row["gpu"]:
-        assumed.append("200 Gb/s a GPU")
+        assumed.append("200 Gb/s per GPU")
     if row["source"].startswith("Llama 3"):
         assumed.append("FLOP/s counted as 6N + 6lhs a token")
     return PublishedRun(
         source=_source(row),
-        gpu="A100" if "A100" in row["gpu"] else "H100",
+        gpu=_gpu(row),
         gpus=_number(row, "n_gpus"),
         model=row["model"],
         config=config,
         layout=layout,
-        program="torchtitan" if row["source"].startswith("torchtitan") else "Megatron-LM",
+        program=_program(row),
         dtype=row["dtype"],
         batch=_number(row, "global_batch_seqs"),
         seq=_number(row, "seq_len"),
@@ -107,13 +117,51 @@ def published_run(row: dict[str, str]) -> PublishedRun:
     )
 
 
+PROGRAMS = {  # by how the name of a source begins
+    "Megatron-LM SC21": "Megatron-LM",
+    "Korthikanti": "Megatron-LM",
+    "MegaScale": "Megatron-LM",
+    "Megatron-Core": "Megatron-Core",
+    "NVIDIA": "NeMo",
+    "Llama 3": "Llama 3",
+    "torchtitan": "torchtitan",
+    "MosaicML": "llm-foundry",
+    "DeepSeek-V3": "DeepSeek-V3",
+}
+
+
+def _program(row: dict[str, str]) -> str:
+    """Return the program, a name in SOFTWARE; Narayanan et al. ran DeepSpeed too."""
+    if "DeepSpeed" in row["zero_stage_or_fsdp"]:
+        return "DeepSpeed 2021"
+    return next(program for start, program in PROGRAMS.items() if row["source"].startswith(start))
+
+
+def _gpu(row: dict[str, str]) -> str:
+    """Return the GPU's name in CLUSTERS."""
+    return ("A100-40GB" if "40GB" in row["gpu"] else "A100") if "A100" in row["gpu"] else "H100"
+
+
 def _source(row: dict[str, str]) -> str:
-    """Its short name, with FP8 where it is; Narayanan et al. ran DeepSpeed too, which is another program."""
+    """Return a short name, with FP8 where it applies: of llm-foundry's tables, the section; of NVIDIA's and
+    torchtitan's, the model family or the GPU.
+    """
     name = row["source"].split(" (")[0].split(" docs/")[0]
+    fp8 = ", FP8" * (row["dtype"] == "fp8")
+    if name.startswith("MosaicML"):
+        section = row["source_detail"].split('section "')[1].split('"')[0].split(" with")[0]
+        section = section.replace(" (Large Scale, >= 128 GPUs)", ", large scale")
+        return f"llm-foundry, {section}"
+    if name.startswith("NVIDIA"):
+        family = row["model"].split(" PROXY")[0]
+        return f"NVIDIA 24.11, {family}{fp8}"
+    if name == "torchtitan":
+        return f"torchtitan, {row['model']} on {row['gpu'].split('-')[0]}{fp8}"
     if name == "Megatron-LM SC21":
         program = "DeepSpeed" if "DeepSpeed" in row["zero_stage_or_fsdp"] else "Megatron-LM"
-        name = f"Narayanan et al. 2021, {program}"
-    return name + ", FP8" * (row["dtype"] == "fp8")
+        return f"Narayanan et al. 2021, {program}"
+    names = {"MegaScale": "MegaScale, Megatron-LM", "Megatron-Core H100 weak scaling": "Megatron-Core 0.8"}
+    return names.get(name, name) + fp8
 
 
 def _number(row: dict[str, str], name: str, otherwise: int = 0) -> int:
@@ -121,15 +169,18 @@ def _number(row: dict[str, str], name: str, otherwise: int = 0) -> int:
 
 
 def _config(row: dict[str, str]) -> tuple[ModelConfig, list[str]]:
-    """The model, and what was assumed of it. GPT's embedding and head are one matrix, Nemotron's are two."""
+    """The model, and what was assumed of it. GPT's embedding and head are one matrix, but
+    two where the published number of parameters has two (Megatron-Core 0.8); Nemotron's are two.
+    """
     width, assumed = _number(row, "ffn_hidden"), []
-    if row["model"].startswith(("GPT", "Nemotron")):
+    if row["model"].startswith(("GPT", "Nemotron", "MPT")):
+        width = width or 4 * _number(row, "hidden")
         width = 8 * round(width / 12)  # 2/3, and a multiple of any tp in a node
         assumed.append("an MLP of two matrices as one of three, 2/3 as wide")
     if not row["vocab"]:
         assumed.append("vocabulary 128,256, published as 128K")
     sizes = [_number(row, name) for name in ("layers", "hidden", "heads", "kv_heads")]
-    tied = row["model"].startswith("GPT")
+    tied = row["model"].startswith(("GPT", "MPT")) and not row["source"].startswith("Megatron-Core")
     return ModelConfig(*sizes, width, _number(row, "vocab", 128256), tied=tied), assumed
 
 
@@ -137,15 +188,18 @@ def _layout(row: dict[str, str]) -> tuple[Layout, list[str]]:
     """The layout, and what was assumed of it.
 
     Llama 3's paper reports interleaved stages, of which the first and the last have the embedding and the head alone:
-    one layer each, so 128 / 16 = 8 a rank; and no recomputation, with 8K tokens.
+    one layer each, so 128 / 16 = 8 per rank; and no recomputation, with 8K tokens.
     """
     tp, pp = _number(row, "tp"), _number(row, "pp")
     virtual, assumed = _number(row, "pp_interleave", 1), []
     if pp > 1 and not row["pp_interleave"]:
         virtual = 8 if row["tier"] == "B" else 1
         assumed.append("8 stages a rank, interleaved" if virtual > 1 else "not interleaved")
+    size = 1  # sequences per micro-batch, if not published
+    if row["source"].startswith("Megatron-Core"):  # one micro-batch: of several, the last could not hide the gradients
+        size = _number(row, "global_batch_seqs") // _number(row, "dp")
     if not row["micro_batch"]:
-        assumed.append("micro-batch 1")
+        assumed.append(f"micro-batch {size}")
     if tp > 1 and not row["sp"]:
         assumed.append("sequence parallel")
     zero, nearest = _zero_stage(row["zero_stage_or_fsdp"])
@@ -157,7 +211,7 @@ def _layout(row: dict[str, str]) -> tuple[Layout, list[str]]:
         tp=tp,
         zero_stage=zero,
         sequence_parallel=tp > 1 and row["sp"] != "False",
-        micro_batch=_number(row, "micro_batch", 1),
+        micro_batch=_number(row, "micro_batch", size),
         schedule="interleaved" if virtual > 1 and pp > 1 else "1f1b",
         virtual=virtual if virtual > 1 and pp > 1 else Layout().virtual,
         recompute=recompute,
@@ -173,6 +227,10 @@ def _zero_stage(words: str) -> tuple[int, list[str]]:
         return int(words[0]), []
     if "ZeRO-3" in words:
         return 3, []
+    if "ZeRO-2" in words:
+        return 2, []
+    if not words:
+        return 1, ["ZeRO stage 1"]
     if words.startswith("fsdp (optimizer+gradient sharded"):
         return 1, ["ZeRO stage 1, for a stage 2 that sends gradients once a step"]
     raise ValueError(f"zero_stage_or_fsdp {words!r}: none of the words for a ZeRO stage")
@@ -181,6 +239,8 @@ def _zero_stage(words: str) -> tuple[int, list[str]]:
 def _recompute(row: dict[str, str]) -> tuple[str, list[str]]:
     """What is recomputed, in Layout's words; and what is only near. "selective": Megatron-LM's, the scores."""
     words = row["recompute"]
+    if row["source"].startswith("MegaScale"):
+        return "selective", ["selective recomputation: with full it would reach 70% of the peak"]
     if not words:
         return "none", ["no recomputation"]
     if row["source"].startswith("torchtitan") and words.startswith("selective"):
@@ -199,6 +259,8 @@ def _measured_step_s(row: dict[str, str], config: ModelConfig) -> float:
         return tokens / (float(row["tokens_per_s_per_gpu"]) * gpus)
     layers, h = config.layers, config.hidden
     flops = 96 * layers * h * h * (1 + seq / (6 * h) + config.vocab / (16 * layers * h))  # of a token
+    if row["source"].startswith("Megatron-Core"):
+        flops = 72 * layers * h * h * (1 + seq / (6 * h) + config.vocab / (12 * layers * h))  # no recomputation
     if row["source"].startswith("Llama 3"):
         flops = 6 * param_count(config) + 6 * layers * h * seq
     return tokens * flops / (gpus * float(row["tflops_per_gpu"]) * 1e12)
@@ -206,47 +268,11 @@ def _measured_step_s(row: dict[str, str], config: ModelConfig) -> float:
 
 def predicted_step(run: PublishedRun) -> Estimate:
     """What the planner says of it, on a cluster of its GPU's data sheet, with its program's software."""
-    cluster = dataclasses.replace(CLUSTERS[run.gpu], software=SOFTWARE[run.program])
-    cluster = cluster.with_software(products="fp8" if run.dtype == "fp8" else "bf16")
+    cluster = cluster_of(run, SOFTWARE[run.program])
     return estimate(run.config, cluster, run.layout, run.batch, run.seq)
 
 
-def errors_by_source(runs: list[PublishedRun]) -> dict[str, tuple[int, float, float]]:
-    """For each source: runs, the median of predicted over measured step time, and the median of its distance from 1."""
-    ratios = {}
-    for run in runs:
-        ratios.setdefault(run.source, []).append(float(predicted_step(run).step_s) / run.step_s)
-    return {
-        source: (len(those), statistics.median(those), statistics.median(abs(ratio - 1) for ratio in those))
-        for source, those in ratios.items()
-    }
-
-
-def published_figure(runs: list[PublishedRun]):
-    """Predicted against measured seconds of a step, by source, with the lines of half and twice; returns a matplotlib
-    Figure.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 4.6), dpi=100, layout="constrained")
-    ax = figure.add_subplot()
-    errors = errors_by_source(runs)
-    for marker, (source, (n, ratio, error)) in zip("osD^vX*P<>", errors.items(), strict=False):
-        those = [run for run in runs if run.source == source]
-        measured, predicted = zip(*((run.step_s, float(predicted_step(run).step_s)) for run in those), strict=True)
-        look = {"s": 40, "marker": marker, "alpha": 0.75, "edgecolors": "none"}
-        label = f"{source}\n{n} runs, off by {error:.0%} (median),\npredicted / measured {ratio:.2f}"
-        ax.scatter(measured, predicted, label=label, **look)
-    ends = [0.8 * min(run.step_s for run in runs), 1.25 * max(run.step_s for run in runs)]
-    ax.plot(ends, ends, color="black", linewidth=1)
-    for factor, name in ((2, "twice"), (0.5, "half")):
-        ax.plot(ends, [factor * end for end in ends], color="grey", linewidth=0.8, linestyle=":")
-        ax.text(ends[1], factor * ends[1], f" {name}", color="grey", va="center", fontsize=9)
-    ax.set(xscale="log", yscale="log", xlabel="measured step (s)", ylabel="predicted step (s)")
-    ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if 0.5 * ends[0] < tick < 2 * ends[1]]
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
-        axis.set_ticks([], minor=True)
-    ax.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside right center", frameon=False, fontsize=9, labelspacing=1.2)
-    return figure
+def cluster_of(run: PublishedRun, software: Software) -> Cluster:
+    """Return a cluster of the run's GPUs, with this software and the run's dtype."""
+    software = dataclasses.replace(software, products="fp8" if run.dtype == "fp8" else "bf16")
+    return dataclasses.replace(CLUSTERS[run.gpu], software=software)

@@ -1,6 +1,7 @@
 """course_kit.labs.best_config: tables, measured slots and sums on paper of notebook 11. No ranks."""
 
 import dataclasses
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +12,8 @@ from course_kit.labs import best_config as labs
 from course_lib.best_config import calibration
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.planner import estimate
-from course_lib.best_config.runs import Predicted, load_runs
+from course_lib.best_config.runs import Predicted, load_runs, loss_of_picks
+from course_lib.best_config.software import SOFTWARE
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS
@@ -112,3 +114,33 @@ def test_a_judgement_says_where_a_risk_is_above_the_limit(capsys):
         labs.judge("A", words)
         first = capsys.readouterr().out.splitlines()[0]
         assert first.startswith(f"A: {words}: fits, risk ") and ("ABOVE THE 10% LIMIT" in first) == above
+
+
+def test_the_table_of_the_regret_adds_up():
+    """With predictions that rank by micro-batch alone, each row's parts add up to its regret, and cells without one are
+    left out.
+    """
+    order = {"step_s": [1 / run.layout.micro_batch for run in RUNS], "peak_bytes": [1.0] * len(RUNS)}
+    recorded = {"predictions": order | {"risk": [0.0 if run.ok else 1.0 for run in RUNS]}}
+    losses = loss_of_picks(RUNS, labs.recorded_predictions(recorded))
+    head, *lines = labs.regret_table(RUNS, recorded, EFA).splitlines()
+    assert head.split() == ["regret", "other", "model", "chance", "caution", "scatter", "avoidable"]
+    shown = {line[:21].strip(): [float(each) for each in re.findall(r"([\d.]+)%", line)] for line in lines}
+    assert all(row[0] == pytest.approx(sum(row[1:]), abs=0.3) for row in shown.values())
+    expected = {f"{model} on {nodes}": 100 * loss for (model, nodes), loss in losses.items() if loss >= 0.01}
+    assert {name: row[0] for name, row in shown.items() if " on " in name} == pytest.approx(expected, abs=0.06)
+    mean = np.mean([loss for (_, nodes), loss in losses.items() if nodes == 64])
+    assert shown["mean, 64 nodes"][0] == pytest.approx(100 * mean, abs=0.06)
+
+
+def test_the_table_of_programs_has_the_recorded_errors_and_the_librarys_constants():
+    rows = [
+        ("torchtitan", "A", 3, 0.5, 0.5),
+        ("torchtitan", "all", 9, 0.02, 0.031),
+        ("DeepSpeed 2021", "all", 6, 0.03, None),
+    ]
+    recorded = [dict(zip(("program", "source", "runs", "in sample", "left out"), row, strict=True)) for row in rows]
+    head, course, torchtitan, deepspeed = labs.programs_table({"programs": recorded}).splitlines()
+    assert course.split()[:3] == ["course", f"{SOFTWARE['course'].matmul_efficiency:.0%}", "35%"]
+    assert torchtitan.split() == "torchtitan 9 2.0% 3.1% 60% 35% 9.5 h + 4 f".split()
+    assert deepspeed.startswith("DeepSpeed 2021") and "scores" in deepspeed and deepspeed.count("%") == 3

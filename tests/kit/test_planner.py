@@ -22,10 +22,11 @@ from course_kit.pictures.ranking import (
     two_lines,
 )
 from course_kit.pictures.style import MEMORY
-from course_lib.best_config.answer import Question, answer
+from course_lib.best_config.answer import answer
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.planner import Ranking, search
 from course_lib.best_config.program import as_text
+from course_lib.best_config.question import Question
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
 
@@ -114,6 +115,10 @@ def test_fewer_layouts_than_asked_for_are_all_shown(rankings):
     rows = distinct(rankings["one GPU"], 10_000)
     assert 1 < len(rows) < len(rankings["one GPU"].order)
     assert len(ranking_figure(rankings["one GPU"], n=3).axes[0].texts) == 3
+    labels = ranking_figure(rankings["8B"], rows=[4, 2]).axes[0].get_yticklabels()
+    assert [str(Layout.parse(label.get_text().replace("\n", ","))) for label in labels] == [
+        str(rankings["8B"].table[row]) for row in (4, 2)
+    ]
 
 
 def test_a_layouts_words_stand_in_two_lines():
