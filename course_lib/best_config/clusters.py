@@ -129,7 +129,7 @@ CLUSTERS = {
     "B200": preset("B200, 400 Gb/s per GPU", "B200-SXM", 50e9),  # AWS P6
     # A rack is a node. 72 is no multiple of 16, and the planner does not see a group of 16 that is in two racks: for
     # jobs of several racks, dataclasses.replace(..., gpus_per_node=64) leaves 8 GPUs of each idle.
-    "GB200 NVL72": preset("GB200 in NVL72 racks, 400 Gb/s per GPU", "GB200", 50e9, 72),
+    "GB200 NVL72": preset("GB200 NVL72, 400 Gb/s per GPU", "GB200", 50e9, 72),
     "MI300X": preset("MI300X, 400 Gb/s per GPU", "MI300X", 50e9),  # Azure
     # Cards: their link is PCIe's, and what a ring reaches of it depends on the board more than with NVLink.
     "H100 PCIe": preset("H100 PCIe, 200 Gb/s per GPU", "H100-PCIe-80GB", 25e9, node_link=64e9),
