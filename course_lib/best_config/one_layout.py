@@ -22,7 +22,7 @@ from course_lib.five_d.layouts import Layout
 
 
 def described(question: Question, found: Ranking, row: int, ties: int = 0, tokens: float | None = None) -> dict:
-    """Return a layout of the ranking in numbers; ties: layouts that are equal to it; tokens: of the whole training, for
+    """Return a layout of the ranking in numbers; ties: layouts that are equal to it; tokens: of the full training, for
     days.
     """
     e, layout = found.estimate, found.table[row]
@@ -135,7 +135,7 @@ def judged(question: Question, found: Ranking, tokens: float | None = None) -> d
 
     Beside the search's layouts: its "rank" by time if it is allowed, of how many ("among"), by which share its step is
     longer than the first answer's ("slower"), and by which parts ("differences" in shares of the first's step,
-    "memory_differences" in GiB). tokens: of the whole training, for days.
+    "memory_differences" in GiB). tokens: of the full training, for days.
     """
     layout, sizes = question.layout, (question.batch, question.seq, question.moe)
     first = leading(question, found) if len(found.order) else None

@@ -54,7 +54,7 @@ def program_parser() -> argparse.ArgumentParser:
     add("--gpus", type=int, help="as many as --layout has ranks; without it, 64")
     add("--batch", type=int, default=256, help="sequences per step, of all GPUs together; 256 by default")
     add("--seq", type=int, default=4096, help="tokens of a sequence; 4096 by default")
-    add("--tokens", type=float, help="of the whole training, to print days")
+    add("--tokens", type=float, help="of the full training, to print days")
     add = program.add_argument
     add(
         "--software",
