@@ -66,8 +66,7 @@ def exact_product(x, w, x_values, x_scale, w_values, w_scale, *_, blocks) -> lis
     """Of what the 8 bits stand for, in a wider type."""
     wider = WIDER[x.dtype]
     left, right = (
-        dequantize(Quantized(*each), wider)
-        for each in ((x_values, x_scale, blocks[0]), (w_values, w_scale, blocks[1]))
+        dequantize(Quantized(*each), wider) for each in ((x_values, x_scale, blocks[0]), (w_values, w_scale, blocks[1]))
     )
     return [(left @ right.t()).float()]
 

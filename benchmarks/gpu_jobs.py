@@ -1,19 +1,19 @@
 """What gpu.py runs, in its order: is it right, then the sizes that count most, then the rest.
 
-    machine            versions, clocks, ceilings
-    right: KERNEL      each kernel's results and gradients against PyTorch in a wider type, small, each in a process of
-                       its own; kernels specialised by warps last
-    tests: FILE        the tests that want CUDA (pytest -m gpu)
-    ranks: LAYOUT      two ranks with tensors on one GPU, over gloo, against one rank: losses and weights after 3 steps
-    launcher: NAME     a notebook's program by the launcher, NCCL on one rank
-    memory             a memory profile, and what the allocator says of the same step
-    tests of kernels: FILE    the kernels' tests, compiled and on the GPU (pytest -m device)
-    ready: FILE: KERNEL SIZE  compiles it all for the next, and holds it against PyTorch at this size
-    FILE: KERNEL SIZE  kernels.py, attention.py, fp8.py: times against the rivals, the headline sizes first
-    step               bench-1B: eager, compiled, with the kernels, in FP8: seconds, tokens/s, MFU, peak memory
-    in turns: WAY      its steps and those of BF16 with the kernels, in alternation in one process: README's FP8 row
-    sanitizer: TOOL    compute-sanitizer over every kernel, small
-    sectors            what ncu counts against what count_transactions predicts (counters.py)
+machine            versions, clocks, ceilings
+right: KERNEL      each kernel's results and gradients against PyTorch in a wider type, small, each in a process of
+                   its own; kernels specialised by warps last
+tests: FILE        the tests that want CUDA (pytest -m gpu)
+ranks: LAYOUT      two ranks with tensors on one GPU, over gloo, against one rank: losses and weights after 3 steps
+launcher: NAME     a notebook's program by the launcher, NCCL on one rank
+memory             a memory profile, and what the allocator says of the same step
+tests of kernels: FILE    the kernels' tests, compiled and on the GPU (pytest -m device)
+ready: FILE: KERNEL SIZE  compiles it all for the next, and holds it against PyTorch at this size
+FILE: KERNEL SIZE  kernels.py, attention.py, fp8.py: times against the rivals, the headline sizes first
+step               bench-1B: eager, compiled, with the kernels, in FP8: seconds, tokens/s, MFU, peak memory
+in turns: WAY      its steps and those of BF16 with the kernels, in alternation in one process: README's FP8 row
+sanitizer: TOOL    compute-sanitizer over every kernel, small
+sectors            what ncu counts against what count_transactions predicts (counters.py)
 """
 
 import dataclasses

@@ -43,8 +43,15 @@ def nbgrader_metadata(cell: dict) -> dict | None:
         return None
     exercise = kind["kind"] == "ex"
     points = {} if exercise else {"points": 1}
-    return {"grade": not exercise, "grade_id": cell["id"], "locked": not exercise, **points,
-            "schema_version": 3, "solution": exercise, "task": False}
+    return {
+        "grade": not exercise,
+        "grade_id": cell["id"],
+        "locked": not exercise,
+        **points,
+        "schema_version": 3,
+        "solution": exercise,
+        "task": False,
+    }
 
 
 def collapse_figures(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:

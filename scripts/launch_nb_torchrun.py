@@ -39,16 +39,28 @@ def own_options() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add, default = parser.add_argument, os.environ.get("PET_NPROC_PER_NODE", "auto")
-    add("--nproc-per-node", "--nproc_per_node", default=default, metavar="N",
-        help="processes on each machine; auto, the default: the notebook's own number, else one a GPU, else 2")
+    add(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        default=default,
+        metavar="N",
+        help="processes on each machine; auto, the default: the notebook's own number, else one a GPU, else 2",
+    )
     add("--no-export", action="store_true", help="run what is exported, whatever the notebook says now")
-    add("--reference", action="append", default=[], metavar="NN",
-        help="take chapter NN from the reference, not from workbook/; may be repeated")
-    add("--unchecked", action="store_true",
-        help="take your answers whose checks have not passed as well")
+    add(
+        "--reference",
+        action="append",
+        default=[],
+        metavar="NN",
+        help="take chapter NN from the reference, not from workbook/; may be repeated",
+    )
+    add("--unchecked", action="store_true", help="take your answers whose checks have not passed as well")
     add("--dry-run", action="store_true", help="print the torchrun command, or the sbatch script, and do nothing")
-    add("--slurm", metavar=slurm.FORM,
-        help="write an sbatch script to runs/slurm/, and submit it where there is Slurm; cpus: cores for each GPU")
+    add(
+        "--slurm",
+        metavar=slurm.FORM,
+        help="write an sbatch script to runs/slurm/, and submit it where there is Slurm; cpus: cores for each GPU",
+    )
     return parser
 
 

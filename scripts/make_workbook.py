@@ -199,7 +199,7 @@ def ordered(base: dict, learner: dict, course: dict, standing: dict) -> list[str
     """The ids of the standing cells in the course's order; what the learner added or moved follows what it followed."""
     reference = list(base or course)
     blocks = difflib.SequenceMatcher(None, reference, list(learner), autojunk=False).get_matching_blocks()
-    unmoved = {name for block in blocks for name in reference[block.a:block.a + block.size]}
+    unmoved = {name for block in blocks for name in reference[block.a : block.a + block.size]}
     order = [name for name in course if name in standing and (name in unmoved or name not in learner)]
     previous = None
     for name in learner:
@@ -392,6 +392,7 @@ def hand_out_page(source: Path, path: Path, only_missing: bool = False) -> Itera
 
     Each version that was handed out is kept in `.base/`, named by its hash. A page that is none of them is a learner's.
     """
+
     def kept(page: bytes) -> Path:
         return path.parent / ".base" / f"{path.stem}.{hashlib.sha256(page).hexdigest()[:12]}{path.suffix}"
 

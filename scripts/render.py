@@ -50,9 +50,15 @@ def render(path: Path) -> None:
     notebook = nbformat.read(path, as_version=4)
     running = [0]
     client = NotebookClient(
-        notebook, timeout=CELL_TIMEOUT_S, kernel_name="python3", resources={"metadata": {"path": str(path.parent)}},
-        record_timing=False, store_widget_state=False, coalesce_streams=True,
-        on_cell_start=lambda cell, cell_index: running.append(cell_index))
+        notebook,
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+        store_widget_state=False,
+        coalesce_streams=True,
+        on_cell_start=lambda cell, cell_index: running.append(cell_index),
+    )
     try:
         client.execute()
     except (CellControlSignal, DeadKernelError, TimeoutError) as error:

@@ -239,8 +239,10 @@ def move_answers(name: str, old: dict, learner: dict, new: dict) -> tuple[dict[s
     cells = {each: cell for each, cell in new.items() if exercise_of(each) == exercise_of(name)}
     handed_out = [without_directives(old[each]) for each in mine if each in old]
     try:
-        answers = Answers(JOINED.join(handed_out) if handed_out else None,
-                          JOINED.join(without_directives(learner[each]) for each in mine))
+        answers = Answers(
+            JOINED.join(handed_out) if handed_out else None,
+            JOINED.join(without_directives(learner[each]) for each in mine),
+        )
         moved = {each: answers.moved_to(read(cell["source"], each)) for each, cell in cells.items()}
         return moved, answers.nothing_else()
     except (AttributeError, CellError, SyntaxError, ValueError):  # a learner's cell that is not finished

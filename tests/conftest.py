@@ -49,9 +49,8 @@ DEADLINE_S = 300  # against a hang: a call with all schedules takes over a minut
 
 
 def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu"):
-        if not torch.cuda.is_available():
-            pytest.skip("needs CUDA")
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs CUDA")
     # Tests of ranks come first. Then ranks that wait for a call would cost each some 200th of a core.
     if "ranks" not in item.path.stem and not {"ranks", "two"} & set(item.fixturenames):
         put_away()

@@ -29,7 +29,7 @@ def memory_figure(cases: dict[str, dict[str, float]], gpu_gib: float):
     figure = Figure(figsize=(7.6, 1.5 + 0.35 * len(cases)), dpi=100, layout="constrained")
     ax = figure.add_subplot()
     widest = max(sum(parts.values()) for parts in cases.values()) / 2**30
-    for row, (name, parts) in enumerate(cases.items()):
+    for row, (_name, parts) in enumerate(cases.items()):
         left = 0.0
         for category, size in parts.items():
             ax.barh(row, size / 2**30, left=left, color=MEMORY[category], label=category if row == 0 else None)

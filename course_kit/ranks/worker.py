@@ -62,7 +62,7 @@ def get_ready(backend: str) -> None:
         gc.disable()
         import ipykernel.debugger  # noqa: F401  each engine would import it, as it starts
         import ipyparallel.engine.app  # noqa: F401
-        import torch._dynamo  # noqa: F401  every optimizer's first step wants it
+        import torch._dynamo  # every optimizer's first step wants it
         import torch.distributed  # noqa: F401
 
         gc.freeze()  # no collection, of the engines either, looks at what is imported

@@ -46,12 +46,12 @@ class Outcome:
 
 def now() -> str:
     """Date and time, UTC, to the second."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def last_change(path: Path) -> str:
     """When a file, or what is in a folder, has last changed, in the same form."""
-    return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.timezone.utc).isoformat(timespec="seconds")
+    return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
 
 
 def run_enclosed(command: list[str], time_limit_s: float, log: Path) -> Outcome:

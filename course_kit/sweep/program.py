@@ -121,13 +121,21 @@ def parser() -> argparse.ArgumentParser:
     add("--csv", type=Path, default=Path("sweep.csv"))
     add("--retry-failed", action="store_true", help="run again what has failed")
     add("--plot", type=Path, help="a picture of the best layout by model and ranks, such as sweep.png")
-    add("--slurm", type=Path, metavar="FOLDER",
-        help="run nothing here; write array jobs, of the runs that the CSV does not have, to a new folder")
+    add(
+        "--slurm",
+        type=Path,
+        metavar="FOLDER",
+        help="run nothing here; write array jobs, of the runs that the CSV does not have, to a new folder",
+    )
     add("--gpus-per-node", type=int, default=8, help="for --slurm: how many nodes the ranks need")
     add("--at-once", type=int, default=4, help="for --slurm: how many runs of an array go on at once")
     add("--collect", type=Path, metavar="FOLDER", help="run nothing; bring what such jobs have done so far to the CSV")
-    add("--calibrate", type=out_file, metavar="TOML",
-        help="run the layouts that tell most of --cluster's constants, fit these, and save the cluster")
+    add(
+        "--calibrate",
+        type=out_file,
+        metavar="TOML",
+        help="run the layouts that tell most of --cluster's constants, fit these, and save the cluster",
+    )
     add("--cluster", default="H100", help=f"for --calibrate: a TOML file of a cluster, or one of {'; '.join(CLUSTERS)}")
     add("--runs", type=int, default=20, help="for --calibrate: how many layouts")
     return parser

@@ -93,7 +93,7 @@ class Cluster:
         """
         return min(share * getattr(self, factor), max(share, MOST[factor]))
 
-    def with_software(self, **changes) -> "Cluster":
+    def with_software(self, **changes) -> Cluster:
         """The same cluster, other software."""
         return dataclasses.replace(self, software=dataclasses.replace(self.software, **changes))
 

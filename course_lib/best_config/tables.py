@@ -25,7 +25,7 @@ class LayoutTable:
             setattr(self, field.name, np.broadcast_to(np.asarray(columns.get(field.name, field.default)), n))
 
     @classmethod
-    def of(cls, layouts: Iterable[Layout]) -> "LayoutTable":
+    def of(cls, layouts: Iterable[Layout]) -> LayoutTable:
         """The table of some layouts."""
         layouts = list(layouts)
         return cls(len(layouts), **{name: [getattr(layout, name) for layout in layouts] for name in FIELDS})
@@ -41,7 +41,7 @@ class LayoutTable:
     def __getitem__(self, row: int) -> Layout:
         return Layout(**{name: getattr(self, name)[row].item() for name in FIELDS})
 
-    def where(self, chosen: np.ndarray) -> "LayoutTable":
+    def where(self, chosen: np.ndarray) -> LayoutTable:
         """The rows that a mask or an array of numbers chooses. A field that is the same in all rows stays one value."""
         rows = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
         columns = {name: getattr(self, name) for name in FIELDS}
@@ -50,7 +50,7 @@ class LayoutTable:
             **{name: column[:1] if column.strides == (0,) else column[rows] for name, column in columns.items()},
         )
 
-    def chunks(self, rows: int) -> list["LayoutTable"]:
+    def chunks(self, rows: int) -> list[LayoutTable]:
         """The table in tables of at most `rows` layouts, in order; an empty table in one."""
         numbers = np.arange(len(self))
         return [self.where(numbers[start : start + rows]) for start in range(0, max(1, len(self)), rows)]

@@ -82,7 +82,7 @@ class MeasuredLayouts:
     fp8: np.ndarray  # bool
 
     @classmethod
-    def of(cls, rows: list[dict[str, str]]) -> "MeasuredLayouts":
+    def of(cls, rows: list[dict[str, str]]) -> MeasuredLayouts:
         """Return the runs of rows of the file. Raises ValueError for words that are no layout."""
         column = {name: np.array([row[name] for row in rows]) for name in rows[0]}
         return cls(

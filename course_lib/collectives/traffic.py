@@ -66,7 +66,7 @@ class Traffic:
     def bytes(self) -> int:
         return sum(record.bytes for record in self.records)
 
-    def __add__(self, other: "Traffic") -> "Traffic":
+    def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.records + other.records)
 
     def __str__(self) -> str:

@@ -43,7 +43,7 @@ class ExpertGroups(NamedTuple):
     tp: dist.ProcessGroup
 
     @classmethod
-    def make(cls, ep: int, nodes: int, tp: int) -> "ExpertGroups":
+    def make(cls, ep: int, nodes: int, tp: int) -> ExpertGroups:
         """Collective over the default group. Raises ValueError where the numbers do not divide its ranks."""
         world = dist.get_world_size()
         if world % (ep * tp) or ep % nodes:

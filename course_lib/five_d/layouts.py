@@ -60,7 +60,7 @@ class Layout:
         return self.cp_order if self.cp > 1 else "contiguous"
 
     @classmethod
-    def parse(cls, text: str) -> "Layout":
+    def parse(cls, text: str) -> Layout:
         """Of words such as dp2,tp4,sp. Raises ValueError for a word that is none, and for a field named twice."""
         found = {}
         for word in text.replace(" ", "").split(","):

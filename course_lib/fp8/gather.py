@@ -86,7 +86,7 @@ class Fp8Payload:
     filled up to as many as the rank with most has, then a code for each element of the piece.
     """
 
-    def __init__(self, part: ShardedParameters, casters: dict[int, Caster], gather: "Fp8Gather"):
+    def __init__(self, part: ShardedParameters, casters: dict[int, Caster], gather: Fp8Gather):
         self.part, self.casters, self.gather = part, casters, gather
         self.seen_by = [copy.copy(part.layout) for _ in range(part.layout.world_size)]
         for rank, layout in enumerate(self.seen_by):

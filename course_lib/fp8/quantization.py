@@ -34,7 +34,7 @@ class Quantized(NamedTuple):
     scale: torch.Tensor  # [blocks of rows, blocks of columns], float32
     block: tuple[int, int]  # rows and columns that share a scale; WHOLE: all of them
 
-    def t(self) -> "Quantized":
+    def t(self) -> Quantized:
         """The transposed matrix; its values lie in memory row by row, as the hardware wants them."""
         return Quantized(self.values.t().contiguous(), self.scale.t(), self.block[::-1])
 

@@ -33,7 +33,7 @@ OWN = ("caller", "count", "load", "store", "refuse", "__getitem__", "__setitem__
 class Threads:
     """The threads of one block. Arrays over threads have shape [threads], x fastest, as CUDA cuts them into warps."""
 
-    def __init__(self, threads: tuple[int, int], traffic: "BlockTraffic"):
+    def __init__(self, threads: tuple[int, int], traffic: BlockTraffic):
         self.size_x, self.size_y = threads
         self.size = self.size_x * self.size_y
         index = np.arange(self.size)
@@ -65,7 +65,7 @@ class Threads:
 class Block(Threads):
     """One block: its threads, the memory that they all see, and the barrier where they meet."""
 
-    def __init__(self, number: tuple[int, int], threads: tuple[int, int], traffic: "BlockTraffic"):
+    def __init__(self, number: tuple[int, int], threads: tuple[int, int], traffic: BlockTraffic):
         super().__init__(threads, traffic)
         self.block_x, self.block_y = number
         self.tiles: list[Shared] = []
@@ -95,7 +95,7 @@ class Block(Threads):
         self.traffic.of(kind, place).add(self.by_warp(addresses), self.by_warp(self.active), array.element_size())
         return at
 
-    def shared(self, *shape: int) -> "Shared":
+    def shared(self, *shape: int) -> Shared:
         """`__shared__ float tile[…]`: zeros that all threads of this block see."""
         self.tiles.append(Shared(self, shape))
         return self.tiles[-1]

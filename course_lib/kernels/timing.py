@@ -143,7 +143,7 @@ class Event:
     def __init__(self, reached: Future):
         self._reached = reached
 
-    def seconds_until(self, later: "Event") -> float:
+    def seconds_until(self, later: Event) -> float:
         """Seconds between two marks. Raises RuntimeError where the stream hasn't come to both: synchronize first."""
         if not (self._reached.done() and later._reached.done()):
             raise RuntimeError("the stream has not reached both events: call synchronize() first")
@@ -184,7 +184,7 @@ class Stream:
         for work in done:
             work.result()
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *error) -> None:

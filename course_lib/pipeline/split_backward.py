@@ -124,7 +124,7 @@ class WeightHalf(OnceDifferentiable):
     """A number without a meaning. Its backward runs `later`, and autograd takes the gradients to `weights`."""
 
     @staticmethod
-    def forward(ctx, later: "Later", *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, later: Later, *weights: torch.Tensor) -> torch.Tensor:
         ctx.later = later
         return torch.zeros((), device=weights[0].device)
 

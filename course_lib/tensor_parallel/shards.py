@@ -30,7 +30,7 @@ class TensorShard(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, whole: int, group: dist.ProcessGroup, dim: int = 0) -> "TensorShard":
+    def of(cls, whole: int, group: dist.ProcessGroup, dim: int = 0) -> TensorShard:
         """This rank's part: ceil(whole / ranks) indices, except that the last ranks may have fewer."""
         per_rank = -(-whole // group.size())
         start = min(group.rank() * per_rank, whole)

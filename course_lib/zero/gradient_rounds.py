@@ -94,7 +94,7 @@ class GradientRounds:
             bucket.clear()
 
 
-def watch(zero: "GradientRounds") -> None:
+def watch(zero: GradientRounds) -> None:
     """Set the hooks: on gradients, and before whatever reads the module's parameters."""
     weak, handles = weakref.ref(zero), []  # hooks must not keep the optimizer alive
     for parameter in zero.reducer.bucket_of:

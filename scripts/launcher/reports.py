@@ -9,7 +9,8 @@ import traceback
 from pathlib import Path
 
 LOST_PEER = re.compile(
-    "closed by peer|reset by peer|Broken pipe|remote process|communicator was aborted|is not connected")
+    "closed by peer|reset by peer|Broken pipe|remote process|communicator was aborted|is not connected"
+)
 
 
 def lost_peer(error: BaseException | None) -> bool:

@@ -149,8 +149,10 @@ def end_server() -> None:
 
 def raising(error: Exception):
     """A signal handler that raises `error`."""
+
     def handler(number, frame):
         raise error
+
     return handler
 
 

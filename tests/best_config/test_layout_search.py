@@ -80,7 +80,7 @@ def test_the_rules_are_those_of_check_layout(case):
 
 def test_every_rule_refuses_something():
     seen = set()
-    for case, (config, gpus, batch, seq, moe) in CASES.items():
+    for config, gpus, batch, seq, moe in CASES.values():
         settings = SETTINGS | {"ep": (1, 2, 4)} if moe else SETTINGS
         numbers, reasons = refused(config, table_of(gpus, batch, settings), batch, seq, moe)
         seen |= {reasons[number] for number in np.unique(numbers)}

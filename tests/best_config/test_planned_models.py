@@ -36,7 +36,7 @@ def sizes(kind: str, layers: int, hidden: int, heads: int, ffn: int, vocab: int 
     return named | {"intermediate_size": ffn} | ({"vocab_size": vocab} if vocab else {}) | others
 
 
-DEEPSEEK = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+DEEPSEEK = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 V3 = sizes(
     "deepseek_v3", 61, 7168, 128, 18432, 129280, **DEEPSEEK, q_lora_rank=1536, n_routed_experts=256,
     num_experts_per_tok=8, moe_intermediate_size=2048, n_shared_experts=1, first_k_dense_replace=3, moe_layer_freq=1,
@@ -59,7 +59,7 @@ GPT_OSS = sizes(
     "gpt_oss", 36, 2880, 64, 2880, 201088, num_key_value_heads=8, head_dim=64, num_local_experts=128,
     num_experts_per_tok=4, sliding_window=128, layer_types=["sliding_attention", "full_attention"] * 18,
 )  # fmt: skip
-QWEN = dict(num_key_value_heads=4, head_dim=128, num_experts=128, num_experts_per_tok=8, mlp_only_layers=[])
+QWEN = {"num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "mlp_only_layers": []}
 SCOUT = {
     "model_type": "llama4", "vision_config": {},
     "text_config": sizes(

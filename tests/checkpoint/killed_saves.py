@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-import torch._dynamo  # noqa: F401  a model on the meta device asks for it: once here, not in each rank
+import torch._dynamo  # a model on the meta device asks for it: once here, not in each rank
 import torch.distributed as dist
 
 from course_lib.checkpoint.checkpoints import latest

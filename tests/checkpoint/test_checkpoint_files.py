@@ -329,7 +329,7 @@ def test_describe_helps_where_the_folder_of_a_run_is_given(tmp_path):
 def test_describe_of_what_is_no_folder_or_can_not_be_read(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "nowhere", tmp_path / "file"):
-        assert said(lambda: describe(path)) == f"CheckpointError: {path}: no such folder"  # noqa: B023
+        assert said(lambda: describe(path)) == f"CheckpointError: {path}: no such folder"
     folder = tmp_path / "step-000000001"
     (folder / ABOUT).mkdir(parents=True)
     assert said(lambda: describe(folder)) == f"CheckpointError: {folder}: Is a directory"

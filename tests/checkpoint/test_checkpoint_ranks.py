@@ -383,7 +383,7 @@ def refused(folders: list) -> list[tuple[str, bool, bool]]:
     for step, folder in enumerate(folders):
         stepped(parallel, step)
         before, files = whole(parallel), content(folder)
-        message = told(lambda: load(parallel, folder))  # noqa: B023
+        message = told(lambda: load(parallel, folder))
         dist.barrier()
         found.append((message, not own_unequal(parallel, before), content(folder) == files))
     assert stepped(parallel, len(folders)) > 0

@@ -188,7 +188,7 @@ def test_length_and_tokenizer_of_an_exported_model(checkpoints, tmp_path, capsys
 
     large = saved_tokenizer(tmp_path / "large", 98)
     for name, line in ((large, "has 98 tokens, the model's vocabulary 97"), (tmp_path / "no", "can't be loaded: ")):
-        message = said(lambda: to_hf(saved, tmp_path / "refused", tokenizer=name))  # noqa: B023
+        message = said(lambda: to_hf(saved, tmp_path / "refused", tokenizer=name))
         assert message.startswith("CheckpointError: ") and line in message and "\n" not in message
     assert not (tmp_path / "refused").exists()
 
@@ -236,7 +236,7 @@ def refused(folders: list, tied: bool) -> list[tuple[str, bool]]:
     parallel, found = parallel_of("dp2,tp2", tied), []
     for folder in folders:
         before = whole_weights(parallel)
-        message = said(lambda: from_hf(parallel, folder))  # noqa: B023
+        message = said(lambda: from_hf(parallel, folder))
         after = whole_weights(parallel)
         found.append((message, all(torch.equal(after[name], before[name]) for name in before)))
     assert first_loss(parallel) > 0

@@ -137,7 +137,7 @@ def refused(folder: Path, changes: list[dict]) -> list[str]:
     for change in changes:
         other = None if change is None else moe | change
         parallel = parallelize(config, layout, build_mesh(layout), moe=other, lr=1e-2)
-        found.append(said(lambda: from_hf(parallel, folder)))  # noqa: B023
+        found.append(said(lambda: from_hf(parallel, folder)))
     return found
 
 

@@ -1,5 +1,4 @@
-"""course_lib.checkpoint.boxes against slicing, and the small functions beside it: save_interval, fitted, drop_tokens.
-"""
+"""course_lib.checkpoint.boxes against slicing, and the small functions beside it: save_interval, fitted, drop_tokens."""
 
 import itertools
 import math

@@ -522,7 +522,7 @@ def saved_steps(folder: Path) -> tuple[list[int], list[str], str]:
         for step, (loss, norm) in enumerate(steps, start=1):
             run.after(step, loss, norm)
         for step in (10, 11):
-            error = said(lambda: run.after(step, 2.1, inf, last=step == 11))  # noqa: B023
+            error = said(lambda: run.after(step, 2.1, inf, last=step == 11))
     return list(complete(folder)), out.getvalue().splitlines(), error
 
 

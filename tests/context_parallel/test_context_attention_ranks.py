@@ -293,12 +293,12 @@ def refused() -> dict[str, str]:
         return [torch.zeros(1, own, a, 8) for a in (heads, kv_heads, kv_heads)]
 
     for method, attend in METHODS.items():
-        found[f"{method} odd"] = said(lambda: attend(*given(3)))  # noqa: B023
-        found[f"{method} order"] = said(lambda: attend(*given(4), order="striped"))  # noqa: B023
+        found[f"{method} odd"] = said(lambda: attend(*given(3)))
+        found[f"{method} order"] = said(lambda: attend(*given(4), order="striped"))
         q, k, v = given(4, 12, 3)
-        found[f"{method} keys"] = said(lambda: attend(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)))  # noqa: B023
+        found[f"{method} keys"] = said(lambda: attend(q, k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)))
         if method != "ulysses":
-            found[f"{method} 5 K/V heads"] = said(lambda: attend(*given(4, 12, 5)))  # noqa: B023
+            found[f"{method} 5 K/V heads"] = said(lambda: attend(*given(4, 12, 5)))
     found["heads"] = said(lambda: METHODS["ulysses"](*given(4, 6, 2)))
     found["kv_heads"] = said(lambda: METHODS["ulysses"](*given(4, 12, 3)))
     return found

@@ -133,7 +133,7 @@ def other_uses() -> dict[str, object]:
         first.head, last.embedding, last.blocks = None, None, nn.ModuleList()
         hidden = first(x)
         found[f"{method} {order} stages"] = differing({"it": last(hidden, own)}, {"it": expected})
-        for name, call in {"stage": lambda: last(hidden), "None": lambda: last(hidden, positions=None)}.items():  # noqa: B023
+        for name, call in {"stage": lambda: last(hidden), "None": lambda: last(hidden, positions=None)}.items():
             text = "ValueError: hidden states without positions: pass the positions of all tokens"
             found[f"{method} {order} {name} without positions"] = [] if said(call).startswith(text) else [said(call)]
 
@@ -203,7 +203,7 @@ def refused() -> dict[str, tuple[str, bool]]:
     }
     for name, (model, chosen) in cases.items():
         before = str([vars(module) for module in model.modules()])
-        text = said(lambda: apply_context_parallel(model, group, **chosen))  # noqa: B023
+        text = said(lambda: apply_context_parallel(model, group, **chosen))
         found[name] = text, str([vars(module) for module in model.modules()]) == before
     model, inputs = apply_context_parallel(whole_model(config(4))), batches(0, seq=SEQ)[0]
     found["odd"] = said(lambda: model(inputs[:, :3])), True
@@ -264,7 +264,7 @@ def test_main_trains_as_one_process_for_each_degree(ranks):
     ):
         argv = [*ARGUMENTS, "--batch", batch, "--dtype", "fp32", *more]
         for found in ranks(trained, argv):
-            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0, msg=lambda m: f"{argv}: {m}")  # noqa: B023
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0, msg=lambda m: f"{argv}: {m}")
 
 
 def made_one_by_one(argv: list[str]) -> list:

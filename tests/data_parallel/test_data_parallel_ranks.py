@@ -398,7 +398,7 @@ def other_orders() -> list[list]:
     for mode, bucket_mb in (("overlap", 25), ("bucket", 0.0008)):
         dp = DataParallel(Branches(), mode=mode, bucket_mb=bucket_mb)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        for step in range(10):
+        for _step in range(10):
             dp.zero_grad()
             order = torch.randperm(8, generator=generator)[: int(torch.randint(0, 9, (), generator=generator))]
             if len(order):
@@ -813,7 +813,7 @@ def compared() -> dict[str, str]:
         model.weight.tensor_shard = Part(start)
         if group is not None:
             model.weight.reduce_group = group
-        found[name] = said(lambda: check_same_model(model, dist.group.WORLD, {}))  # noqa: B023
+        found[name] = said(lambda: check_same_model(model, dist.group.WORLD, {}))
     return found
 
 

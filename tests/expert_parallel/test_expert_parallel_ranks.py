@@ -406,7 +406,7 @@ def wrong_groups() -> dict[str, object]:
     found["right"] = trained(groups.copies)
     found["none"] = sorted(name.split(":")[0] for name in trained(None))
     for name, group in (("all", groups.dp), ("exchange", groups.exchange[0])):
-        found[name] = said(lambda: trained(group))  # noqa: B023
+        found[name] = said(lambda: trained(group))
     return found
 
 
@@ -433,7 +433,7 @@ def refused() -> dict[str, tuple[str, bool]]:
     }
     for name, (model, arguments) in cases.items():
         before = str([vars(module) for module in model.modules()])
-        text = said(lambda: apply_expert_parallel(model, **{"group": world, **arguments}))  # noqa: B023
+        text = said(lambda: apply_expert_parallel(model, **{"group": world, **arguments}))
         found[name] = text, str([vars(module) for module in model.modules()]) == before
     return found
 
@@ -461,7 +461,7 @@ def made_groups() -> dict[str, object]:
         named = [("exchange", groups.exchange), ("copies", [groups.copies]), ("dp", [groups.dp]), ("tp", [groups.tp])]
         found[sizes] = {name: [dist.get_process_group_ranks(g) for g in each] for name, each in named}
     for sizes in ((3, 1, 1), (4, 1, 2), (4, 3, 1)):
-        found[sizes] = said(lambda: ExpertGroups.make(*sizes))  # noqa: B023
+        found[sizes] = said(lambda: ExpertGroups.make(*sizes))
     return found
 
 
@@ -537,7 +537,7 @@ def test_main_trains_as_one_process_in_each_layout(ranks):
     ):
         argv = [*ARGUMENTS, "--batch", batch, "--dtype", "fp32", *more]
         for found in ranks(trained, argv):
-            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0, msg=lambda m: f"{argv}: {m}")  # noqa: B023
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0, msg=lambda m: f"{argv}: {m}")
 
 
 def test_main_with_biases_nodes_and_micro_batches_agrees_across_layouts(ranks):
@@ -624,7 +624,7 @@ def batch_groups_said() -> list[str]:
         if sequence:
             apply_sequence_parallel(model, groups.tp, reduce_group=world)
         before = {name: id(parameter) for name, parameter in model.named_parameters()}
-        found.append(said(lambda: apply_expert_parallel(model, groups.exchange, groups.copies, batch_group, groups.tp)))  # noqa: B023
+        found.append(said(lambda: apply_expert_parallel(model, groups.exchange, groups.copies, batch_group, groups.tp)))
         assert before == {name: id(parameter) for name, parameter in model.named_parameters()}
     return found
 

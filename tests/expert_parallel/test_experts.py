@@ -289,7 +289,7 @@ def test_each_way_on_a_gpu(way):
         expected = results(made(sizes[1], way), token_by_token, x, gates, gradient)
         module = made(sizes[1], way, torch.bfloat16, device="cuda")
         given = x.cuda().bfloat16(), gates.cuda(), gradient.cuda().bfloat16()
-        found = results(module, lambda m, x, gates: m(x, gates, slots_of(way, gates)), *given)  # noqa: B023
+        found = results(module, lambda m, x, gates: m(x, gates, slots_of(way, gates)), *given)
         wrong = off(found, expected)
         assert all(error < 4e-2 for error in wrong.values()), (sizes, wrong)
 

@@ -60,7 +60,7 @@ def test_initial_values_are_those_of_the_names_and_the_same_from_meta():
             assert torch.equal(parameter, alone), name
         later = meta(4, 2, shared=1)
         assert all(t.is_meta for t in later.state_dict().values())
-        materialize(later, lambda name, tensor: init_parameter(name, tensor, TINY, seed))  # noqa: B023
+        materialize(later, lambda name, tensor: init_parameter(name, tensor, TINY, seed))
         for name, tensor in later.state_dict().items():
             assert torch.equal(tensor, model.state_dict()[name]), name
     up, down = (model.blocks[0].mlp.experts.get_submodule(name).weight for name in ("up_proj", "down_proj"))
@@ -98,7 +98,7 @@ def test_refusals_change_nothing():
     }
     for words, (model, sizes, routing) in cases.items():
         before = str(model), [id(module) for module in model.modules()], dict(vars(model))
-        text = said(lambda: apply_moe(model, *sizes, **routing))  # noqa: B023
+        text = said(lambda: apply_moe(model, *sizes, **routing))
         assert text.startswith("ValueError: ") and words in text and "\n" not in text, text
         assert before == (str(model), [id(module) for module in model.modules()], dict(vars(model))), words
 
@@ -164,7 +164,7 @@ def test_training_through_recomputation_changes_nothing():
     expected = trained("none")
     for mode in ("selective", "full"):
         for name, tensor in trained(mode).items():
-            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7, msg=lambda m: f"{name}: {m}")  # noqa: B023
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7, msg=lambda m: f"{name}: {m}")
 
 
 # Sizes.

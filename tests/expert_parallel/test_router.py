@@ -97,7 +97,7 @@ def test_the_gradient_of_gates_is_that_of_plain_numbers():
     """gradcheck in float64, and none for what is not chosen."""
     scores = torch.rand(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     for k in (1, 2, 6):
-        assert torch.autograd.gradcheck(lambda s: top_k_gates(s, s.detach(), k), scores)  # noqa: B023
+        assert torch.autograd.gradcheck(lambda s: top_k_gates(s, s.detach(), k), scores)
         (gradient,) = torch.autograd.grad((top_k_gates(scores, scores.detach(), k) * torch.arange(6)).sum(), scores)
         assert ((gradient != 0) <= (top_k_gates(scores, scores, k) > 0)).all()
 
@@ -230,7 +230,7 @@ def test_the_losses_join_the_gradient_and_not_the_loss(mode, parts):
         total = total + own.detach()
     torch.testing.assert_close(total, expected_loss)
     for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}")  # noqa: B023
+        torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}")
     counts = take_counts(model)
     assert counts.shape == (2, 6) and (counts.sum(1) == 4 * 9 * 2).all()
     assert not take_counts(model).any()

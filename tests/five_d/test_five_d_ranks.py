@@ -400,7 +400,7 @@ def built(texts: list[str]) -> dict[str, tuple[int, int]]:
     for text in texts:
         layout, kept = Layout.parse(text), []
         mesh = build_mesh(layout)
-        peak = peak_bytes(lambda: kept.append(parallelize(WIDE, layout, mesh, lr=1e-3)))  # noqa: B023
+        peak = peak_bytes(lambda: kept.append(parallelize(WIDE, layout, mesh, lr=1e-3)))
         found[text] = peak, stored(kept[0].stages.parameters())
     return found
 
@@ -604,7 +604,7 @@ def test_main_with_a_file_of_options(ranks, tmp_path):
         assert [record["loss"] for record in records] == [line["loss"] for line in lines]
         assert [record["peak_memory"] for record in records] == [line["peak_memory"] for line in lines]
     assert [line["batch"] for line in lines] == [4, 4, 8, 12] + [16] * 8
-    assert [line["tokens"] for line in lines] == list(16 * n for n in itertools.accumulate(x["batch"] for x in lines))
+    assert [line["tokens"] for line in lines] == [16 * n for n in itertools.accumulate(x["batch"] for x in lines)]
     assert lines[0]["lr"] == pytest.approx(0.01 / 3) and lines[2]["lr"] == 0.01
     assert lines[-1]["lr"] == pytest.approx(0.001)
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5 and all(line["norm"] > 0 for line in lines)

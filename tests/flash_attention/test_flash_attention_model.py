@@ -116,7 +116,7 @@ def test_autocast_and_bfloat16_as_exact_as_the_plain_model():
 def test_no_layer_keeps_scores():
     """What a forward keeps grows with the tokens; SDPA's own, which keeps none either, keeps as much."""
     model = use_flash_attention(model_of(CONFIG))
-    short, long = (kept_bytes(model, lambda: model(batch(0, tokens)[0])) for tokens in (16, 32))  # noqa: B023
+    short, long = (kept_bytes(model, lambda: model(batch(0, tokens)[0])) for tokens in (16, 32))
     assert long == 2 * short
     plain = model_of(CONFIG)
     assert long <= kept_bytes(plain, lambda: plain(batch(0, 32)[0]))

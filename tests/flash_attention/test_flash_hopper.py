@@ -220,9 +220,14 @@ def test_heads_of_64_are_not_for_the_split_kernel_on_a_gpu():
             q = torch.ones(1, 8, 2, head_dim, dtype=torch.float16, device="cuda")
             refused = head_dim == 64 and not overlapped
             message = "heads of 64: split into warps" if refused else "is not a Hopper GPU"
-            with mock.patch.multiple(
-                torch.cuda, get_device_capability=lambda device: (8, 0), get_device_name=lambda device: "NVIDIA A100"
-            ), pytest.raises(ValueError, match=message):
+            with (
+                mock.patch.multiple(
+                    torch.cuda,
+                    get_device_capability=lambda device: (8, 0),
+                    get_device_name=lambda device: "NVIDIA A100",
+                ),
+                pytest.raises(ValueError, match=message),
+            ):
                 flash_hopper.check_hopper_inputs(q, q, q, None, overlapped)
 
 

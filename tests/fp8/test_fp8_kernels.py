@@ -322,7 +322,7 @@ def test_tiles_are_loaded_16_bytes_at_a_time(compiled):
 
 def test_offsets_have_64_bits(compiled):
     """Rows times their stride pass 2^31 in a matrix of 2 GB: none of those products has 32 bits."""
-    for use, meta, made in compiled:
+    for use, _meta, made in compiled:
         by_type = Counter(re.findall(r"arith\.muli .*: tensor<[\dx]+x(i\d+),", made.ttgir))
         assert by_type["i64"] >= 5 and not by_type["i32"], (use, by_type)
 

@@ -218,7 +218,7 @@ def test_layers_with_one_input_quantize_and_keep_it_once():
 @how
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_the_same_bits(casts, reentrant):
-    for step in range(2):
+    for _step in range(2):
         layer, x, gradient = a_layer(casts), an_input(), a_gradient()
         again = copy.deepcopy(layer)
         plain = run(layer, x, gradient)
@@ -473,9 +473,7 @@ def test_update_scales_reaches_all_of_a_model():
 
 
 def test_a_history_is_for_whole_matrices():
-    with pytest.raises(
-        ValueError, match=r"delayed scaling works per tensor, not with blocks of \(1, -1\)"
-    ):
+    with pytest.raises(ValueError, match=r"delayed scaling works per tensor, not with blocks of \(1, -1\)"):
         LayerCasters(Casts(*[Cast(E4M3, ROW, history=2)] * 3))
 
 
@@ -772,7 +770,7 @@ def test_weights_are_quantized_once_for_all_micro_batches(casts, kernels, monkey
         return quantize_of(caster, x, *more)
 
     monkeypatch.setattr(fp8_linear.Caster, "quantize", counted)
-    for step in range(2):
+    for _step in range(2):
         for micro_batch in range(2):
             twin(few_rows(micro_batch)).square().sum().backward()
         with quantized_once(model):

@@ -141,7 +141,7 @@ def test_returning_before_a_barrier_is_seen(mutant_library):
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_nvcc_compiles_the_ladder_without_spills(arch):
     report = nvcc_report("".join(kernel.source for kernel in CUDA_LADDER.values()), arch)
-    assert list(sorted(report)) == sorted(CUDA_LADDER)
+    assert sorted(report) == sorted(CUDA_LADDER)
     for name, kernel in CUDA_LADDER.items():
         threads = kernel.threads[0] * kernel.threads[1]
         assert report[name].spilled_bytes == 0

@@ -189,7 +189,7 @@ def train(kind, steps: int = 5, state: dict | None = None, model: nn.Module | No
 
 def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, found), expected in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")  # noqa: B023
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")
 
 
 def test_optimizer_trains_as_torchs_with_one_launch_a_group():

@@ -368,7 +368,7 @@ def test_wrong_input_is_one_line():
         ("chunk_rows 0: it is 1 or more", (x, weight, targets, -100, 0)),
         ("reduction 'none': it is mean or sum", (x, weight, targets, -100, None, "none")),
     ):
-        text = said(lambda: linear_cross_entropy(*args))  # noqa: B023
+        text = said(lambda: linear_cross_entropy(*args))
         assert text.startswith("ValueError: ") and words in text and "\n" not in text, text
 
 
@@ -456,7 +456,7 @@ def test_a_deferred_head_is_the_same_parameter():
         assert model.head.weight is weight and (model.head.weight is model.embedding.weight) == tied
         assert list(model.state_dict()) == names
         torch.testing.assert_close(F.linear(model(tokens), weight), logits, rtol=0, atol=0)
-        text = said(lambda: defer_head(model))  # noqa: B023
+        text = said(lambda: defer_head(model))
         assert text == "ValueError: the head is DeferredHead: only an nn.Linear without bias can be deferred"
     model.head = None
     assert said(lambda: defer_head(model)).startswith("ValueError: the head is NoneType")

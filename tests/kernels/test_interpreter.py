@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from course_lib.kernels import interpreter  # noqa: F401  it is at work once imported
+from course_lib.kernels import interpreter  # it is at work once imported
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels run on the GPU")
 

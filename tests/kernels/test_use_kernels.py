@@ -194,7 +194,7 @@ def test_less_is_kept_for_backward():
     inputs, targets = batch(0, config)
     tokens = inputs.numel()
     plain, model = model_of(config), use_kernels(model_of(config))
-    of_plain, of_model = (kept_bytes(each, lambda: each(inputs)) for each in (plain, model))  # noqa: B023
+    of_plain, of_model = (kept_bytes(each, lambda: each(inputs)) for each in (plain, model))
     assert of_plain - of_model >= config.layers * tokens * 4 * config.ffn_hidden
     of_plain = kept_bytes(plain, lambda: eager_loss(plain, inputs, targets))
     deferred = defer_head(model)

@@ -75,9 +75,8 @@ def test_a_function_follows_wherever_it_was_kept():
     assert model.apply_rope is reference, "tests of identity stay true"
     put(MARKED.replace("extra=7", "extra=8"))
     assert alias(1) == ("mine", 8) and len(installed()) == 1
-    with without(EXERCISE):
-        with pytest.raises(Exception):
-            alias(1)
+    with without(EXERCISE), pytest.raises(Exception):
+        alias(1)
     assert alias(1) == ("mine", 8)
 
 

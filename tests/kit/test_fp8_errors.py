@@ -25,7 +25,7 @@ TILES_OF_32 = Casts(*[Cast(block=(1, 32))] * 3)
 @pytest.fixture(scope="module")
 def model() -> Transformer:
     model = Transformer(CONFIG)
-    for name, parameter in model.named_parameters():
+    for _name, parameter in model.named_parameters():
         if parameter.ndim == 2:
             parameter.data *= 3  # so that layers differ from one another, as trained ones do
     return model

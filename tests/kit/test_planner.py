@@ -157,7 +157,7 @@ def test_a_part_has_its_length_and_its_colour(rankings):
             assert drawn[name] == pytest.approx(parts[name][rows] / unit), name
         colors = [to_hex(bar[0].get_facecolor()) for bar in ax.containers]
         assert len(set(colors)) == len(colors)
-    known = memory_figure({"": {name: GIB for name in list(MEMORY)[:4]}}, 80).axes[0].containers
+    known = memory_figure({"": dict.fromkeys(list(MEMORY)[:4], GIB)}, 80).axes[0].containers
     known = {bar.get_label(): to_hex(bar[0].get_facecolor()) for bar in known}
     shown = {bar.get_label(): to_hex(bar[0].get_facecolor()) for bar in memory_ax.containers}
     assert len(known) == 4 and known.items() <= shown.items()

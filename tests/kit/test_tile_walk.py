@@ -1,5 +1,4 @@
-"""course_kit.pictures.tile_walk: each step is exact for the keys seen so far, and counts what it holds and moves. CPU.
-"""
+"""course_kit.pictures.tile_walk: each step is exact for the keys seen so far, and counts what it holds and moves. CPU."""
 
 import math
 from typing import NamedTuple

@@ -1,5 +1,4 @@
-"""course_lib.pipeline.runner on four ranks against one process: every schedule, with other parallelism too. CPU, gloo.
-"""
+"""course_lib.pipeline.runner on four ranks against one process: every schedule, with other parallelism too. CPU, gloo."""
 
 import contextlib
 import dataclasses
@@ -716,7 +715,7 @@ def test_main_trains_as_one_process_with_each_schedule(ranks):
     assert expected[-1] != expected[0]  # whether two steps help depends on the text that is found on a machine
     for found in ranks(all_losses, [[*ARGUMENTS, *way] for way in ways + pairs]):
         for way, ours in zip(ways + pairs, found, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0, msg=lambda m: f"{way}: {m}")  # noqa: B023
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=0, msg=lambda m: f"{way}: {m}")
 
 
 def test_main_trains(ranks):

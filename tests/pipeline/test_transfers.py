@@ -118,7 +118,7 @@ def test_a_receive_starts_before_its_action_and_a_send_after_its_producer(kind):
                 else:
                     used = next(
                         k for k in before if actions[k].kind != "W" and (kind_of == "F", stage, i) == key_of(actions[k])
-                    )  # noqa: E501
+                    )
                     assert place <= used, (name, rank, place)
 
 

@@ -598,7 +598,7 @@ def test_each_round_has_a_store_of_its_own(launcher):
             store.set("address", str(len(found)))
         found.append(store.get("address").decode())
 
-    for turn in range(3):
+    for _turn in range(3):
         server.add("questions", 1)
         ranks = [threading.Thread(target=rank, args=(number,)) for number in (1, 0)]
         for thread in ranks:

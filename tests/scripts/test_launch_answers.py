@@ -129,7 +129,7 @@ def test_unchecked_takes_all_that_is_not_blank(launch, course):
     assert (status, err) == (0, "launch: your own work is that of 02.1, 02.2 and 02.3; all else is the reference's\n")
     found = copies(course)
     assert "def add(self, number):\n        self.total += number + 1000" in found["counters/counter.py"]
-    assert found["counters/numbers.py"].count("(yours)") == 2 
+    assert found["counters/numbers.py"].count("(yours)") == 2
     assert "# exercise 02.3 (yours)\n    @staticmethod" in found["counters/counter.py"]
     assert " --unchecked\n" in (course / "runs" / "slurm" / f"{NEW}.sbatch").read_text()
     write(course, {})

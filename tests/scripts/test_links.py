@@ -65,7 +65,7 @@ def test_a_notebook_is_left_by_links(path):
     """At its top to the one before and the one after, at its end to the one after, anywhere to one that it names."""
     title, *rest = texts(path)
     number = NAMES.index(path.name)
-    before, after = NAMES[max(number - 1, 0):number], NAMES[number + 1:number + 2]
+    before, after = NAMES[max(number - 1, 0) : number], NAMES[number + 1 : number + 2]
     assert {*before, *after} <= {*local_links(title)}
     end = [link for text in rest if "**You can now**" in text for link in local_links(text)]
     assert {*after} <= {*end}

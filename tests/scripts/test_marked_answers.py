@@ -103,7 +103,7 @@ def test_an_installed_answer_reaches_what_was_kept_and_leaves_no_trace(exercise)
         kept |= {(target, name): (owner, name, vars(owner)[name]) for name in names}
     codes = {key: code_of(value) for key, (_, _, value) in kept.items()}
     install(Answer(exercise, tuple(BY_NAME[exercise])))
-    for key, (owner, name, before) in kept.items():
+    for owner, name, before in kept.values():
         now = vars(owner)[name]
         if isinstance(before, (types.FunctionType, type)) and isinstance(owner, types.ModuleType):
             assert now is before

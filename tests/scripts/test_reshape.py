@@ -109,7 +109,7 @@ def test_answers_move_to_their_new_cells(course):
         "02.1, 02.2, 02.3"
     )
     found = course.sources()
-    assert [name for name in found] == [cell["id"] for cell in tiny_course.new_cells()]
+    assert list(found) == [cell["id"] for cell in tiny_course.new_cells()]
     assert found["ex-02-1"] == (
         "#| export counters.numbers\ndef square(number):\n    # mine\n    return number**2\n    # done"
     )

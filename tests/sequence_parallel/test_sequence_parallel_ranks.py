@@ -390,7 +390,7 @@ def refused() -> dict[str, tuple[str, bool]]:
     }
     for name, (model, over) in cases.items():
         before = [(module, list(vars(module).items())) for module in model.modules()]
-        text = said(lambda: apply_sequence_parallel(model, over, reduce_group=group))  # noqa: B023
+        text = said(lambda: apply_sequence_parallel(model, over, reduce_group=group))
         after = [(module, list(vars(module).items())) for module in model.modules()]
         marked = any(hasattr(p, "reduce_group") for p in model.parameters())
         found[name] = (

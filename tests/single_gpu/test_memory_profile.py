@@ -1,5 +1,4 @@
-"""course_lib.single_gpu.profile: categories against formulas, peaks against the allocator. CPU; two tests want CUDA.
-"""
+"""course_lib.single_gpu.profile: categories against formulas, peaks against the allocator. CPU; two tests want CUDA."""
 
 import functools
 import gc

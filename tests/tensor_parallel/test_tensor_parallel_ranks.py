@@ -510,7 +510,7 @@ def refused() -> dict[str, tuple[str, bool]]:
     for name, of in cases.items():
         model = Transformer(of)
         before = list(model.modules()), list(model.parameters()), [vars(b.attention).keys() for b in model.blocks]
-        text = said(lambda: apply_tensor_parallel(model, group))  # noqa: B023
+        text = said(lambda: apply_tensor_parallel(model, group))
         after = list(model.modules()), list(model.parameters()), [vars(b.attention).keys() for b in model.blocks]
         same = before[0] == after[0] and all(a is b for a, b in zip(before[1], after[1], strict=True))
         found[name] = text, same and before[2] == after[2]
@@ -612,7 +612,7 @@ def test_main_trains_as_one_process_for_each_degree(ranks):
     ):
         argv = [*ARGUMENTS, "--tp", tp, "--batch", batch, "--dtype", "fp32", *more]
         for found in ranks(trained, argv):
-            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0, msg=lambda m: f"{argv}: {m}")  # noqa: B023
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0, msg=lambda m: f"{argv}: {m}")
 
 
 def test_main_trains_in_bfloat16(ranks):

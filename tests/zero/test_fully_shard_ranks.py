@@ -892,7 +892,7 @@ def loaded() -> tuple[dict, dict, list[str]]:
     state, said_of = full_state_dict(first), []
     load_full_state_dict(second, state)
     for bad in ({}, state | {"more": torch.zeros(1)}, state | {"norm.weight": torch.zeros(2)}):
-        said_of.append(said(lambda: load_full_state_dict(second, bad)))  # noqa: B023
+        said_of.append(said(lambda: load_full_state_dict(second, bad)))
     return state, full_state_dict(second), said_of
 
 

@@ -1,5 +1,4 @@
-"""course_lib.zero.optimizer as a program, and the formula of stage 3's overlap: one process, and four ranks. CPU, gloo.
-"""
+"""course_lib.zero.optimizer as a program, and the formula of stage 3's overlap: one process, and four ranks. CPU, gloo."""
 
 import pytest
 import torch
@@ -48,7 +47,7 @@ def test_main_trains_in_each_stage_as_one_process_with_the_whole_batch(ranks):
         ["--stage", "3", "--micro-batch", "1"],
     ):
         for found in ranks(losses, SMALL + more):
-            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0, msg=lambda m: f"{more}: {m}")  # noqa: B023
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0, msg=lambda m: f"{more}: {m}")
 
 
 def test_main_trains_in_bfloat16(ranks):

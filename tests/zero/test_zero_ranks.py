@@ -996,7 +996,7 @@ def parameters_as_in_torch() -> list[str]:
     wrong = []
     for make in (
         lambda m: (m.parameters(), {}),
-        lambda m: ([{"params": [p for p in m.parameters()]}], {}),
+        lambda m: ([{"params": list(m.parameters())}], {}),
         lambda m: (m, {"param_groups": [{"params": m.first.weight}, {"params": m.second.parameters(), "lr": 0.2}]}),
     ):
         model = Odd().double()

@@ -31,7 +31,14 @@ def block_launch(
     """Return the arguments and the constants of block_matmul_kernel for these operands."""
     (m, k), n = a.values.shape, len(b.values)
     strides = *a.scale.stride(), *b.scale.stride()
-    constants = dict(rows_a=a.block[0], rows_b=b.block[0], piece=128, block_m=block_m, block_n=block_n, group=8)
+    constants = {
+        "rows_a": a.block[0],
+        "rows_b": b.block[0],
+        "piece": 128,
+        "block_m": block_m,
+        "block_n": block_n,
+        "group": 8,
+    }
     return (a.values, b.values, out, a.scale, b.scale, m, n, k, *strides), constants
 
 
@@ -42,7 +49,7 @@ def print_block_kernels() -> None:
     for configuration in kernels.BLOCK_MATMUL_CONFIGURATIONS:
         tile = configuration.kwargs["block_m"], configuration.kwargs["block_n"]
         arguments, constants = block_launch(*operands, torch.empty(256, 256, dtype=torch.bfloat16), *tile)
-        options = dict(num_warps=configuration.num_warps, num_stages=configuration.num_stages)
+        options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
         launches.append(Launch(kernels.block_matmul_kernel.fn, (1,), arguments, constants | options))
     print(
         f"{'tile':>9s} warps stages registers spills shared KB   FP8 products   multiply, fused add a thread and turn"
