@@ -18,6 +18,7 @@ from torch import nn
 
 from course_lib.five_d.model import ParallelModel
 from course_lib.single_gpu.model import plain_name
+from course_lib.single_gpu.placement import placement_of
 
 
 class Box(NamedTuple):
@@ -57,11 +58,11 @@ def boxes_of(weight: nn.Parameter, values: torch.Tensor, span: tuple[int, int] |
 
     values: all that this rank has of it; or, with a span, these elements of it [elements], as ZeRO deals them out.
     """
-    shape, shard = tuple(getattr(weight, "whole_shape", weight.shape)), getattr(weight, "tensor_shard", None)
+    flat, shard = placement_of(weight).flat_shard, placement_of(weight).tensor_shard
+    shape, span = (tuple(flat.full_shape), flat.span) if flat else (tuple(weight.shape), span)
     cuts = () if shard is None else getattr(shard, "shards", (shard,))
     whole = tuple(shard.whole_shape(torch.empty(shape, device="meta"))) if cuts else shape
     begins = [sum(cut.start for cut in cuts if cut.dim % len(shape) == dim) for dim in range(len(shape))]
-    span = getattr(weight, "span", span)
     local = [((0,) * len(shape), shape)] if span is None else boxes_of_span(shape, *span)
     parts = [values] if span is None else values.split([math.prod(sizes) for _, sizes in local]) if local else []
     return [

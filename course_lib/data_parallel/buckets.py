@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_lib.single_gpu.placement import placement_of
+
 # Of each mode: whether buckets hold up to bucket_mb (else a parameter each), and whether they start during backward.
 MODES = {"naive": (False, False), "overlap": (False, True), "bucket": (True, True)}
 
@@ -29,7 +31,7 @@ def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> lis
     place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
     buckets, filling = [], {}  # filling: the bucket that takes the next parameter, and its bytes, by kind
     for parameter in place:
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        kind = (parameter.dtype, parameter.device, placement_of(parameter).reduce_group)
         bucket, size = filling.get(kind, (None, 0))
         if bucket is None or size + parameter.nbytes > bucket_bytes:
             bucket, size = [], 0
@@ -119,7 +121,7 @@ class Reducer:
         self.names, (in_buckets, self.launches_early) = names, MODES[mode]
         self.buckets, self.bucket_of, self.launched = [], {}, 0
         for parameters in make_buckets(names, bucket_mb * 1e6 if in_buckets else 0):
-            reduce_group = getattr(parameters[0], "reduce_group", group)
+            reduce_group = placement_of(parameters[0]).reduce_group or group
             bucket = Bucket(parameters, reduce_group, 1 / group.size(), reduce_dtype)
             self.buckets.append(bucket)
             self.bucket_of.update(dict.fromkeys(parameters, bucket))

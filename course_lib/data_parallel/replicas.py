@@ -31,6 +31,7 @@ from course_lib.data_parallel.buckets import MODES, Reducer
 from course_lib.recompute.modes import IGNORED, accumulate, summed_loss
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import Transformer
+from course_lib.single_gpu.placement import placement_of
 
 
 def descriptions(module: nn.Module, arguments: dict) -> list[tuple[str, str, tuple[int, ...] | None]]:
@@ -41,9 +42,9 @@ def descriptions(module: nn.Module, arguments: dict) -> list[tuple[str, str, tup
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         words = [name, str(list(tensor.shape)), str(tensor.dtype), tensor.device.type]
         words += ["to be trained"] if tensor.requires_grad else []
-        reduce_group = getattr(tensor, "reduce_group", None)
+        reduce_group = placement_of(tensor).reduce_group
         words += [f"reduced over {reduce_group.size()} ranks"] if reduce_group else []
-        shard = getattr(tensor, "tensor_shard", None)  # other parts of one tensor have the same shape
+        shard = placement_of(tensor).tensor_shard  # other parts of one tensor have the same shape
         part = f" from index {shard.start} of {shard.whole}" if shard else ""
         own.append((" ".join(words), part, reduce_group and tuple(dist.get_process_group_ranks(reduce_group))))
     return own
@@ -116,7 +117,7 @@ def broadcast_from_first(module: nn.Module, group) -> None:
     """Give all ranks the parameters and buffers of the first rank of the group, or of a parameter's reduce_group."""
     for tensor in [*module.parameters(), *module.buffers()]:  # tied ones once
         values = tensor.detach().contiguous()
-        dist.broadcast(values, group=getattr(tensor, "reduce_group", group), group_src=0)
+        dist.broadcast(values, group=placement_of(tensor).reduce_group or group, group_src=0)
         if not tensor.is_contiguous():
             tensor.detach().copy_(values)
 

@@ -28,6 +28,7 @@ from course_lib.expert_parallel.router import SCORES, Routing, routers_of, take_
 from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_sequence
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import PRESETS, need_transformer
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import one_split
 from course_lib.tensor_parallel.model import apply_tensor_parallel, check_degree
 from course_lib.tensor_parallel.regions import copy_to_group, sum_over_group
@@ -93,7 +94,7 @@ def borders(block: nn.Module, tp_group: dist.ProcessGroup | None) -> tuple[Calla
 def check_split(layer: MoE, ep: int, tp: int) -> None:
     """Raise ValueError where a mixture can't be split over ep times tp ranks, or is split already."""
     experts, width, _ = layer.experts.gate_proj.weight.shape
-    if hasattr(layer.experts.gate_proj.weight, "tensor_shard"):
+    if placement_of(layer.experts.gate_proj.weight).tensor_shard:
         raise ValueError("the experts are split already")
     if experts % ep or width % tp:
         raise ValueError(f"{ep} ranks must divide {experts} experts, and {tp} ranks their width {width}")
@@ -168,8 +169,8 @@ def apply_expert_parallel(
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
             linear.weight = shard_nested(linear.weight, cuts)
-            linear.weight.reduce_group = reduce_group
-        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+            placement_of(linear.weight).reduce_group = reduce_group
+        layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(exchanged, group=each, compute=compute)

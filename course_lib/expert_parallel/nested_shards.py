@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.shards import TensorShard, shard_parameter
 
 
@@ -53,6 +54,6 @@ def shard_nested(parameter: nn.Parameter, cuts: list[tuple[dist.ProcessGroup, in
     for group, dim in cuts:
         shards.append(TensorShard.of(parameter.shape[dim], group, dim))
         parameter = shard_parameter(parameter, shards[-1])
-    parameter.tensor_shard = NestedShard(tuple(shards))
-    parameter.norm_groups = tuple(group for group, _ in reversed(cuts))
+    placement_of(parameter).tensor_shard = NestedShard(tuple(shards))
+    placement_of(parameter).norm_groups = tuple(group for group, _ in reversed(cuts))
     return parameter

@@ -42,6 +42,7 @@ from course_lib.recompute.modes import IGNORED, apply_recompute, summed_loss
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.sequence_parallel.shards import own_positions, shard_sequence
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, plain_name
+from course_lib.single_gpu.placement import placement_of
 from course_lib.single_gpu.training import decay_groups
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import materialize, shard_init
@@ -275,6 +276,6 @@ def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     whole = {}
     for stage in parallel.stages.values():
         for name, weight in stage.named_parameters(remove_duplicate=False):
-            own, shard = gathered.get(weight, weight).detach(), getattr(weight, "tensor_shard", None)
+            own, shard = gathered.get(weight, weight).detach(), placement_of(weight).tensor_shard
             whole[plain_name(name).removeprefix("module.")] = shard.gather(own) if shard else own.clone()
     return whole

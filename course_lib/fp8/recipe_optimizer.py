@@ -23,6 +23,7 @@ from course_lib.fp8.linear import Fp8Linear, update_scales
 from course_lib.fp8.low_precision_adam import LowPrecisionAdamW
 from course_lib.fp8.quantization import LARGEST, dequantize, quantize
 from course_lib.fp8.recipes import Recipe
+from course_lib.single_gpu.placement import placement_of
 from course_lib.single_gpu.training import decay_groups
 
 
@@ -69,7 +70,7 @@ def store_weights(model: nn.Module, recipe: Recipe) -> list[StoredWeight]:
     """Replace the model's parameters by ones of the recipe's dtypes; what modules share stays shared, and what is not
     trained stays. Raises ValueError, and changes nothing, for a model that is split, stored, or of another recipe.
     """
-    if any(hasattr(p, "shard_group") or hasattr(p, "tensor_shard") for p in model.parameters()):
+    if any(placement_of(p).flat_shard or placement_of(p).tensor_shard for p in model.parameters()):
         raise ValueError("a recipe's storage is for a model on one rank; ZeRO-3 gathers FP8 by fp8_gather")
     if any(p.itemsize == 1 for p in model.parameters()):
         raise ValueError("the model's weights are stored in 8 bits already")

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.single_gpu.model import loss
+from course_lib.single_gpu.placement import placement_of
 
 
 class MasterWeights:
@@ -166,7 +167,7 @@ class LossScaler(nn.Module):
         """Step the optimizer, or skip: see `step_unless`. Raises ValueError, before the step, for sharded gradients
         without a group, and for gradients of a ZeroOptimizer that are not divided by S.
         """
-        sharded = any(hasattr(p, "shard_group") for group in optimizer.param_groups for p in group["params"])
+        sharded = any(placement_of(p).flat_shard for group in optimizer.param_groups for p in group["params"])
         if sharded and self.group is None:
             raise ValueError("ranks with shards of one model skip a step together: LossScaler(group=...) says which")
         if not getattr(optimizer, "unscaled", True):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.pipeline.schedules import Action, Schedule
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import one_split
 
 
@@ -68,12 +69,12 @@ def share_copies(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None
     copies' ranks, times dp_group or the reduce_group that it has.
     """
     of_stages = {
-        w: getattr(w, "stages", (int(number),)) for number, stage in stages.items() for w in stage.parameters()
+        w: placement_of(w).stages or (int(number),) for number, stage in stages.items() for w in stage.parameters()
     }
     has = {weight: holders(schedule, numbers) for weight, numbers in of_stages.items()}
     over = {}  # of each weight with copies: who has them, and over which ranks each is reduced
     for weight in (weight for weight, ranks in has.items() if len(ranks) > 1):
-        reduced = getattr(weight, "reduce_group", dp_group) if dp_group else None
+        reduced = (placement_of(weight).reduce_group or dp_group) if dp_group else None
         over[weight] = has[weight], tuple(dist.get_process_group_ranks(reduced)) if reduced else (dist.get_rank(),)
     of_all = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, (dist.get_process_group_ranks(group), set(over.values())))
@@ -100,6 +101,6 @@ def share_copies(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None
         if not weight.is_meta:
             dist.broadcast(weight.detach(), group=its_group, group_src=0)
         if dp_group is not None:
-            weight.reduce_group = its_group
+            placement_of(weight).reduce_group = its_group
     trained = {weight: its_group for weight, its_group in groups.items() if weight.requires_grad}
     return Copies(has, trained, dp_group is not None)

@@ -8,7 +8,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from course_lib.zero.shards import outer_groups
+from course_lib.single_gpu.placement import placement_of
 
 
 def gradients_of(runner, zero=None) -> list[tuple[torch.Tensor, float]]:
@@ -28,13 +28,18 @@ def gradients_of(runner, zero=None) -> list[tuple[torch.Tensor, float]]:
         return copies(outer, sum(rank in members for rank in pipeline), len(members))
 
     if zero is not None:
-        return [(each.gradient, of_piece(outer_groups(each.parameters[0]), each.group)) for each in zero.gradients]
+        return [
+            (each.gradient, of_piece(placement_of(each.parameters[0]).norm_groups, each.group))
+            for each in zero.gradients
+        ]
     found = []
     for weight, holders in runner.copies.holders.items():
-        if weight.grad is not None and hasattr(weight, "shard_group"):
-            found.append((weight.grad, of_piece(outer_groups(weight)[1:], weight.shard_group)))
+        if weight.grad is not None and placement_of(weight).flat_shard:
+            found.append(
+                (weight.grad, of_piece(placement_of(weight).norm_groups[1:], placement_of(weight).flat_shard.group))
+            )
         elif weight.grad is not None:
-            found.append((weight.grad, copies(outer_groups(weight), len(holders))))
+            found.append((weight.grad, copies(placement_of(weight).norm_groups, len(holders))))
     return found
 
 

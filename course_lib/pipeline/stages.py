@@ -18,6 +18,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from course_lib.single_gpu.model import need_transformer
+from course_lib.single_gpu.placement import placement_of
 
 
 # exercise 09.1
@@ -44,7 +45,7 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
     are set on a stage afterwards are its own. What a stage lacks of embedding, norm and head is None: the first stage
     has the embedding, the last one norm and head.
     `blocks` of a stage has gaps: iterate over it, or look a layer up by name. With more stages than one, a weight that
-    is both embedding and head gets the attribute `stages`, (0, p·v - 1). Call it after tensor, sequence, expert and
+    is both embedding and head gets `placement_of(weight).stages`, (0, p·v - 1). Call it after tensor, sequence, expert and
     context parallelism. Raises ValueError where p or v is below 1 and where there are too few layers.
     """
     if p < 1 or v < 1:
@@ -62,7 +63,7 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         stage.norm, stage.head = (model.norm, model.head) if number == last else (None, None)
         stages.append(stage)
     if last > 0 and model.head.weight is model.embedding.weight:
-        model.head.weight.stages = (0, last)
+        placement_of(model.head.weight).stages = (0, last)
     return stages
 
 

@@ -20,6 +20,7 @@ from torch import nn
 
 from course_lib.sequence_parallel.shards import by_rank, in_order, start_gather, start_reduce_scatter
 from course_lib.single_gpu.model import need_transformer
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from course_lib.tensor_parallel.model import SplitNorm
 from course_lib.tensor_parallel.partitioned_checkpoints import PartitionedCheckpoint
@@ -179,6 +180,6 @@ def apply_sequence_parallel(
             if reduce_group is None:
                 setattr(parent, name, SequenceParallelNorm(norm, group))
             else:
-                norm.weight.reduce_group = reduce_group
+                placement_of(norm.weight).reduce_group = reduce_group
     model.register_forward_pre_hook(need_positions, with_kwargs=True)
     return model

@@ -5,6 +5,7 @@ from course_lib.single_gpu.devices import peak_flops
 from course_lib.single_gpu.hugging_face import from_hf, to_hf
 from course_lib.single_gpu.memory import activation_bytes, gpt_param_count, param_count, state_bytes, training_bytes
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.single_gpu.placement import Placement, placement_of
 from course_lib.single_gpu.profile import MemoryProfile, saved_bytes
 from course_lib.single_gpu.training import adamw, decay_groups, evaluate, mfu, train, train_step
 
@@ -19,6 +20,8 @@ __all__ = [
     "PRESETS",
     "Transformer",
     "loss",
+    "Placement",
+    "placement_of",
     "from_hf",
     "to_hf",
     "MemoryProfile",

@@ -197,7 +197,7 @@ def loaded(kind: type, source: str | Path) -> nn.Module:
         raise ValueError(f"{source} is quantized (quant_method {method}): {PLAIN_RELEASE}{more}")
     for file in sorted(Path(source).glob("model*.safetensors")):
         with safe_open(file, "pt") as opened:
-            types = {name: opened.get_slice(name).get_dtype() for name in opened}
+            types = {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
         if odd := next((name for name, each in types.items() if each not in PLAIN_TYPES), None):
             raise ValueError(f"{odd} is {types[odd]} in {file}: {PLAIN_RELEASE}")
     model, found = kind.from_pretrained(source, output_loading_info=True)

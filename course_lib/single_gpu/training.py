@@ -22,6 +22,7 @@ from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus, hf_t
 from course_lib.single_gpu.devices import peak_flops
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
+from course_lib.single_gpu.placement import placement_of
 from course_lib.single_gpu.same_text import check_same_text
 
 
@@ -200,12 +201,13 @@ def decay_groups(module_or_params: nn.Module | Iterable[nn.Parameter]) -> list[d
     """Return an optimizer's parameter groups: matrices have its weight decay, norms and biases have none.
 
     A parameter without decay has fewer than two dimensions. A flat shard counts with the dimensions of its full
-    parameter, which `fully_shard` keeps as `whole_shape`.
+    parameter, which its placement keeps.
     """
     is_module = isinstance(module_or_params, nn.Module)
     groups = {True: {"params": []}, False: {"params": [], "weight_decay": 0.0}}
     for parameter in module_or_params.parameters() if is_module else module_or_params:
-        decays = len(getattr(parameter, "whole_shape", parameter.shape)) > 1
+        flat = placement_of(parameter).flat_shard
+        decays = len(flat.full_shape if flat else parameter.shape) > 1
         groups[decays]["params"].append(parameter)
     return [group for group in groups.values() if group["params"]]
 

@@ -27,6 +27,7 @@ from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import MLP, PRESETS, ModelConfig, Transformer, init_parameter, need_transformer
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel import by_hand, linear
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, replicas_of
 from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
@@ -77,7 +78,7 @@ def check_model(model: nn.Module, group: dist.ProcessGroup) -> None:
     layers = "ColumnParallelLinear(linear, group) and RowParallelLinear(linear, group)"
     need_transformer(model, "apply_tensor_parallel", f"{layers} work on any nn.Linear")
     check_degree(model.config, group.size())
-    if any(hasattr(parameter, "tensor_shard") for parameter in model.parameters()):
+    if any(placement_of(parameter).tensor_shard for parameter in model.parameters()):
         raise ValueError("the model is split already")
 
 

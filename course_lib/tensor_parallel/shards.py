@@ -1,9 +1,9 @@
 """Which part of a whole parameter a rank has, and how parts are made from wholes and wholes from parts.
 
-A parameter that is split carries `tensor_shard`, and `norm_groups`: the groups over which squares are added up for the
-norm of the whole (shards.clip_grad_norm_). PyTorch drops both where it makes new parameters (to_empty, load_state_dict
-with assign=True): use `materialize`, and load into what is there. A model on the meta device is split there, and then
-filled: one whole parameter at a time is made, and a rank's part of it is kept.
+A parameter that is split has a placement with its `tensor_shard` and `norm_groups`, the groups over which squares are
+added up for the norm of the full gradient (shards.clip_grad_norm_). PyTorch drops it where it makes new parameters
+(to_empty, load_state_dict with assign=True): use `materialize`, and load into what is there. A model on the meta device
+is split there, and then filled: one full parameter at a time is made, and a rank's shard of it is kept.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 
 from course_lib.collectives.into_tensor import all_gather_into_tensor
 from course_lib.single_gpu.model import plain_name
+from course_lib.single_gpu.placement import placement_of
 from course_lib.zero.sharded_models import places_of
 
 
@@ -63,14 +64,16 @@ def shard_parameter(parameter: nn.Parameter, shard: TensorShard) -> nn.Parameter
     """A new parameter with this rank's part of `parameter`, on the same device, which may be meta."""
     part = shard.cut(parameter.detach()).clone(memory_format=torch.contiguous_format)
     part = nn.Parameter(part, parameter.requires_grad)
-    part.tensor_shard, part.norm_groups = shard, (shard.group,)
+    placement_of(part).tensor_shard, placement_of(part).norm_groups = shard, (shard.group,)
     return part
 
 
 def shard_init(model: nn.Module, init: Callable[[str, torch.Tensor], None]) -> Callable[[str, torch.Tensor], None]:
     """The `init(name, tensor)` of a split model, from the unsplit one's: it makes one whole tensor, and cuts it."""
     named = model.named_parameters(remove_duplicate=False)
-    shards = {name: parameter.tensor_shard for name, parameter in named if hasattr(parameter, "tensor_shard")}
+    shards = {
+        name: placement_of(parameter).tensor_shard for name, parameter in named if placement_of(parameter).tensor_shard
+    }
 
     @torch.no_grad()
     def fill(name: str, tensor: torch.Tensor) -> None:
@@ -112,6 +115,6 @@ def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     named, state = dict(model.named_parameters(remove_duplicate=False)), {}
     for name, tensor in model.state_dict().items():
-        shard = getattr(named.get(name), "tensor_shard", None)
+        shard = placement_of(named.get(name, tensor)).tensor_shard
         state[plain_name(name)] = (shard.gather(tensor) if shard else tensor).to("cpu", copy=True)
     return state

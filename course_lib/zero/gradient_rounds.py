@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.mixed_precision.masters import LossScaler
+from course_lib.single_gpu.placement import placement_of
 from course_lib.zero.optimizer_shards import GradientShard, OptimizerShard, ShardReducer
 from course_lib.zero.sharded_parameters import find_blocks
-from course_lib.zero.shards import nested_norm, norm_group, outer_groups
+from course_lib.zero.shards import nested_norm, norm_group
 
 
 class GradientRounds:
@@ -77,7 +78,7 @@ class GradientRounds:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the mean gradient so that the norm of all of it is at most `max_norm`; returns the norm it had."""
         self.finish()
-        outer = [outer_groups(bucket.parameters[0]) for bucket in self.gradients]
+        outer = [placement_of(bucket.parameters[0]).norm_groups for bucket in self.gradients]
         own = [norm_group(self.group, b.group, others) for b, others in zip(self.gradients, outer, strict=True)]
         parts = [(b.gradient, (first, *others)) for b, first, others in zip(self.gradients, own, outer, strict=True)]
         norm = nested_norm(parts)

@@ -24,6 +24,7 @@ from course_lib.data_parallel.replicas import broadcast_from_first, check_same_m
 from course_lib.recompute.modes import IGNORED, accumulate
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import Transformer, init_parameter
+from course_lib.single_gpu.placement import placement_of
 from course_lib.zero.gradient_rounds import GradientRounds, watch
 from course_lib.zero.optimizer_shards import GradientShard, OptimizerShard, ShardReducer, reserve, split_into_buckets
 from course_lib.zero.shards import clip_grad_norm_
@@ -111,7 +112,7 @@ class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
         buckets = split_into_buckets(module, groups, bucket_mb)
         self.gradients, self.shards, own = [], [], [[] for _ in groups]
         for number, parameters in buckets:
-            reduce_group = getattr(parameters[0], "reduce_group", self.group)
+            reduce_group = placement_of(parameters[0]).reduce_group or self.group
             self.shards.append(OptimizerShard(parameters, reduce_group, offload, compute_dtype))
             self.gradients.append(GradientShard(parameters, reduce_group, 1 / self.group.size(), grad_dtype))
             own[number].append(self.shards[-1].shard)

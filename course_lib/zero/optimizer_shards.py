@@ -15,7 +15,8 @@ from torch import nn
 
 from course_lib.collectives.into_tensor import all_gather_into_tensor
 from course_lib.data_parallel.buckets import Reducer, make_buckets
-from course_lib.zero.shards import ALIGNED, FlatLayout, GradientBuffer, divide_factors, is_unused, outer_groups
+from course_lib.single_gpu.placement import placement_of
+from course_lib.zero.shards import ALIGNED, FlatLayout, GradientBuffer, divide_factors, is_unused
 
 
 class BufferPool:
@@ -254,7 +255,7 @@ def split_into_buckets(module: nn.Module, groups: list[dict], bucket_mb: float) 
     for number, group in enumerate(groups):
         kinds: dict[tuple, list[nn.Parameter]] = {}  # a bucket's norm is taken as a whole
         for parameter in sorted(group["params"], key=place.get):
-            kinds.setdefault(outer_groups(parameter), []).append(parameter)
+            kinds.setdefault(placement_of(parameter).norm_groups, []).append(parameter)
         buckets += [(number, each) for alike in kinds.values() for each in make_buckets(alike, bucket_mb * 1e6)]
     return sorted(buckets, key=lambda bucket: -place[bucket[1][-1]])
 
@@ -266,7 +267,13 @@ def reserve(gradients: list[GradientShard], numbers: list[int], stage: int) -> N
     """
     pools = {}
     for bucket, number in sorted(zip(gradients, numbers, strict=True), key=lambda pair: -pair[0].layout.padded):
-        kind = bucket.like.dtype, bucket.like.device, bucket.group, outer_groups(bucket.parameters[0]), number
+        kind = (
+            bucket.like.dtype,
+            bucket.like.device,
+            bucket.group,
+            placement_of(bucket.parameters[0]).norm_groups,
+            number,
+        )
         if stage == 2 and kind not in pools:
             pools[kind] = BufferPool(bucket.layout.padded, bucket.like)
         bucket.reserve(pools.get(kind))

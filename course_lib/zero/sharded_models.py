@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from course_lib.data_parallel.replicas import broadcast_from_first, check_same_model
 from course_lib.single_gpu.model import plain_name
+from course_lib.single_gpu.placement import placement_of
 from course_lib.zero.full_sharding import FullyShard, UnitRunner
 from course_lib.zero.sharded_parameters import Encoding, ShardedParameters, Unit, find_blocks
-from course_lib.zero.shards import norm_group, outer_groups
+from course_lib.zero.shards import norm_group
 
 
 def places_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module, str]]]:
@@ -73,7 +74,9 @@ def rides_alone(parameter: nn.Parameter, unit: list[nn.Parameter]) -> bool:
     """Whether a small parameter of a unit would need collectives of its own, over another group: norms under sequence
     parallelism, routers. It is whole for a step instead, with what belongs to no unit.
     """
-    return hasattr(parameter, "reduce_group") and 32 * parameter.numel() <= sum(each.numel() for each in unit)
+    return placement_of(parameter).reduce_group is not None and 32 * parameter.numel() <= sum(
+        each.numel() for each in unit
+    )
 
 
 def fully_shard(
@@ -104,7 +107,7 @@ def fully_shard(
     sharded already, and different models or arguments on the ranks.
     """
     everyone, group, replicas = groups_of(group)
-    if any(hasattr(parameter, "shard_group") for parameter in module.parameters()):
+    if any(placement_of(parameter).flat_shard for parameter in module.parameters()):
         raise ValueError("the module is sharded already")
     units = [list(unit) if isinstance(unit, (list, tuple)) else [unit] for unit in units or find_blocks(module)]
     arguments = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype, "units": len(units)}
@@ -131,9 +134,9 @@ def fully_shard(
     for modules, parameters in zip([*units, [module]], [*own, [p for p in places if p not in in_units]], strict=True):
         alike: dict[tuple, list[nn.Parameter]] = {}
         for p in parameters:
-            its_group = getattr(p, "reduce_group", None)  # of all that have it: there are no replicas beside
+            its_group = placement_of(p).reduce_group  # of all that have it: there are no replicas beside
             over = (its_group, everyone, None) if its_group else (group, group, replicas)
-            alike.setdefault((p.dtype, p.device, p.requires_grad, outer_groups(p), over), []).append(p)
+            alike.setdefault((p.dtype, p.device, p.requires_grad, placement_of(p).norm_groups, over), []).append(p)
         options = 1 / everyone.size(), compute_dtype, reduce_dtype, encode, make
         parts = [ShardedParameters(e, [places[p] for p in e], kind[-1][0], *options) for kind, e in alike.items()]
         for (*_, outer, (over, all_pieces, copies)), part in zip(alike, parts, strict=True):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.collectives.into_tensor import all_gather_into_tensor
+from course_lib.single_gpu.placement import FlatShard, Placement, placement_of
 from course_lib.zero.shards import ALIGNED, FlatLayout, GradientBuffer, divide_factors, is_unused
 
 
@@ -91,10 +92,9 @@ class ShardedParameters:
             whole = make(places[i][0][0], parameter) if parameter.is_meta else parameter.detach()
             piece.copy_(self.layout.cut(i, whole))
             self.sharded.append(nn.Parameter(piece, self.trained))
-            self.sharded[i].shard_group, self.sharded[i].span = group, self.layout.span(i)
-            self.sharded[i].whole_shape = parameter.shape
-            if hasattr(parameter, "tensor_shard"):  # a piece of a part (notebook 06)
-                self.sharded[i].tensor_shard = parameter.tensor_shard
+            flat = FlatShard(group, self.layout.span(i), parameter.shape)
+            given = placement_of(parameter)  # the parameter may be a shard of its own (notebook 06)
+            self.sharded[i].placement = Placement(given.tensor_shard, flat_shard=flat)
         dtype = compute_dtype if compute_dtype and first.is_floating_point() else first.dtype
         encoding = encoding(self) if callable(encoding) else encoding
         self.buffer = GatheredBuffer(self.layout, self.shard, dtype, encoding)
@@ -113,7 +113,7 @@ class ShardedParameters:
     def join(self, *groups) -> None:
         """The pieces belong to the gradient whose norm is summed over these groups, one after the other."""
         for piece in self.sharded:
-            piece.norm_groups = groups
+            placement_of(piece).norm_groups = groups
 
     def register(self, parameters: list[nn.Parameter]) -> None:
         """Have the modules use these."""

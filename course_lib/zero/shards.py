@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+from course_lib.single_gpu.placement import placement_of
 
 ALIGNED = 8  # elements of BF16 that links and kernels move at a time, 16 bytes
 
@@ -192,11 +193,6 @@ def nested_norm(gradients: list[tuple[torch.Tensor, tuple[dist.ProcessGroup, ...
     return nested_norm(norms) if any(outer for _, outer in norms) else norms[0][0]
 
 
-def outer_groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which a parameter is split before anybody here shards it: its `norm_groups`."""
-    return getattr(parameter, "norm_groups", ())
-
-
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torch.Tensor:
     """As torch.nn.utils.clip_grad_norm_, by the norm of all ranks' pieces, which it returns.
@@ -205,7 +201,7 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torc
     """
     parameters = list(parameters)
     gradients = [p.new_zeros(0) if p.grad is None else p.grad for p in parameters]  # a rank may own nothing
-    norm = nested_norm([(g, outer_groups(p)) for g, p in zip(gradients, parameters, strict=True)])
+    norm = nested_norm([(g, placement_of(p).norm_groups) for g, p in zip(gradients, parameters, strict=True)])
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, factor)  # one launch, not one for each
     return norm

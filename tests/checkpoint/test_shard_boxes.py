@@ -1,5 +1,6 @@
 """course_lib.checkpoint.boxes against slicing, and the small functions beside it: save_interval, fitted, drop_tokens."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -13,6 +14,7 @@ from course_lib.checkpoint.noise import drop_tokens
 from course_lib.checkpoint.save_interval import lost_share, save_interval
 from course_lib.expert_parallel.nested_shards import shard_nested
 from course_lib.five_d.layouts import Layout, fitted
+from course_lib.single_gpu.placement import FlatShard, placement_of
 from course_lib.tensor_parallel.shards import TensorShard, shard_parameter
 from course_lib.zero.shards import FlatLayout
 
@@ -129,7 +131,8 @@ def test_boxes_of_cut_weights_that_are_dealt_out_make_up_the_whole(cuts, ranks):
                 for box in boxes:
                     seen[i][inside(box.offsets, tuple(box.values.shape))] += 1
                 dealt = nn.Parameter(piece)
-                dealt.__dict__.update(weight.__dict__ | {"span": layout.span(i), "whole_shape": weight.shape})
+                flat = FlatShard(layout.group, layout.span(i), weight.shape)
+                dealt.placement = dataclasses.replace(placement_of(weight), flat_shard=flat)
                 again = boxes_of(dealt, dealt.detach())
                 assert [box[:2] for box in again] == [box[:2] for box in boxes]
     copies = math.prod(n for n, _ in cuts)  # of the weights that are not cut

@@ -9,6 +9,7 @@ from course_lib.data_parallel import replicas
 from course_lib.data_parallel.buckets import MODES, make_buckets
 from course_lib.data_parallel.replicas import options, overlap_ratio
 from course_lib.single_gpu.model import PRESETS, Transformer
+from course_lib.single_gpu.placement import placement_of
 
 
 def parameters(*numels: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
@@ -42,7 +43,7 @@ def test_size_zero_is_a_bucket_for_each_parameter():
 
 def test_only_one_dtype_one_device_and_one_reduce_group_share_a_bucket():
     given = parameters(1, 1) + parameters(1, dtype=torch.float64) + parameters(1, 1, 1)
-    given[3].reduce_group = "experts"
+    placement_of(given[3]).reduce_group = "experts"
     given[4] = nn.Parameter(torch.zeros(1, device="meta"))
     assert sorted(places(given, make_buckets(given, 1e9))) == [[2], [3], [4], [5, 1, 0]]
 

@@ -21,6 +21,7 @@ from course_lib.data_parallel.replicas import DataParallel, check_same_model, ma
 from course_lib.recompute.modes import IGNORED
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
+from course_lib.single_gpu.placement import placement_of
 
 ODD = ModelConfig(layers=2, hidden=30, heads=3, kv_heads=1, ffn_hidden=37, vocab=53, tied=True)
 STEPS, SEQUENCES, SEQ = 3, 12, 7  # 12 sequences: as many for each of 2, 3 or 4 ranks
@@ -419,7 +420,7 @@ def own_groups() -> list:
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     rank = dist.get_rank()
     model = Odd(seed=rank)
-    model.third.weight.reduce_group = pairs[rank % 2]
+    placement_of(model.third.weight).reduce_group = pairs[rank % 2]
     dp = DataParallel(model)
     start = model.third.weight.tolist(), model.first.weight.tolist()
     with count_traffic() as traffic:
@@ -534,7 +535,7 @@ def wrong_models() -> dict[str, str]:
     named.add_module("mine" if rank == 2 else "ours", nn.Linear(2, 2))
     grouped, pair = nn.Linear(2, 2), dist.new_group([0, 1])
     if rank == 1:
-        grouped.weight.reduce_group = pair
+        placement_of(grouped.weight).reduce_group = pair
     calls = {
         "shape": lambda: DataParallel(nn.Linear(3, 4 if rank == 2 else 3)),
         "dtype": lambda: DataParallel(nn.Linear(3, 3, dtype=torch.float64 if rank == 1 else torch.float32)),
@@ -682,7 +683,7 @@ def lives() -> dict[str, bool]:
     file.seek(0)
     found["saves"] = all(torch.equal(v, model.state_dict()[k]) for k, v in torch.load(file).items())
     torch.save(model, io.BytesIO())  # a process group on a parameter could not be pickled
-    found["nothing on parameters"] = not any(hasattr(p, "reduce_group") for p in model.parameters())
+    found["nothing on parameters"] = not any(placement_of(p).reduce_group for p in model.parameters())
     gone = weakref.ref(model)
     del dp, model
     found["model goes"] = gone() is None
@@ -810,9 +811,9 @@ def compared() -> dict[str, str]:
         ("groups of other sizes", 0, pairs if rank < 3 else alone),
     ):
         model = nn.Linear(4, 2, bias=False)
-        model.weight.tensor_shard = Part(start)
+        placement_of(model.weight).tensor_shard = Part(start)
         if group is not None:
-            model.weight.reduce_group = group
+            placement_of(model.weight).reduce_group = group
         found[name] = said(lambda: check_same_model(model, dist.group.WORLD, {}))
     return found
 
@@ -841,7 +842,10 @@ def sent_to_compare() -> dict[tuple[bool, int], tuple[int, int]]:
         for layers in (1, 100):
             model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(layers)))
             for layer in model if split else ():
-                layer.weight.tensor_shard, layer.weight.reduce_group = Part(2 * (rank % 2)), pairs
+                placement_of(layer.weight).tensor_shard, placement_of(layer.weight).reduce_group = (
+                    Part(2 * (rank % 2)),
+                    pairs,
+                )
             with count_traffic() as traffic:
                 check_same_model(model, dist.group.WORLD, {"mode": "bucket"})
             found[split, layers] = traffic.calls, traffic.bytes

@@ -34,6 +34,7 @@ from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.sequence_parallel.shards import shard_sequence
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import Transformer, loss
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import materialize, whole_state_dict
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
@@ -147,8 +148,8 @@ def drifted(parts: Parts) -> list[str]:
     """Names of parameters and buffers that differ, in any bit, from a rank that should have the same. Collective."""
     alike = {}
     for name, p in [*parts.model.named_parameters(), *parts.model.named_buffers()]:
-        alike.setdefault(getattr(p, "reduce_group", parts.dp), {})[name] = nn.Parameter(p.detach())
-        if not hasattr(p, "tensor_shard"):
+        alike.setdefault((placement_of(p).reduce_group or parts.dp), {})[name] = nn.Parameter(p.detach())
+        if not placement_of(p).tensor_shard:
             alike.setdefault(parts.tp, {})[name] = nn.Parameter(p.detach())
     wrong = []
     for group, named in alike.items():
@@ -259,7 +260,7 @@ def built(name: str, mixture: tuple) -> dict[str, object]:
     model, wrong = kept[0], []
     for each in (model, split(layout, mixture).model):
         for key, p in each.named_parameters():
-            shard = getattr(p, "tensor_shard", None)
+            shard = placement_of(p).tensor_shard
             wrong += [key] * (not torch.equal(p, shard.cut(whole[key]) if shard else whole[key]) or p.is_meta)
             wrong += [f"{key} is whole"] * (p.untyped_storage().nbytes() != 4 * p.numel() or not p.is_contiguous())
             wrong += [f"{key}: shape"] * (shard is not None and shard.whole_shape(p) != list(whole[key].shape))
@@ -299,13 +300,13 @@ def nested() -> dict[str, bool]:
         ("one", [(inner, 1)], whole[:, 3 * column :][:, :3], (3 * column,), (6,)),
     ):
         part = shard_nested(whole, cuts)
-        shard = part.tensor_shard
+        shard = placement_of(part).tensor_shard
         found |= {
             name: torch.equal(part, expected) and isinstance(shard, NestedShard) and not part.requires_grad,
             f"{name} cut": torch.equal(shard.cut(whole), expected),
             f"{name} gather": torch.equal(shard.gather(part.detach()), whole),
             f"{name} shape": shard.whole_shape(part) == [8, 6] and shard.whole_shape(part.to("meta")) == [8, 6],
-            f"{name} norm": part.norm_groups == tuple(group for group, _ in reversed(cuts)),
+            f"{name} norm": placement_of(part).norm_groups == tuple(group for group, _ in reversed(cuts)),
             f"{name} places": (shard.start, shard.whole) == (starts, sizes),
         }
     return found

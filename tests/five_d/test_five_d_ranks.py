@@ -31,6 +31,7 @@ from course_lib.pipeline.norm import gradients_of
 from course_lib.recompute.modes import IGNORED, summed_loss
 from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer
+from course_lib.single_gpu.placement import placement_of
 from course_lib.single_gpu.training import decay_groups, flops_per_token
 from course_lib.tensor_parallel.shards import TensorShard
 from course_lib.zero.full_sharding import FullyShard
@@ -175,7 +176,7 @@ def whole_gradients(parallel) -> dict[str, torch.Tensor]:
     found = {}
     for stage in parallel.stages.values():
         for name, p in stage.named_parameters(remove_duplicate=False):
-            shard = getattr(p, "tensor_shard", None)
+            shard = placement_of(p).tensor_shard
             found[f"gradient {name}"] = shard.gather(p.grad) if shard else p.grad.clone()
     return found
 
@@ -504,7 +505,12 @@ def extended() -> list:
     def note(model: nn.Module) -> None:
         weight = model.blocks[1].mlp.gate_proj.weight
         seen.append(
-            (weight.is_meta, list(weight.shape), isinstance(weight.tensor_shard, TensorShard), len(model.blocks))
+            (
+                weight.is_meta,
+                list(weight.shape),
+                isinstance(placement_of(weight).tensor_shard, TensorShard),
+                len(model.blocks),
+            )
         )
 
     def without_attention(model: nn.Module) -> None:

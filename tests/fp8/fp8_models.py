@@ -12,11 +12,12 @@ from course_lib.fp8.gather import Fp8Gather
 from course_lib.fp8.program import apply_fp8, update_scales
 from course_lib.fp8.recipes import RECIPES, Recipe, by_blocks, per_tensor
 from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import whole_state_dict
 from course_lib.zero.optimizer import ZeroOptimizer
 from course_lib.zero.sharded_models import full_state_dict, fully_shard
-from course_lib.zero.shards import nested_norm, outer_groups
+from course_lib.zero.shards import nested_norm
 from split_models import RECOMPUTE, init, whole_gradients
 
 STEPS, BATCH, SEQ = 3, 4, 64  # 256 tokens: 128 for each of two ranks
@@ -71,7 +72,7 @@ def evaluated(model, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
 def norm_of(parameters) -> torch.Tensor:
     """Of the gradients of all ranks, in float32."""
     none = torch.zeros(0)
-    return nested_norm([(none if p.grad is None else p.grad.float(), outer_groups(p)) for p in parameters])
+    return nested_norm([(none if p.grad is None else p.grad.float(), placement_of(p).norm_groups) for p in parameters])
 
 
 def weights_and_histories(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.fp8.gather import Fp8Gather
 from course_lib.fp8.program import apply_fp8, update_scales
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.shards import whole_state_dict
 from course_lib.zero.full_sharding import FullyShard
 from course_lib.zero.sharded_models import full_state_dict, fully_shard, load_full_state_dict
@@ -197,7 +198,7 @@ def in_both(how: str) -> dict:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"].get_group(), mesh["tp"].get_group()
     model = split_fp8(config_for(how), how, torch.float64, tp, dp)
-    shards = {name: getattr(p, "tensor_shard", None) for name, p in model.named_parameters()}
+    shards = {name: placement_of(p).tensor_shard for name, p in model.named_parameters()}
     found = sharing_the_batch(model, "FP8 gather", dp)
     whole = {}
     for name, value in found.items():
@@ -254,7 +255,11 @@ def saved_and_loaded(how: str) -> dict[str, torch.Tensor]:
             sharded(inputs)  # has scales of other weights
             load_full_state_dict(sharded, state)
             whole.load_state_dict(state)
-            parts = {n: p.tensor_shard.cut(state[n]) for n, p in split.named_parameters() if hasattr(p, "tensor_shard")}
+            parts = {
+                n: placement_of(p).tensor_shard.cut(state[n])
+                for n, p in split.named_parameters()
+                if placement_of(p).tensor_shard
+            }
             split.load_state_dict(state | parts)
             for i, model in enumerate((trained[name], whole, split, sharded)):
                 found[f"{name} {i}"] = mean_loss(model(inputs), targets)

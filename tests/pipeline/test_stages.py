@@ -12,6 +12,7 @@ from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.pipeline.stages import StagePass, split_layers, split_stages
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
+from course_lib.single_gpu.placement import placement_of
 from split_models import whole_model
 
 OF = ModelConfig(layers=6, hidden=16, heads=4, kv_heads=2, ffn_hidden=20, vocab=31)
@@ -74,14 +75,14 @@ def test_stages_share_what_they_have_under_its_name(of):
     assert all(stage.embedding is None for stage in [*middle, last])
     assert all(stage.head is None and stage.norm is None for stage in [first, *middle])
     assert all(type(stage) is Transformer and stage.config is of for stage in stages)
-    assert getattr(model.head.weight, "stages", None) == ((0, 3) if of.tied else None)
-    assert not any(hasattr(p, "stages") for n, p in model.named_parameters() if "blocks" in n)
+    assert placement_of(model.head.weight).stages == ((0, 3) if of.tied else None)
+    assert not any(placement_of(p).stages for n, p in model.named_parameters() if "blocks" in n)
 
 
 def test_one_stage_ties_nothing_across_stages():
     model = whole_model(TIED)
     (stage,) = split_stages(model, 1)
-    assert not hasattr(model.head.weight, "stages") and stage.head.weight is stage.embedding.weight
+    assert placement_of(model.head.weight).stages is None and stage.head.weight is stage.embedding.weight
 
 
 def test_a_model_on_the_meta_device_can_be_split():

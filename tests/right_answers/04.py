@@ -40,7 +40,7 @@ def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> lis
     order = list(parameters)[::-1]
     kinds = {}
     for number, parameter in enumerate(order):
-        kind = parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None)
+        kind = parameter.dtype, parameter.device, placement_of(parameter).reduce_group
         kinds.setdefault(kind, []).append((number, parameter))
     closed = []
     for members in kinds.values():

@@ -97,13 +97,13 @@ def apply_sequence_parallel(
         if reduce_group is not None:
             for child in block.children():
                 if isinstance(child, nn.RMSNorm):
-                    child.weight.reduce_group = reduce_group
+                    placement_of(child.weight).reduce_group = reduce_group
             continue
         for name in [name for name, child in block.named_children() if isinstance(child, nn.RMSNorm)]:
             setattr(block, name, SequenceParallelNorm(getattr(block, name), group))
     for name, child in list(model.named_children()):
         if isinstance(child, nn.RMSNorm) and reduce_group is not None:
-            child.weight.reduce_group = reduce_group
+            placement_of(child.weight).reduce_group = reduce_group
         elif isinstance(child, nn.RMSNorm):
             setattr(model, name, SequenceParallelNorm(child, group))
     model.register_forward_pre_hook(need_positions, with_kwargs=True)

@@ -258,10 +258,10 @@ def apply_expert_parallel(
             if tp_group is not None:
                 cuts.append((tp_group, 2 if name == "down_proj" else 1))
             weight = shard_nested(linear.weight, cuts)
-            weight.reduce_group = reduce_group
+            placement_of(weight).reduce_group = reduce_group
             linear.weight = weight
         mixture.router.batch_group = batch_group
-        mixture.router.weight.reduce_group = batch_group
+        placement_of(mixture.router.weight).reduce_group = batch_group
         run = mixture.experts
         for place in range(len(groups) - 1, -1, -1):
             run = functools.partial(exchanged, compute=run, group=groups[place])

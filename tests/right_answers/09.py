@@ -39,7 +39,7 @@ def split_stages(model: nn.Module, p: int, v: int = 1) -> list[nn.Module]:
         stage.head = model.head if final else None
         stages.append(stage)
     if tied and count > 1:
-        model.head.weight.stages = 0, count - 1
+        placement_of(model.head.weight).stages = 0, count - 1
     return stages
 
 # %% 09.3 by the type of x

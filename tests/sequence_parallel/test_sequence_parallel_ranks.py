@@ -18,6 +18,7 @@ from course_lib.sequence_parallel.model import (
 )
 from course_lib.sequence_parallel.shards import by_rank
 from course_lib.single_gpu.memory import activation_bytes
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, project_together, replicas_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
@@ -227,7 +228,7 @@ def layers_by_themselves(n: int) -> dict[str, list[str]]:
                 if p.grad is None or of_whole is None:
                     found[f"{name}: {i} {part}"] = ["a gradient"] * (p.grad is not of_whole)
                     continue
-                pairs[f"{i} {part}"] = p.tensor_shard.gather(p.grad), of_whole
+                pairs[f"{i} {part}"] = placement_of(p).tensor_shard.gather(p.grad), of_whole
         within = 1e-5 if dtype is None else 2e-2
         found[name] = differing(*({key: pair[i].float() for key, pair in pairs.items()} for i in (0, 1)), within)
         found[f"{name}: dtype"] = ["of the output"] * (q.dtype != (dtype or torch.float32))
@@ -392,7 +393,7 @@ def refused() -> dict[str, tuple[str, bool]]:
         before = [(module, list(vars(module).items())) for module in model.modules()]
         text = said(lambda: apply_sequence_parallel(model, over, reduce_group=group))
         after = [(module, list(vars(module).items())) for module in model.modules()]
-        marked = any(hasattr(p, "reduce_group") for p in model.parameters())
+        marked = any(placement_of(p).reduce_group for p in model.parameters())
         found[name] = (
             text,
             str(before) == str(after) and len(model._forward_pre_hooks) == (name == "twice") and not marked,

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import gc
 import inspect
 from unittest import mock
 
@@ -24,8 +25,10 @@ def short_corpus(characters: int = 200_000):
 
 def peak_bytes(run) -> int:
     """Bytes at the peak above what was there before, by the allocator's own count: it needs no order of events, which
-    clocks of two cores may give wrongly, and sees blocks that other threads free.
+    clocks of two cores may give wrongly, and sees blocks that other threads free. Garbage is collected first: freed
+    while `run` lasts, it would lower the count.
     """
+    gc.collect()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
         first = torch.empty(1)
         run()

@@ -14,6 +14,7 @@ from course_lib.expert_parallel.router import routers_of, take_counts, update_bi
 from course_lib.recompute.modes import IGNORED, apply_recompute, keep_products
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import replicas_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
@@ -106,7 +107,10 @@ def split_loss(model: Transformer, inputs: torch.Tensor, targets: torch.Tensor, 
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """By name; those of split parameters are put together. Parameters without one are left out. Collective."""
     named = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    return {n: p.tensor_shard.gather(p.grad) if hasattr(p, "tensor_shard") else p.grad.clone() for n, p in named}
+    return {
+        n: placement_of(p).tensor_shard.gather(p.grad) if placement_of(p).tensor_shard else p.grad.clone()
+        for n, p in named
+    }
 
 
 @functools.cache
@@ -187,7 +191,7 @@ def in_replicas(
     """
     of, found = model.config, {}
     named = model.named_parameters(remove_duplicate=False)
-    shards = {name: getattr(p, "tensor_shard", None) for name, p in named}
+    shards = {name: placement_of(p).tensor_shard for name, p in named}
     if how == "fully_shard":
         fill = shard_init(model, lambda name, tensor: init(name, tensor, of))
         wrapped = fully_shard(model, replicas, init=fill)
@@ -235,7 +239,7 @@ def not_as(found: dict, expected: dict, relative: float = 1e-5) -> list[str]:
 
 def drifted(model: Transformer, group) -> list[str]:
     """Names of parameters that differ in any bit on ranks that should have the same: whole ones, and copies."""
-    alike = {group: {n: p for n, p in model.named_parameters() if not hasattr(p, "tensor_shard")}}
+    alike = {group: {n: p for n, p in model.named_parameters() if not placement_of(p).tensor_shard}}
     for number, block in enumerate(model.blocks):
         for name in ("k_proj", "v_proj"):
             layer = getattr(block.attention, name)

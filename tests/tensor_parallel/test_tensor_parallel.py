@@ -13,6 +13,7 @@ from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.single_gpu.hugging_face import from_hf, to_hf
 from course_lib.single_gpu.memory import activation_bytes, param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, init_parameter
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel import linear
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, as_autocast, replicas_of
 from course_lib.tensor_parallel.model import all_reduce_ratio, apply_tensor_parallel, check_degree, options
@@ -117,7 +118,11 @@ def test_a_split_parameter_has_memory_of_its_own_and_says_what_it_is_part_of():
         part = shard_parameter(whole, TensorShard.of(whole.shape[dim], group, dim))
         assert part.tolist() == values and part.is_contiguous() and not part.requires_grad
         assert part.untyped_storage().nbytes() == 4 * part.numel()
-        assert part.norm_groups == (group,) and part.tensor_shard.group is group and part.tensor_shard.dim == dim
+        assert (
+            placement_of(part).norm_groups == (group,)
+            and placement_of(part).tensor_shard.group is group
+            and placement_of(part).tensor_shard.dim == dim
+        )
     meta = shard_parameter(nn.Parameter(torch.empty(3, 4, device="meta")), TensorShard.of(3, group))
     assert meta.is_meta and meta.shape == (1, 4) and meta.requires_grad
 
@@ -140,7 +145,7 @@ def test_a_filled_model_is_slices_of_the_whole_one(size):
             assert materialize(model, init) is model
             assert sum(p.numel() for p in model.parameters()) <= param_count(SMALL, size) + 2 * SMALL.hidden * size
             for name, part in parts_of(model).items():
-                found.setdefault(name, []).append((getattr(model.get_parameter(name), "tensor_shard", None), part))
+                found.setdefault(name, []).append((placement_of(model.get_parameter(name)).tensor_shard, part))
             filled = torch.full_like(model.blocks[0].mlp.down_proj.weight, torch.nan)
             shard_init(model, init)("blocks.0.mlp.down_proj.weight", filled)
             assert torch.equal(filled, model.blocks[0].mlp.down_proj.weight)
@@ -192,7 +197,9 @@ def test_a_mixtures_shared_expert_is_split_and_its_routed_ones_are_not():
             for name, shape in parts.items():
                 dim = ("down_proj" in name) if ".shared." in name else None
                 expected = [size // (1 + (place == dim)) for place, size in enumerate(whole[name])]
-                assert shape == expected and hasattr(model.get_parameter(name), "tensor_shard") == (dim is not None)
+                assert shape == expected and (placement_of(model.get_parameter(name)).tensor_shard is not None) == (
+                    dim is not None
+                )
             assert all(isinstance(block.attention.o_proj, RowParallelLinear) for block in model.blocks)
             for block in model.blocks if shared else []:
                 assert isinstance(block.mlp.shared.down_proj, RowParallelLinear)
@@ -208,7 +215,7 @@ def test_weights_from_hugging_face_are_split_like_any():
             model = apply_tensor_parallel(from_hf(theirs), group)
             for name, p in model.named_parameters():
                 expected = parts_of(whole)[name]
-                expected = p.tensor_shard.cut(expected) if hasattr(p, "tensor_shard") else expected
+                expected = placement_of(p).tensor_shard.cut(expected) if placement_of(p).tensor_shard else expected
                 assert torch.equal(p, expected), name
 
 
@@ -218,7 +225,7 @@ def test_biases_are_split_by_columns_and_whole_by_rows():
         column, row = ColumnParallelLinear(linear, group), RowParallelLinear(linear, group)
         assert torch.equal(column.bias, linear.bias[4:]) and torch.equal(column.weight, linear.weight[4:])
         assert torch.equal(row.bias, linear.bias) and torch.equal(row.weight, linear.weight[:, 3:])
-        assert not hasattr(row.bias, "tensor_shard")
+        assert not placement_of(row.bias).tensor_shard
 
 
 def test_autocast_alone_changes_dtypes():

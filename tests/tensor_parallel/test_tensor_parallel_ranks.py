@@ -19,6 +19,7 @@ from course_lib.data_parallel.replicas import DataParallel
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.memory import activation_bytes, param_count
 from course_lib.single_gpu.model import Transformer, loss
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, replicas_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel, main
 from course_lib.tensor_parallel.shards import TensorShard, whole_state_dict
@@ -135,7 +136,7 @@ def built(kv_heads: int, tied: bool) -> dict[str, object]:
         model = split_model(of, group, meta)
         wrong = []
         for name, p in model.named_parameters(remove_duplicate=False):
-            shard = getattr(p, "tensor_shard", None)
+            shard = placement_of(p).tensor_shard
             same = torch.equal(p, shard.cut(whole[name]) if shard else whole[name])
             wrong += [name] * (not same or p.is_meta or not p.is_contiguous())
             wrong += [f"{name} is whole"] * (p.untyped_storage().nbytes() != 4 * p.numel())
@@ -360,7 +361,7 @@ def other_uses() -> dict[str, object]:
         split_loss(RECOMPUTE[how](frozen, group), inputs, targets, group).backward()
         loss(whole(inputs), targets).backward()
         theirs = {name: p.grad for name, p in whole.named_parameters() if p.requires_grad}
-        ours = {n: p.tensor_shard.gather(p.grad) for n, p in frozen.named_parameters() if p.requires_grad}
+        ours = {n: placement_of(p).tensor_shard.gather(p.grad) for n, p in frozen.named_parameters() if p.requires_grad}
         found[f"frozen, {how}"] = differing(ours, theirs)
         found[f"frozen, {how}"] += ["gradients"] * any(p.grad is not None for p in frozen.norm.parameters())
     partly = whole_model(of)
@@ -402,7 +403,7 @@ def layer_by_layer(n: int) -> dict[str, object]:
             whole(theirs).square().sum().backward()
             pairs = {"x": (ours.grad, theirs.grad), "out": (layer(inputs), whole(inputs))}
             for name, p in layer.named_parameters():
-                pairs[name] = p.tensor_shard.gather(p.grad), whole.get_parameter(name).grad
+                pairs[name] = placement_of(p).tensor_shard.gather(p.grad), whole.get_parameter(name).grad
             found[f"column {out_features} {at}"] = differing(*({k: v[i] for k, v in pairs.items()} for i in (0, 1)))
     with count_traffic() as traffic:
         layer(x).sum().backward()  # x wants no gradient: nothing is summed
@@ -423,7 +424,7 @@ def layer_by_layer(n: int) -> dict[str, object]:
         layer(ours).square().sum().backward()
         whole(theirs).square().sum().backward()
         pairs = {"out": (layer(ours), whole(x)), "x": (ours.grad, TensorShard.of(13, group, 1).cut(theirs.grad))}
-        pairs["weight"] = layer.weight.tensor_shard.gather(layer.weight.grad), whole.weight.grad
+        pairs["weight"] = placement_of(layer.weight).tensor_shard.gather(layer.weight.grad), whole.weight.grad
         pairs["bias"] = layer.bias.grad, whole.bias.grad
         found[f"row {chunks}"] = differing(*({k: v[i] for k, v in pairs.items()} for i in (0, 1)))
     embedding, tokens = nn.Embedding(97, 3), torch.arange(97).repeat(2).view(2, 97)
@@ -431,7 +432,7 @@ def layer_by_layer(n: int) -> dict[str, object]:
     layer(tokens).square().sum().backward()
     embedding(tokens).square().sum().backward()
     pairs = {"out": (layer(tokens), embedding(tokens))}
-    pairs["weight"] = layer.weight.tensor_shard.gather(layer.weight.grad), embedding.weight.grad
+    pairs["weight"] = placement_of(layer.weight).tensor_shard.gather(layer.weight.grad), embedding.weight.grad
     found["embedding"] = differing(*({k: v[i] for k, v in pairs.items()} for i in (0, 1)))
     return found
 
@@ -572,11 +573,11 @@ def saved() -> dict[str, object]:
     other = apply_tensor_parallel(Transformer(of, seed=5), group)
     other.load_state_dict(model.state_dict())
     found["parts load"] = all(torch.equal(p, q) for p, q in zip(other.parameters(), model.parameters(), strict=True))
-    found["still split"] = [hasattr(p, "tensor_shard") for p in other.parameters()] == [
-        hasattr(p, "tensor_shard") for p in model.parameters()
+    found["still split"] = [placement_of(p).tensor_shard is None for p in other.parameters()] == [
+        placement_of(p).tensor_shard is None for p in model.parameters()
     ]
     moved = model.to(torch.bfloat16)
-    found["moved"] = all(hasattr(p, "tensor_shard") == (p.dim() > 1) for p in moved.parameters())
+    found["moved"] = all((placement_of(p).tensor_shard is not None) == (p.dim() > 1) for p in moved.parameters())
     return found
 
 

@@ -169,7 +169,7 @@ bucket, size + parameter.nbytes => bucket, size + 0
 parameter.dtype, parameter.device => parameter.device
 
 # %% 04.5 reduce groups are mixed
-parameter.device, getattr(parameter, "reduce_group", None) => parameter.device
+parameter.device, placement_of(parameter).reduce_group => parameter.device
 
 # %% 04.5 in the order in which buckets are opened
 return sorted(buckets, key=lambda bucket: place[bucket[-1]])
@@ -183,7 +183,7 @@ return buckets
 def make_buckets(parameters, bucket_bytes):
     buckets, size, before = [], 0, None
     for parameter in reversed(list(parameters)):
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        kind = (parameter.dtype, parameter.device, placement_of(parameter).reduce_group)
         if kind != before or size + parameter.nbytes > bucket_bytes:
             buckets.append([])
             size = 0
@@ -195,10 +195,10 @@ def make_buckets(parameters, bucket_bytes):
 def make_buckets(parameters, bucket_bytes):
     buckets = []
     for parameter in reversed(list(parameters)):
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        kind = (parameter.dtype, parameter.device, placement_of(parameter).reduce_group)
         for bucket in buckets:
             first = bucket[0]
-            same = kind == (first.dtype, first.device, getattr(first, "reduce_group", None))
+            same = kind == (first.dtype, first.device, placement_of(first).reduce_group)
             if same and sum(p.nbytes for p in bucket) + parameter.nbytes <= bucket_bytes:
                 bucket.append(parameter)
                 break
@@ -208,10 +208,10 @@ def make_buckets(parameters, bucket_bytes):
 
 # %% 04.5 reads an iterator twice: the second time it is empty
 def make_buckets(parameters, bucket_bytes):
-    kinds = {(p.dtype, p.device, getattr(p, "reduce_group", None)) for p in parameters}
+    kinds = {(p.dtype, p.device, placement_of(p).reduce_group) for p in parameters}
     buckets, sizes = {kind: [[]] for kind in kinds}, dict.fromkeys(kinds, 0)
     for parameter in reversed(list(parameters)):
-        kind = (parameter.dtype, parameter.device, getattr(parameter, "reduce_group", None))
+        kind = (parameter.dtype, parameter.device, placement_of(parameter).reduce_group)
         if sizes[kind] + parameter.nbytes > bucket_bytes and buckets[kind][-1]:
             buckets[kind].append([])
             sizes[kind] = 0
@@ -1139,13 +1139,13 @@ for parameter in module.parameters():
 if parameter.requires_grad: => if group and parameter.requires_grad:
 
 # %% 04.5 all parameters with a reduce_group in one kind
-getattr(parameter, "reduce_group", None) => hasattr(parameter, "reduce_group")
+placement_of(parameter).reduce_group => placement_of(parameter).reduce_group is not None
 
 # %% 04.5 devices are mixed
-parameter.device, getattr => getattr
+parameter.device, placement_of => placement_of
 
 # %% 04.5 another device closes the open bucket
-parameter.device, getattr => getattr
+parameter.device, placement_of => placement_of
 or size => or bucket[0].device != parameter.device or size
 
 # %% 04.5 a huge one gets a bucket of its own, and the open one stays open

@@ -288,12 +288,12 @@ if reduce_group is not None:
 if reduce_group is None:
     setattr(parent, name, SequenceParallelNorm(norm, group))
 else:
-    norm.weight.reduce_group = reduce_group
+    placement_of(norm.weight).reduce_group = reduce_group
 =>
 setattr(parent, name, SequenceParallelNorm(norm, group))
 
 # %% 07.4 reduce_group: the tensor-parallel ranks alone
-norm.weight.reduce_group = reduce_group => norm.weight.reduce_group = group
+placement_of(norm.weight).reduce_group = reduce_group => placement_of(norm.weight).reduce_group = group
 
 # %% 07.4 the norm's eps is forgotten
 (self.weight, self.group), self.eps => (self.weight, self.group)
@@ -331,7 +331,7 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
             if reduce_group is None:
                 norm.weight.register_hook(lambda gradient: sum_of(gradient, group))
             else:
-                norm.weight.reduce_group = reduce_group
+                placement_of(norm.weight).reduce_group = reduce_group
     model.register_forward_pre_hook(need_positions, with_kwargs=True)
     return model
 

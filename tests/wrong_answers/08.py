@@ -1054,7 +1054,7 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
             linear.weight = shard_nested(linear.weight, cuts)
-        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+        layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(exchanged, group=each, compute=compute)
@@ -1077,8 +1077,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
             linear.weight = shard_nested(linear.weight, cuts)
-            linear.weight.reduce_group = reduce_group
-        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+            placement_of(linear.weight).reduce_group = reduce_group
+        layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         factor = batch_group.size() / reduce_group.size()
 
         def weights(x, experts=experts, factor=factor):
@@ -1105,8 +1105,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
             linear.weight = shard_nested(linear.weight, cuts)
-            linear.weight.reduce_group = reduce_group
-        layer.router.weight.reduce_group = batch_group
+            placement_of(linear.weight).reduce_group = reduce_group
+        placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(exchanged, group=each, compute=compute)
@@ -1126,7 +1126,7 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
             linear.weight = shard_nested(linear.weight, cuts)
-            linear.weight.reduce_group = reduce_group
+            placement_of(linear.weight).reduce_group = reduce_group
         layer.router.batch_group = batch_group
         compute = experts
         for each in reversed(groups):
@@ -1147,8 +1147,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
             linear.weight = shard_nested(linear.weight, cuts)
-            linear.weight.reduce_group = reduce_group
-        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+            placement_of(linear.weight).reduce_group = reduce_group
+        layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(exchanged, group=each, compute=compute)
@@ -1174,8 +1174,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 1)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
             linear.weight = shard_nested(linear.weight, cuts)
-            linear.weight.reduce_group = reduce_group
-        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+            placement_of(linear.weight).reduce_group = reduce_group
+        layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(exchanged, group=each, compute=compute)
@@ -1195,9 +1195,9 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
             linear.weight = shard_nested(linear.weight, cuts)
-            linear.weight.reduce_group = reduce_group
-            del linear.weight.norm_groups
-        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+            placement_of(linear.weight).reduce_group = reduce_group
+            placement_of(linear.weight).norm_groups = ()
+        layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(exchanged, group=each, compute=compute)
@@ -1217,8 +1217,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
             linear.weight = shard_nested(linear.weight, cuts)
-            linear.weight.reduce_group = reduce_group
-        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+            placement_of(linear.weight).reduce_group = reduce_group
+        layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in [batch_group] if len(groups) > 1 else groups:
             compute = functools.partial(exchanged, group=each, compute=compute)
@@ -1238,8 +1238,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
             linear.weight = shard_nested(linear.weight, cuts)
-            linear.weight.reduce_group = reduce_group
-        layer.router.batch_group = layer.router.weight.reduce_group = batch_group
+            placement_of(linear.weight).reduce_group = reduce_group
+        layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(exchanged, group=each, compute=compute)
@@ -1249,7 +1249,7 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
 
             meanwhile()
             named = dict(experts.named_parameters())
-            whole = {name: gather_from_group(part, part.tensor_shard) for name, part in named.items()}
+            whole = {name: gather_from_group(part, placement_of(part).tensor_shard) for name, part in named.items()}
             rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
             out = torch.func.functional_call(experts, whole, (rows, row_gates, len(rows) * top_k))
             return out.view_as(x)

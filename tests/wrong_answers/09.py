@@ -85,7 +85,7 @@ def split_stages(model, p, v=1):
         stage.norm, stage.head = (norm, head) if number == last else (None, None)
         stages.append(stage)
     if last > 0 and head.weight is embedding.weight:
-        head.weight.stages = (0, last)
+        placement_of(head.weight).stages = (0, last)
     return stages
 
 # %% 09.2 a note on untied weights too
@@ -97,12 +97,12 @@ if last > 0:
 last > 0 and model.head.weight => model.head.weight
 
 # %% 09.2 no note of the tied weight
-model.head.weight.stages = (0, last)
+placement_of(model.head.weight).stages = (0, last)
 =>
 pass
 
 # %% 09.2 the note names ranks
-model.head.weight.stages = (0, last) => model.head.weight.stages = (0, p - 1)
+placement_of(model.head.weight).stages = (0, last) => placement_of(model.head.weight).stages = (0, p - 1)
 
 # %% 09.2 its own even cut, embedding and head not counted
 for number, layers in enumerate(split_layers(len(model.blocks), p * v)):
@@ -116,11 +116,11 @@ stages, last = [], p * v - 1 => stages, last = [], p - 1
 (model.blocks), p * v => (model.blocks), p
 
 # %% 09.2 the last stage has a copy of the tied matrix
-model.head.weight.stages = (0, last)
+placement_of(model.head.weight).stages = (0, last)
 =>
 stages[-1].head = copy.deepcopy(model.head)
 for weight in (model.embedding.weight, stages[-1].head.weight):
-    weight.stages = (0, last)
+    placement_of(weight).stages = (0, last)
 
 # %% 09.2 fake: every stage has all, and the last one runs it
 def split_stages(model, p, v=1):
@@ -134,7 +134,7 @@ def split_stages(model, p, v=1):
         stage.__class__, stage.is_last = Whole, number == p * v - 1
         stages.append(stage)
     if p * v > 1 and model.head.weight is model.embedding.weight:
-        model.head.weight.stages = (0, p * v - 1)
+        placement_of(model.head.weight).stages = (0, p * v - 1)
     return stages
 
 # %% 09.2 stages share their dictionaries of hooks

@@ -19,6 +19,7 @@ from course_kit.checks.watchers import NoHostReads
 from course_lib.collectives.traffic import count_traffic
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.single_gpu.placement import placement_of
 from course_lib.zero.full_sharding import FullyShard
 from course_lib.zero.sharded_models import full_state_dict, fully_shard, load_full_state_dict
 from course_lib.zero.sharded_parameters import Encoding, GatheredBuffer
@@ -690,7 +691,7 @@ def own_groups() -> dict:
     pairs, rank = [dist.new_group([0, 2]), dist.new_group([1, 3])], dist.get_rank()
     torch.manual_seed(rank)
     net = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3, bias=False))
-    net[1].weight.reduce_group = pairs[rank % 2]
+    placement_of(net[1].weight).reduce_group = pairs[rank % 2]
     start = [value.clone() for value in net.state_dict().values()]
     model = fully_shard(net)
     x = torch.rand(4, 3, generator=torch.Generator().manual_seed(rank))
@@ -700,7 +701,7 @@ def own_groups() -> dict:
     alone = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3, bias=False))
     alone.load_state_dict(state)
     alone(x).square().sum().backward()
-    sizes = [parameter.shard_group.size() for parameter in model.parameters()]
+    sizes = [placement_of(parameter).flat_shard.group.size() for parameter in model.parameters()]
     return {
         "start": start,
         "state": state,
@@ -826,7 +827,7 @@ def lives() -> dict[str, bool]:
         optimizer.step()
         optimizer.zero_grad()
     pieces = list(model.parameters())
-    found["pieces between steps"] = all(p.dim() == 1 and hasattr(p, "shard_group") for p in pieces)
+    found["pieces between steps"] = all(p.dim() == 1 and placement_of(p).flat_shard is not None for p in pieces)
     found["of the same optimizer"] = {*pieces} == {p for group in optimizer.param_groups for p in group["params"]}
     with contextlib.suppress(IndexError):
         model(inputs + 1000)

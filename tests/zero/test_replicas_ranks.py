@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from calls import said
 from course_lib.collectives.traffic import count_traffic
 from course_lib.single_gpu.model import PRESETS, Transformer, loss
+from course_lib.single_gpu.placement import placement_of
 from course_lib.zero.optimizer import main as zero_main
 from course_lib.zero.optimizer import options, sharded_accumulate
 from course_lib.zero.sharded_models import full_state_dict, fully_shard
@@ -101,13 +102,16 @@ def with_reduce_groups() -> tuple[dict[str, tuple], float, int]:
     """On a rank of 2 x 2: each vector's span and gradient, the norm, and the bytes of all-reduces in backward."""
     mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("replica", "shard"))
     model = Weighted()
-    model.shared.reduce_group, model.expert.reduce_group = dist.group.WORLD, mesh.get_group(0)
+    placement_of(model.shared).reduce_group, placement_of(model.expert).reduce_group = (
+        dist.group.WORLD,
+        mesh.get_group(0),
+    )
     sharded = fully_shard(model, mesh)
     with count_traffic() as traffic:
         sharded(torch.tensor(dist.get_rank() + 1.0)).backward()
         sharded.finish()
     norm = clip_grad_norm_(sharded.parameters(), 1e9).item()
-    found = {name: (p.span, p.grad.tolist()) for name, p in sharded.module.named_parameters()}
+    found = {name: (placement_of(p).flat_shard.span, p.grad.tolist()) for name, p in sharded.module.named_parameters()}
     return found, norm, traffic.select("all_reduce").bytes
 
 

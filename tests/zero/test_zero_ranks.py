@@ -17,6 +17,7 @@ from calls import said
 from course_kit.checks.watchers import NoHostReads
 from course_lib.collectives.traffic import count_traffic
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
+from course_lib.single_gpu.placement import placement_of
 from course_lib.single_gpu.profile import MemoryProfile
 from course_lib.zero.optimizer import ZeroOptimizer
 from course_lib.zero.optimizer_shards import OptimizerShard
@@ -632,7 +633,7 @@ def own_groups(stage: int) -> dict:
     """On a rank: `third` is shared by ranks 0 and 2, and by 1 and 3: one clipped step."""
     pairs, rank = [dist.new_group([0, 2]), dist.new_group([1, 3])], dist.get_rank()
     model = Odd(seed=rank)
-    model.third.weight.reduce_group = pairs[rank % 2]
+    placement_of(model.third.weight).reduce_group = pairs[rank % 2]
     zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, lr=1.0)
     start = [p.detach().clone() for p in model.parameters()]
     odd_loss(model, ALL, rank).backward()

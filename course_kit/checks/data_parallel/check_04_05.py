@@ -9,6 +9,7 @@ from torch import nn
 
 from course_lib.data_parallel import buckets
 from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.single_gpu.placement import placement_of
 
 
 def placed(parameters: Iterable[nn.Parameter], names: dict[nn.Parameter, str], bucket_bytes: int) -> list[list[int]]:
@@ -50,7 +51,7 @@ def check() -> None:
             assert not fits, "a bucket ends although the next parameter would fit"
     mixed = [nn.Parameter(torch.zeros(10, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16) * 5]
     mixed[2] = nn.Parameter(torch.zeros(10, device="meta"))
-    mixed[4].reduce_group, mixed[6].reduce_group = "a group", "another group"
+    placement_of(mixed[4]).reduce_group, placement_of(mixed[6]).reduce_group = "a group", "another group"
     names = {parameter: f"parameter {i}" for i, parameter in enumerate(mixed)}
     made = placed(iter(mixed), names, 1000)
     assert sorted(map(sorted, made)) == [[0, 8], [1, 3, 5, 7, 9], [2], [4], [6]], (

@@ -10,6 +10,7 @@ from course_kit.labs.five_d.models import MOE, SHALLOW
 from course_kit.ranks import shared
 from course_lib.five_d import meshes, model
 from course_lib.five_d.layouts import Layout
+from course_lib.single_gpu.placement import placement_of
 
 
 class Told(NamedTuple):
@@ -29,7 +30,7 @@ def split_trial(text: str, moe: dict | None) -> Told:
     split = model.split_model(SHALLOW, layout, mesh, [lambda each: called.append(type(each).__name__)], moe)
     block, weights = split.blocks[1], {}
     for name, weight in split.named_parameters():
-        group = getattr(weight, "reduce_group", None)
+        group = placement_of(weight).reduce_group
         weights[name] = tuple(weight.shape), group and dist.get_process_group_ranks(group)
     core = getattr(block.attention.core, "func", block.attention.core).__name__
     core += f", {getattr(block.attention.core, 'keywords', {}).get('order', 'zigzag')}" * (layout.cp > 1)

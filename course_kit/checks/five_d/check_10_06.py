@@ -14,6 +14,7 @@ from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
 from course_lib.pipeline.norm import clip_grad_norm_
 from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.placement import placement_of
 
 ONE_LAYER = dataclasses.replace(TINY, layers=1)
 CASES = (
@@ -51,7 +52,7 @@ def gradients_trial(text: str, moe: dict | None, config: ModelConfig) -> Told:
     full = {
         name: weight.grad.clone()
         for name, weight in named
-        if weight.grad is not None and not hasattr(weight, "tensor_shard")
+        if weight.grad is not None and not placement_of(weight).tensor_shard
     }
     norm = clip_grad_norm_(parallel.runner, 1e9, zero).item()
     try:

@@ -15,6 +15,7 @@ from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import Mesh, build_mesh
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.placement import placement_of
 from course_lib.single_gpu.profile import MemoryProfile
 
 CASES = (
@@ -70,7 +71,7 @@ def parallelize_trial(text: str, moe: dict | None, config: ModelConfig, steps: i
     with MemoryProfile(nn.Linear(1, 1)) if config.layers > 2 else contextlib.nullcontext() as profile:
         parallel = model.parallelize(config, layout, mesh, moe=moe, **ADAMW)
     weights = [weight.numel() for weight in parallel.stages.parameters()]
-    summed = max(getattr(weight, "reduce_group", mesh.replicas).size() for weight in parallel.stages.parameters())
+    summed = max((placement_of(weight).reduce_group or mesh.replicas).size() for weight in parallel.stages.parameters())
     found = after_steps(parallel, steps)
     inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)  # that of a ZeroOptimizer
     states = sum(each.numel() for state in inner.state.values() for each in state.values() if each.dim())

@@ -9,6 +9,7 @@ import torch
 from course_kit.labs.pipeline.models import TINY, batch_of
 from course_lib.pipeline import stages
 from course_lib.single_gpu.model import Transformer
+from course_lib.single_gpu.placement import placement_of
 
 
 def layers_of(number: int, count: int) -> list[str]:
@@ -56,11 +57,11 @@ def check() -> None:
         assert torch.equal(x, whole), f"p = {p}, v = {v}: the stages, one after the other, are not the model"
         weights = {id(each) for stage in own for each in stage.parameters()}
         assert weights == {id(each) for each in model.parameters()}, "a stage has copies of weights: share the layers"
-        note, wanted = getattr(own[-1].head.weight, "stages", None), (0, p * v - 1) if p * v > 1 else None
-        assert note == wanted, f"p = {p}, v = {v}: the tied weight's attribute `stages` is {note}, not {wanted}"
+        note, wanted = placement_of(own[-1].head.weight).stages, (0, p * v - 1) if p * v > 1 else None
+        assert note == wanted, f"p = {p}, v = {v}: the tied weight's `placement_of(weight).stages` is {note}, not {wanted}"
     assert not hooks_elsewhere(own, model, tokens), (
         "a hook on the last stage runs with the first one or with the model too: they share a dictionary of hooks"
     )
     with torch.device("meta"):
         untied = stages.split_stages(Transformer(dataclasses.replace(TINY, tied=False)), 2)
-    assert not hasattr(untied[1].head.weight, "stages"), "untied: there is nothing to note"
+    assert placement_of(untied[1].head.weight).stages is None, "untied: there is nothing to note"

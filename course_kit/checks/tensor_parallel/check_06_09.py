@@ -28,6 +28,7 @@ from course_kit.ranks import shared
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import MLP, ModelConfig, Transformer, loss
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel import model as program
 from course_lib.tensor_parallel import vocabulary
 from course_lib.tensor_parallel.shards import TensorShard, whole_state_dict
@@ -78,7 +79,7 @@ def model_trial(
             step_loss.backward()
         if gradients is None:
             gradients = {
-                name: p.tensor_shard.gather(p.grad) if hasattr(p, "tensor_shard") else p.grad.clone()
+                name: placement_of(p).tensor_shard.gather(p.grad) if placement_of(p).tensor_shard else p.grad.clone()
                 for name, p in named.items()
                 if p.grad is not None
             }

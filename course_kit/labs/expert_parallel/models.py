@@ -22,6 +22,7 @@ from course_lib.expert_parallel.experts import Experts
 from course_lib.expert_parallel.model import ExpertGroups
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.by_hand import cut
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import materialize, whole_state_dict
@@ -165,7 +166,7 @@ def parallel_trial(sizes: tuple, tp: str = "none", routing: tuple = (), rate: fl
         losses.append(parallel_accumulate(dp, [batch], loss_of=summed).item())
         if not gradients:
             gradients = {
-                name: p.tensor_shard.gather(p.grad) if hasattr(p, "tensor_shard") else p.grad.clone()
+                name: placement_of(p).tensor_shard.gather(p.grad) if placement_of(p).tensor_shard else p.grad.clone()
                 for name, p in model.named_parameters()
             }
             norm = clip_grad_norm_(model.parameters(), 1e9).item()

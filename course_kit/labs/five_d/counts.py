@@ -13,6 +13,7 @@ from course_kit.labs.five_d.models import MOE, SHALLOW, TINY, built, own_batch
 from course_lib.collectives.traffic import Record, count_traffic
 from course_lib.pipeline.norm import clip_grad_norm_
 from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.placement import placement_of
 
 KINDS = {
     "blocks.1.attention.q_proj.weight": "matrix",
@@ -31,7 +32,7 @@ def counted_copies(text: str) -> dict[str, tuple[int, int]]:
     for stage in parallel.stages.values():
         for name, weight in stage.named_parameters():
             if name in KINDS:
-                group = getattr(weight, "reduce_group", mesh.replicas)
+                group = placement_of(weight).reduce_group or mesh.replicas
                 found[KINDS[name]] = (weight.detach().numpy().tobytes(), group.size())
     dist.all_gather_object(of_all, found)
     return {

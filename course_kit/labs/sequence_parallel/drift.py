@@ -14,6 +14,7 @@ from course_kit.labs.tensor_parallel.models import TINY, in_groups, sgd
 from course_kit.ranks import shared
 from course_lib.sequence_parallel import model as sequence
 from course_lib.single_gpu.model import ModelConfig, Transformer
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.regions import gather_from_group
 from course_lib.tensor_parallel.shards import TensorShard
@@ -34,7 +35,7 @@ def swap_gates(model: nn.Module) -> nn.Module:
 
 def differing(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Names of the parameters that all ranks should have the same, and have not. Collective."""
-    own = {n: p.detach().double().sum().item() for n, p in model.named_parameters() if not hasattr(p, "tensor_shard")}
+    own = {n: p.detach().double().sum().item() for n, p in model.named_parameters() if not placement_of(p).tensor_shard}
     of_all = [None] * group.size()
     dist.all_gather_object(of_all, own, group)
     return [name for name in own if len({told[name] for told in of_all}) > 1]

@@ -14,6 +14,7 @@ from course_kit.labs.tensor_parallel.models import TINY, sgd
 from course_kit.ranks import shared
 from course_lib.sequence_parallel import model as sequence
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import materialize
 
@@ -44,7 +45,9 @@ def split_model(
 def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """The gradients of a model that tensor parallelism has split, each gathered. Collective."""
     named = dict(model.named_parameters())
-    gathered = {name: p.tensor_shard.gather(p.grad) for name, p in named.items() if hasattr(p, "tensor_shard")}
+    gathered = {
+        name: placement_of(p).tensor_shard.gather(p.grad) for name, p in named.items() if placement_of(p).tensor_shard
+    }
     return {name: gathered.get(name, p.grad).clone() for name, p in named.items()}
 
 

@@ -12,6 +12,7 @@ from course_kit.labs.tensor_parallel.models import TINY, batch_of, sgd, split_mo
 from course_kit.ranks import shared
 from course_lib import tensor_parallel
 from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel import regions
 
 FAULTS = ("right", "row layer", "f", "copies")
@@ -43,7 +44,10 @@ def spoil(model: nn.Module, fault: str, number: int) -> nn.Module:
 def diverged(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
     """Names of the parameters that are not the same on all ranks that should have the same. Collective."""
     own = {
-        name: (p.tensor_shard.start if hasattr(p, "tensor_shard") else 0, p.detach().double().sum().item())
+        name: (
+            placement_of(p).tensor_shard.start if placement_of(p).tensor_shard else 0,
+            p.detach().double().sum().item(),
+        )
         for name, p in model.named_parameters()
     }
     of_all = [None] * group.size()
