@@ -43,9 +43,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from course_kit.ranks import Ranks
-from course_lib.checkpoint.boxes import Box, own_share, state_boxes, weight_boxes
 from course_lib.checkpoint.checkpoints import Checkpoints, load, save
-from course_lib.checkpoint.host_copies import at_rest
+from course_lib.checkpoint.chunks import Chunk, own_share, state_chunks, weight_chunks
+from course_lib.checkpoint.staging import synchronize_for_save
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import ParallelModel, parallelize
@@ -58,9 +58,9 @@ ELSEWHERE = {"dp2,zero1": "tp2", "dp2,tp2,zero1": "dp2,pp2", "dp4,zero3": "dp2,t
 ONE_GPU = {"dp1,zero1": "dp1"}
 
 
-def all_boxes(parallel: ParallelModel) -> dict[str, list[Box]]:
+def all_boxes(parallel: ParallelModel) -> dict[str, list[Chunk]]:
     """This rank's boxes of weights and states: views of the model's memory."""
-    return weight_boxes(parallel) | state_boxes(parallel, at_rest(parallel).state)
+    return weight_chunks(parallel) | state_chunks(parallel, synchronize_for_save(parallel).state)
 
 
 def part_of(offsets: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
@@ -72,7 +72,7 @@ def gathered(parallel: ParallelModel, group: dist.ProcessGroup) -> dict[str, tor
     """All weights and states whole, on rank 0's host; nothing on the others. Collective."""
     share, wholes = own_share(all_boxes(parallel), group), {}
     own = [
-        (name, box.offsets, box.whole, tuple(box.values.shape), box.values.dtype)
+        (name, box.offsets, box.full_shape, tuple(box.values.shape), box.values.dtype)
         for name, each in share.items()
         for box in each
     ]
@@ -228,7 +228,7 @@ def compare(words: str, others: str, preset: str, folder: str, repetitions: int)
 
     def step() -> None:
         parallel.step(*tokens)
-        at_rest(parallel)
+        synchronize_for_save(parallel)
         if on_gpu:
             torch.accelerator.synchronize()
 

@@ -8,7 +8,7 @@ MixtralSparseMoeBlock of transformers with the same weights, by its grouped prod
 skewed: a token's logits at random, or with SKEW more for the first eighth of the experts. "error": the largest
 difference of the outputs over the largest output.
 
-Dispatch: what all ranks' experts make of each rank's tokens, forward and backward, by `exchanged` (all-to-all), against
+Dispatch: what all ranks' experts make of each rank's tokens, forward and backward, by `dispatch_and_combine` (all-to-all), against
 an all-gather of tokens and gates before the experts and a reduce-scatter behind them, both with grouped experts; k = 8
 of 32 with a token on at most M of 4 nodes too. "error": as above. "mib_sent": what a rank sends, counted.
 
@@ -27,7 +27,7 @@ from torch import nn
 
 from course_kit.ranks import Ranks
 from course_lib.collectives.traffic import count_traffic
-from course_lib.expert_parallel.exchange import exchanged
+from course_lib.expert_parallel.exchange import dispatch_and_combine
 from course_lib.expert_parallel.experts import Experts, batched_experts, grouped_experts, loop_experts
 from course_lib.expert_parallel.router import Router
 from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_sequence
@@ -190,7 +190,7 @@ def by_gathering(x: torch.Tensor, gates: torch.Tensor, compute, group) -> torch.
     """All ranks' tokens come to each rank; its experts' sums go back as parts. x: [t, h]; gates: [t, E]."""
     mine = gather_sequence(gates[None], group)[0].chunk(group.size(), 1)[group.rank()]  # [n t, E/n]
     rows = gather_sequence(x[None], group)[0]
-    choices = int((mine != 0).sum())  # a read on the host, as `exchanged` has one
+    choices = int((mine != 0).sum())  # a read on the host, as `dispatch_and_combine` has one
     return reduce_scatter_sequence(compute(rows, mine, choices)[None], group)[0]
 
 
@@ -221,7 +221,7 @@ def compare_dispatch(pairs: int, tokens: int, hidden: int, width: int) -> dict[s
                 gates = self.router(x)
                 if self.way == "gathering":
                     return by_gathering(x, gates, self.own, group)
-                return exchanged(x, gates, None, group, self.own)
+                return dispatch_and_combine(x, gates, None, group, self.own)
 
         for way in ("dispatch", "gathering"):
             layers[way] = Dispatch(way)

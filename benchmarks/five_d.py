@@ -36,7 +36,7 @@ from course_kit.labs.five_d.rivals import tensor_plan
 from course_kit.ranks import Ranks
 from course_lib.checkpoint.program import build_mesh, parallelize
 from course_lib.five_d.layouts import Layout
-from course_lib.five_d.model import whole_weights
+from course_lib.five_d.model import full_weights
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.single_gpu.training import decay_groups
@@ -145,7 +145,7 @@ def with_micro_batches(text: str, batch: int) -> Layout:
     return dataclasses.replace(layout, micro_batch=batch // layout.dp // M)
 
 
-def own_batch(layout: Layout, mesh, config: ModelConfig, batch: int, seq: int) -> torch.Tensor:
+def local_batch(layout: Layout, mesh, config: ModelConfig, batch: int, seq: int) -> torch.Tensor:
     """Inputs and targets of this rank's dp place: [2, batch / dp, seq]."""
     both = torch.randint(config.vocab, (2, batch, seq), generator=torch.Generator().manual_seed(0))
     return both.chunk(layout.dp, 1)[mesh.dp.rank()].to(own_device())
@@ -166,7 +166,7 @@ def finished(run, losses: list):
 def ours(layout: Layout, config: ModelConfig, batch: int, seq: int):
     """A step of ours; what its steps have returned; the model."""
     mesh, losses = build_mesh(layout), []
-    inputs, targets = own_batch(layout, mesh, config, batch, seq)
+    inputs, targets = local_batch(layout, mesh, config, batch, seq)
     dtype = torch.float32 if own_device().type == "cpu" else torch.bfloat16
     with own_device():
         parallel = parallelize(config, layout, mesh, dtype=dtype, **ADAMW)
@@ -201,7 +201,7 @@ def check_same(own: tuple, rival: tuple) -> float:
         theirs = their_loss.full_tensor() if isinstance(their_loss, DTensor) else their_loss
         parts = [each for each in of_all(None if theirs is None else theirs.item()) if each is not None]
         gaps += [abs(our_loss.item() / statistics.mean(parts) - 1), abs((our_norm / their_norm).item() - 1)]
-    whole = whole_weights(parallel)
+    whole = full_weights(parallel)
     for name, weight in built[0].named_parameters():
         weight = (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach()
         gaps.append(((whole[name] - weight).abs().max() / weight.abs().max()).item())
@@ -216,7 +216,7 @@ def compare(text: str, once: bool, config: ModelConfig, batch: int, seq: int, pa
     warnings.filterwarnings("ignore")
     layout = with_micro_batches(text, batch)
     own = ours(layout, config, batch, seq)
-    inputs, targets = own_batch(layout, own[2].mesh, config, batch, seq)
+    inputs, targets = local_batch(layout, own[2].mesh, config, batch, seq)
 
     def theirs(prefetch: bool) -> tuple:
         with own_device():

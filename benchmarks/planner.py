@@ -73,7 +73,7 @@ def slow_mode(runs: list[MeasuredRun], predicted: Predicted) -> np.ndarray:
 def figures(runs: list[MeasuredRun], predicted: Predicted) -> dict[str, float]:
     """Errors, the share of favourites that failed, and the mean regret of all."""
     losses = list(loss_of_picks(runs, predicted).values())
-    picks = {"failed favourites": statistics.mean(loss == 1 for loss in losses), "regret": statistics.mean(losses)}
+    picks = {"failed favorites": statistics.mean(loss == 1 for loss in losses), "regret": statistics.mean(losses)}
     return accuracy(runs, predicted) | picks | {"regret, median": statistics.median(losses)}
 
 
@@ -133,12 +133,12 @@ def regret_by_size(split: dict[tuple[str, int], RegretSplit]) -> dict[str, dict[
 
 
 def regret_by_risk(runs: list[MeasuredRun], predicted: Predicted) -> dict[str, dict[str, float]]:
-    """Return the mean regret of all cells and the share of failed favourites, for each of RISKS as the limit."""
+    """Return the mean regret of all cells and the share of failed favorites, for each of RISKS as the limit."""
     found = {}
     for risk in RISKS:
         losses = list(loss_of_picks(runs, predicted, risk).values())
         failed = statistics.mean(loss == 1 for loss in losses)
-        found[f"{risk:.0%}"] = {"regret": statistics.mean(losses), "failed favourites": failed}
+        found[f"{risk:.0%}"] = {"regret": statistics.mean(losses), "failed favorites": failed}
     return found
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-GOALS = {"tokens/s": 0.05, "peak memory": 0.04, "ok or out of memory": 0.95, "failed favourites": 0.05, "regret": 0.06}
+GOALS = {"tokens/s": 0.05, "peak memory": 0.04, "ok or out of memory": 0.95, "failed favorites": 0.05, "regret": 0.06}
 REGRET_PARTS = ("regret", "other_model", "unexplained", "caution", "scatter", "avoidable")
 
 
@@ -78,9 +78,9 @@ def show_regret(found: dict) -> None:
     table(["mean regret, by part", *REGRET_PARTS], shares)
     print(f"equal runs scatter by {percent(found['equal runs scatter by'])} (standard deviation of the logarithm)")
     limits = [
-        [risk, percent(of["regret"]), percent(of["failed favourites"])] for risk, of in found["limits on risk"].items()
+        [risk, percent(of["regret"]), percent(of["failed favorites"])] for risk, of in found["limits on risk"].items()
     ]
-    table(["limit on risk", "mean regret", "failed favourites"], limits)
+    table(["limit on risk", "mean regret", "failed favorites"], limits)
 
 
 def show(found: dict) -> None:

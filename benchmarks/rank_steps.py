@@ -13,7 +13,7 @@ import torch.distributed as dist
 from course_lib.checkpoint.program import parallelize
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
-from course_lib.five_d.model import whole_weights
+from course_lib.five_d.model import full_weights
 from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.model import ModelConfig
 
@@ -56,7 +56,7 @@ def on_rank(rank: int, words: str, device_type: str, folder: str) -> None:
     batches = TokenBatches(tokens, 4 // layout.dp, 16, mesh.dp.rank(), layout.dp)
     with mock.patch.object(dist, "batch_isend_irecv", through_the_cpu(dist.batch_isend_irecv)):
         losses = [parallel.step(*(part.to(device_type) for part in next(batches)))[0].item() for _ in range(3)]
-    weights = {name: value.detach().cpu() for name, value in whole_weights(parallel).items()}
+    weights = {name: value.detach().cpu() for name, value in full_weights(parallel).items()}
     torch.save((losses, weights), f"{folder}/{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

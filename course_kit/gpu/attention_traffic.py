@@ -78,12 +78,12 @@ def least_traffic(shape: AttentionShape) -> int:
     return 2 * shape.query_bytes + 2 * shape.key_bytes + shape.lse_bytes
 
 
-def kept_by_standard(shape: AttentionShape) -> int:
+def saved_by_standard(shape: AttentionShape) -> int:
     """Bytes that backward needs: q, k, v and the probabilities."""
     scores = shape.batch * shape.heads * shape.queries * shape.keys * shape.element_bytes
     return shape.query_bytes + 2 * shape.key_bytes + scores
 
 
-def kept_by_flash(shape: AttentionShape) -> int:
+def saved_by_flash(shape: AttentionShape) -> int:
     """Bytes that backward needs: q, k, v, out and lse."""
     return 2 * shape.query_bytes + 2 * shape.key_bytes + shape.lse_bytes

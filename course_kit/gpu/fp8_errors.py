@@ -1,6 +1,6 @@
 """Where 8 bits hurt: the error of each product of each layer, and outliers to try them with.
 
-`operands_of` takes x, w and dy of every linear layer from one ordinary forward and backward; `product_errors` makes the
+`operands_of` takes x, w and dy of every linear layer from one ordinary forward and backward; `matmul_errors` makes the
 three products of each in 8 bits and compares. So an error is the layer's own: the errors of the layers before it are
 not in its operands.
 
@@ -20,7 +20,7 @@ from course_lib.mixed_precision.block_formats import relative_error
 from course_lib.single_gpu.model import loss
 
 OPERANDS = ("x", "w", "dy")
-PRODUCTS = ("y", "dx", "dw")
+MATMULS = ("y", "dx", "dw")
 
 
 def operands_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -59,11 +59,11 @@ def layer_errors(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, casts: Cast
     casters = (layer.casters.input, layer.casters.weight, layer.casters.gradient)
     kept = [dequantize(caster(each)) for caster, each in zip(casters, (x, w, dy), strict=True)]
     pairs = [*zip(kept, (x64, w64, dy64), strict=True), (y, x64 @ w64.t()), (dx, dy64 @ w64), (dw, dy64.t() @ x64)]
-    errors = {name: relative_error(a.double(), b) for name, (a, b) in zip(OPERANDS + PRODUCTS, pairs, strict=True)}
+    errors = {name: relative_error(a.double(), b) for name, (a, b) in zip(OPERANDS + MATMULS, pairs, strict=True)}
     return errors | {"dy lost": ((kept[2] == 0) & (dy != 0)).float().mean().item()}
 
 
-def product_errors(
+def matmul_errors(
     model: nn.Module, casts: Casts, inputs: torch.Tensor, targets: torch.Tensor
 ) -> dict[str, dict[str, float]]:
     """`layer_errors` of every linear layer of the blocks, by its name."""

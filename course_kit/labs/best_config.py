@@ -40,7 +40,7 @@ COLUMNS = {  # of the recorded validation: its names, and their heads in the tab
     "tokens/s": "tokens/s",
     "peak memory": "memory",
     "ok or out of memory": "fits right",
-    "failed favourites": "failed",
+    "failed favorites": "failed",
     "regret": "regret",
 }
 

@@ -138,14 +138,14 @@ def ring_states(n: int) -> list[State]:
     for step in range(1, 2 * n - 1):
         new = [[set(piece) for piece in row] for row in state]
         for rank in range(n):
-            piece = sent_piece(n, rank, step)
+            piece = sent_chunk(n, rank, step)
             new[(rank + 1) % n][piece] |= state[rank][piece]
         state = new
         states.append(state)
     return states
 
 
-def sent_piece(n: int, rank: int, step: int) -> int:
+def sent_chunk(n: int, rank: int, step: int) -> int:
     """Return the piece that a rank sends in a step, from 1: n - 1 steps of reduce-scatter, then those of all-gather."""
     return (rank - (step if step < n else step - n)) % n
 

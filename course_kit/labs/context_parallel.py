@@ -18,7 +18,7 @@ from course_kit.labs.sequence_parallel.timeline import Clock, Span
 from course_kit.labs.tensor_parallel.models import TINY, relative_error, sgd
 from course_lib.context_parallel import blocks
 from course_lib.context_parallel import model as context
-from course_lib.context_parallel.blocks import FUSED_BLOCK, AttentionBlock, in_tokens, nothing_seen
+from course_lib.context_parallel.blocks import FUSED_BLOCK, AttentionBlock, in_tokens, initial_out_lse
 from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
 from course_lib.sequence_parallel.model import gather_sequence
 from course_lib.sequence_parallel.shards import chunks_of, from_order, shard_sequence
@@ -36,7 +36,7 @@ def some_heads(
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def whole_attention(
+def full_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, ...]:
     """The output of PyTorch's attention, and the gradients of q, k and v; all [b, s, heads, d]."""
@@ -66,7 +66,7 @@ def work_time(order: str, seq: int = 4096, heads: int = 4, kv: int = 2, d: int =
             continue
         for _ in range(rounds):
             start = time.perf_counter()
-            (out, lse), sums = nothing_seen(q), [torch.zeros_like(x) for x in (q, k, v)]
+            (out, lse), sums = initial_out_lse(q), [torch.zeros_like(x) for x in (q, k, v)]
             plans = [
                 in_tokens(blocks.visible(own, chunks_of(source, n, order)), seq // n // len(own)) for source in range(n)
             ]
@@ -80,7 +80,7 @@ def work_time(order: str, seq: int = 4096, heads: int = 4, kv: int = 2, d: int =
     return 1e3 * min(taken)
 
 
-def kept_of_sequence(
+def saved_by_sequence_shard(
     group: dist.ProcessGroup,
     method: str = "ring",
     config: ModelConfig = PRESETS["small"],
@@ -172,7 +172,7 @@ def gathered_sdpa(
     return torch.cat(outs, 1)
 
 
-def duel(
+def compare_with_torch(
     group: dist.ProcessGroup, seq: int, order: str = "zigzag", heads: int = 8, kv: int = 4, d: int = 64, rounds: int = 4
 ) -> tuple[dict[str, np.ndarray], float]:
     """On a rank: seconds of forward and backward by method and round, and how far ours is from PyTorch's."""

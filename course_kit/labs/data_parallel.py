@@ -36,7 +36,7 @@ def sgd_step(module: nn.Module, lr: float = 0.1) -> None:
             parameter -= lr * parameter.grad
 
 
-def sent_a_step(preset: str) -> int:
+def sent_per_step(preset: str) -> int:
     """Return the bytes that this rank sends to average the gradients of a preset, one all-reduce for each."""
     model = Transformer(PRESETS[preset])
     for parameter in model.parameters():

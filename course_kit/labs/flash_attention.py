@@ -83,7 +83,7 @@ def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return ((found.double() - wanted).square().mean() / wanted.square().mean()).sqrt().item()
 
 
-def kept_bytes(way: Attention, *inputs: torch.Tensor) -> int:
+def saved_bytes(way: Attention, *inputs: torch.Tensor) -> int:
     """Return the bytes that autograd keeps for backward of way(*inputs), each storage once."""
     kept = {}
 

@@ -98,7 +98,7 @@ def bytes_moved(operator: Operator) -> tuple[float, float]:
     return moved.total / operator.inputs[0].nbytes, SECTOR_BYTES * sectors / operator.inputs[0].nbytes
 
 
-def kept_elements(operator: Operator) -> tuple[float, float]:
+def saved_elements(operator: Operator) -> tuple[float, float]:
     """Return the elements that autograd keeps for backward, in n, each storage once, but for weights: eager, fused."""
     weights = {x.data_ptr() for x in operator.inputs if x.dim() == 1}
     found = []

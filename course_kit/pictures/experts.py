@@ -11,7 +11,7 @@ from course_kit.pictures.style import BLUE, GREEN, ORANGE, PURPLE
 EXPERTS = [BLUE, ORANGE, GREEN, PURPLE]  # a color for each of four experts
 
 
-def box(ax: Axes, x: float, y: float, width: float, height: float, word: str, color, text: str = "white") -> None:
+def draw_box(ax: Axes, x: float, y: float, width: float, height: float, word: str, color, text: str = "white") -> None:
     """Draw a box from its lower left corner, with a word in it in the color `text`."""
     ax.add_patch(plt.Rectangle((x, y), width, height, color=color))
     ax.text(x + width / 2, y + height / 2, word, ha="center", va="center", color=text, fontsize=8)

@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 BLUE, ORANGE, GREEN, RED, PURPLE, BROWN = "#4C72B0", "#DD8452", "#55A868", "#C44E52", "#8172B3", "#937860"
-GREY, LIGHT = "#8C8C8C", "#DDDDDD"  # what is beside the point; what is idle, or waits
+GRAY, LIGHT = "#8C8C8C", "#DDDDDD"  # what is beside the point; what is idle, or waits
 
 MEMORY = {
     "parameters": BLUE,
@@ -32,8 +32,8 @@ def use_style() -> None:
     plt.rcParams.update({"figure.dpi": 100, "axes.spines.top": False, "axes.spines.right": False, "font.size": 9})
 
 
-def limit_line(axes: Axes, gib: float, name: str, place: float = 0.01) -> None:
-    """What a GPU has, in GiB: a dashed red line with its name, at `place` of the width (0 to 1)."""
+def limit_line(axes: Axes, gib: float, name: str, position: float = 0.01) -> None:
+    """What a GPU has, in GiB: a dashed red line with its name, at `position` of the width (0 to 1)."""
     axes.axhline(gib, color=LIMIT, linestyle="--", linewidth=1)
     text = f"{name}: {gib:.0f} GiB"
-    axes.text(place, gib, text, color=LIMIT, fontsize=8, va="bottom", transform=axes.get_yaxis_transform())
+    axes.text(position, gib, text, color=LIMIT, fontsize=8, va="bottom", transform=axes.get_yaxis_transform())

@@ -46,14 +46,14 @@ FITTED = {
 }  # fmt: skip
 PRIOR = {field.name: field.default for field in dataclasses.fields(Software)}  # the course's, of nanotron's runs
 PRIOR |= {"fp8_efficiency": 0.6, "tp_overlap": 0.4, "logit_traffic": 100.0, "network_efficiency": 0.7}
-PRIOR_FACTORS = {"product_factor": 1.0, "attention_factor": 1.0}
+PRIOR_FACTORS = {"matmul_factor": 1.0, "attention_factor": 1.0}
 PRIOR_OF = {
     # Counted: attention in separate kernels moves 32 bytes per score, forward and backward, and computes all of them.
     "Megatron-LM": {"attention_efficiency": 0.063},
     # Counted: about 1,200 tensors are gathered twice and reduced once, in 3,600 rings of microseconds per rank.
     "DeepSpeed 2021": {"network_efficiency": 0.2, "gradient_step_s": 0.02},
 }
-A100_MOST = 0.9  # of an A100's peak, in matmuls: product_factor included
+A100_MOST = 0.9  # of an A100's peak, in matmuls: matmul_factor included
 MOST = {"matmul_efficiency": 0.79, "fp8_efficiency": 0.73, "head_efficiency": 0.79, "attention_efficiency": 0.79}
 MOST |= {"tp_overlap": 1.0, "network_efficiency": 0.95, "sharded_overlap": 1.5}
 SCALE = 0.05  # of Cauchy's loss
@@ -73,7 +73,7 @@ def on_a100(software: Software, factors: dict[str, float]) -> Software:
     """Return the software with the shares of the peak that it reaches on an A100, without a cluster's limit on them: at
     a limit, a fit would see no slope.
     """
-    matmul, attention = factors["product_factor"], factors["attention_factor"]
+    matmul, attention = factors["matmul_factor"], factors["attention_factor"]
     return dataclasses.replace(
         software,
         matmul_efficiency=software.matmul_efficiency * matmul,
@@ -104,7 +104,7 @@ def most_of(runs: list[PublishedRun], factors: dict[str, float] | None) -> dict[
     """Return the upper bounds of a fit's constants by name: MOST, or A100_MOST of an A100's peak for runs on A100s."""
     if factors is None or not all(run.gpu.startswith("A100") for run in runs):
         return MOST
-    return MOST | {"matmul_efficiency": A100_MOST / factors["product_factor"]}
+    return MOST | {"matmul_efficiency": A100_MOST / factors["matmul_factor"]}
 
 
 def source_weights(runs: list[PublishedRun]) -> np.ndarray:

@@ -12,7 +12,7 @@ import statistics
 
 import numpy as np
 
-from course_kit.pictures.style import BLUE, GREY
+from course_kit.pictures.style import BLUE, GRAY
 from course_kit.planning.published_runs import PublishedRun, predicted_step
 
 
@@ -53,7 +53,7 @@ def published_figure(runs: list[PublishedRun]):
     for row, name in enumerate(names):
         those = [run for run in runs if run.program == name]
         measured = np.array([run.step_s for run in those])
-        for shift, color, label, program in ((-0.17, GREY, "the course's", "course"), (0.17, BLUE, "its own", name)):
+        for shift, color, label, program in ((-0.17, GRAY, "the course's", "course"), (0.17, BLUE, "its own", name)):
             predicted = [float(predicted_step(dataclasses.replace(run, program=program)).step_s) for run in those]
             look = {"s": 26, "alpha": 0.5, "edgecolors": "none", "color": color}
             ax.scatter(predicted / measured, np.full(len(those), row + shift), label=f"{label} constants", **look)

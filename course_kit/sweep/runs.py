@@ -106,7 +106,7 @@ def layouts_of(
                 continue
             layout = Layout(
                 dp, pp, cp, tp,
-                zero_stage=zero, sequence_parallel=tp > 1, micro_batch=micro_batch, keep_gathered=zero == 3 and pp > 1,
+                zero_stage=zero, sequence_parallel=tp > 1, micro_batch=micro_batch, gather_once=zero == 3 and pp > 1,
             )  # fmt: skip
             with contextlib.suppress(ValueError):
                 check_layout(PRESETS[preset], layout, ranks, batch, seq)

@@ -22,11 +22,11 @@ import numpy as np
 from course_lib.best_config.software import NANOTRON, Software, check_software
 from course_lib.single_gpu.devices import hardware
 
-FACTORS = ("product_factor", "attention_factor")  # of a GPU, over an H100's
+FACTORS = ("matmul_factor", "attention_factor")  # of a GPU, over an H100's
 # Shares of the peak that a factor raises a program's share to, at most. Of attention: the fastest published kernels,
 # FlashAttention-2 on an A100 (73%; Dao 2023) and FlashAttention-3 on an H100 (75%; Shah et al. 2024); of matmuls,
 # assumed: the limit of the fit of A100 runs (course_kit/planning/program_fits.py).
-MOST = {"product_factor": 0.9, "attention_factor": 0.75}
+MOST = {"matmul_factor": 0.9, "attention_factor": 0.75}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Cluster:
     network: float
     gpus_per_node: int = 8  # all that node_link joins: 72 in a GB200 NVL72, which is a rack
     fp8_flops: float | None = None  # None: no FP8
-    product_factor: float = 1.0  # share of its peak that this GPU reaches in matmuls, over an H100's share
+    matmul_factor: float = 1.0  # share of its peak that this GPU reaches in matmuls, over an H100's share
     attention_factor: float = 1.0  # the same in attention; 1 for GPUs without runs to fit it to
     software: Software = Software()
 
@@ -70,17 +70,17 @@ class Cluster:
             raise ValueError(f"{self.name}: software.{error}") from None
 
     @property
-    def product_rate(self) -> float:
+    def matmul_rate(self) -> float:
         """FLOP/s of products with a layer's weights and many rows, in the dtype that software makes them in."""
         software = self.software
         if software.products == "fp8":
-            return self.fp8_flops * self.reached(software.fp8_efficiency, "product_factor")
-        return self.peak_flops * self.reached(software.matmul_efficiency, "product_factor")
+            return self.fp8_flops * self.reached(software.fp8_efficiency, "matmul_factor")
+        return self.peak_flops * self.reached(software.matmul_efficiency, "matmul_factor")
 
     @property
     def head_rate(self) -> float:
         """FLOP/s of the output layer and the loss."""
-        return self.peak_flops * self.reached(self.software.head_efficiency, "product_factor")
+        return self.peak_flops * self.reached(self.software.head_efficiency, "matmul_factor")
 
     @property
     def attention_rate(self) -> float:
@@ -119,7 +119,7 @@ def preset(name: str, gpu: str, network: float, gpus_per_node: int = 8, **others
 # "H100, EFA" have the software of the course's program (`Software`), whose rates are fitted to H100s.
 # An H100 at its power limit reaches a smaller share of its peak than an A100: the factors are fitted to llm-foundry's
 # runs on both (course_kit/planning/program_fits.py; 90%: 1.21 to 1.25, 1.74 to 1.83). Other GPUs have no runs: 1.
-A100 = {"product_factor": 1.23, "attention_factor": 1.79}
+A100 = {"matmul_factor": 1.23, "attention_factor": 1.79}
 CLUSTERS = {
     "H100": preset("H100, 400 Gb/s per GPU", "H100-SXM-80GB", 50e9),  # DGX H100
     "H100, EFA": preset("H100, EFA 400 Gb/s per GPU, nanotron", "H100-SXM-80GB", 50e9, software=NANOTRON),  # AWS P5

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from course_lib.best_config.expert_time import ranks_of_a_token
+from course_lib.best_config.expert_time import ranks_per_token
 from course_lib.best_config.fake_ranks import axes_of, fake_ranks, place_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.expert_parallel import exchange
@@ -111,7 +111,9 @@ def measured_step(parallel: ParallelModel, inputs: torch.Tensor, targets: torch.
     """
     layout, sharding, optimizer = parallel.layout, parallel.sharding, parallel.optimizer
     units = [*sharding.units, sharding.root] if layout.zero_stage == 3 else []
-    gathered = nn.ParameterList(weight for unit in units for part in unit.parts for weight in part.whole)
+    gathered = nn.ParameterList(
+        weight for unit in units for part in unit.flat_params for weight in part.unsharded_params
+    )
     inner = optimizer.optimizer if layout.zero_stage in (1, 2) else optimizer
     prepare = parallel.runner.prepare
 
@@ -150,7 +152,7 @@ def even_sizes(rows: torch.Tensor, choices: torch.Tensor, group, tokens: int, mo
     """
     n, sent = group.size(), torch.stack([rows, choices], 1)
     dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
-    each = round(tokens * float(ranks_of_a_token(moe, n)) / n)
+    each = round(tokens * float(ranks_per_token(moe, n)) / n)
     return [each] * n, [each] * n, tokens * moe["top_k"]
 
 

@@ -33,7 +33,7 @@ def limited_ranks(experts: int, top_k: int, nodes: int, limit: int, ep: int) -> 
     return torch.zeros(len(scores), ep).scatter_(1, chosen * ep // experts, 1.0).sum(1).mean().item()
 
 
-def ranks_of_a_token(moe: dict, ep) -> np.ndarray:
+def ranks_per_token(moe: dict, ep) -> np.ndarray:
     """Return on how many of ep ranks a token has experts, on average, where all experts are equally likely. The token
     travels once to each of them. moe: arguments of apply_moe, the node limit included.
     """
@@ -62,7 +62,7 @@ def fullest_load(cluster: Cluster, moe: dict, ep) -> np.ndarray:
 def expert_matmul_time(config: ModelConfig, cluster: Cluster, layout, tokens, moe: dict, each: int) -> np.ndarray:
     """Return the seconds in which a rank's tokens go through `each` experts, forward and backward, with many rows."""
     flops = 6 * tokens * each * 3 * config.hidden * (moe.get("ffn_hidden") or config.ffn_hidden) / np.asarray(layout.tp)
-    return flops / cluster.product_rate
+    return flops / cluster.matmul_rate
 
 
 def uneven_time(config: ModelConfig, cluster: Cluster, layout, tokens, moe: dict) -> np.ndarray:
@@ -89,12 +89,12 @@ def one_way_time(config: ModelConfig, cluster: Cluster, layout, tokens, moe: dic
     def row_bytes(ranks) -> np.ndarray:
         return 2 * config.hidden + gates * 4 * moe["experts"] / ranks
 
-    rows = tokens * np.minimum(1, ranks_of_a_token(moe, ep) / ep * fullest_load(cluster, moe, ep))  # to each rank
+    rows = tokens * np.minimum(1, ranks_per_token(moe, ep) / ep * fullest_load(cluster, moe, ep))  # to each rank
     once = latency + all_to_all_time(cluster, ep, stride, rows * row_bytes(ep))
     if software.hops == 1:
         return once
     nodes = ep // inside
-    crossing = tokens * ranks_of_a_token(moe, nodes) / nodes * row_bytes(nodes)  # bytes to each node
+    crossing = tokens * ranks_per_token(moe, nodes) / nodes * row_bytes(nodes)  # bytes to each node
     across = latency + all_to_all_time(cluster, nodes, cluster.gpus_per_node, crossing)
     within = software.collective_s + all_to_all_time(cluster, inside, stride, nodes * rows * row_bytes(ep))
     return np.where((inside > 1) & (nodes > 1), across + within, once)

@@ -41,20 +41,22 @@ def moved(ranks: list[int], steps: list[int], layout: Layout) -> list[int]:
     return sorted(sum((along + step) % size * stride for along, step, size, stride in place) for place in places)
 
 
-def said_by(other: int, own: int, said, layout: Layout):
+def simulate_peer_object(other: int, own: int, said, layout: Layout):
     """What rank `other` says where rank `own` says `said`: of each list of ranks, the one that it is in itself."""
     if isinstance(said, tuple):
-        return tuple(said_by(other, own, part, layout) for part in said)
+        return tuple(simulate_peer_object(other, own, part, layout) for part in said)
     if isinstance(said, list) and said and all(isinstance(rank, int) for rank in said):
         pairs = zip(place_of(other, layout), place_of(own, layout), strict=True)
         return moved(said, [there - here for there, here in pairs], layout)
     return said
 
 
-def gather_said(object_list: list, said, group: dist.ProcessGroup | None = None, *, layout: Layout) -> None:
+def gather_simulated_objects(
+    object_list: list, said, group: dist.ProcessGroup | None = None, *, layout: Layout
+) -> None:
     """In the place of dist.all_gather_object."""
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
-    object_list[:] = [said_by(other, dist.get_rank(), said, layout) for other in members]
+    object_list[:] = [simulate_peer_object(other, dist.get_rank(), said, layout) for other in members]
 
 
 @contextlib.contextmanager
@@ -72,7 +74,7 @@ def fake_ranks(layout: Layout, rank: int = 0):
     try:
         store = FakeStore()  # its module registers the backend "fake"
         dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=store)
-        dist.all_gather_object = functools.partial(gather_said, layout=layout)
+        dist.all_gather_object = functools.partial(gather_simulated_objects, layout=layout)
         yield
     finally:
         dist.all_gather_object, sys.excepthook = gather, excepthook  # init_process_group sets one that names the rank

@@ -7,7 +7,7 @@ name = "ours"             base = "H100"         a preset of CLUSTERS, of which t
 bf16_tflops = 989         fp8_tflops = 1979     dense; without FP8 the second is left out
 memory_gib = 80           memory_tb_s = 3.35
 node_link_gb_s = 450      network_gb_s = 50     a GPU's, in one direction, GB of 10^9 bytes; no network: left out
-gpus_per_node = 8         product_factor = 1      attention_factor = 1: shares of the peak reached, over an H100's
+gpus_per_node = 8         matmul_factor = 1      attention_factor = 1: shares of the peak reached, over an H100's
 [software]                                      constants by the names and in the units of `software.Software`
 """
 
@@ -31,11 +31,11 @@ UNITS = {  # a file's key: the field of Cluster, and how many of the field's uni
     "memory_tb_s": ("memory_bandwidth", 10**12),
     "node_link_gb_s": ("node_link", 10**9),
     "network_gb_s": ("network", 10**9),
-    "product_factor": ("product_factor", 1),
+    "matmul_factor": ("matmul_factor", 1),
     "attention_factor": ("attention_factor", 1),
 }
 KEYS = ("name", "base", *UNITS, "gpus_per_node", "software")
-OPTIONAL = ("base", "fp8_tflops", "network_gb_s", "product_factor", "attention_factor", "software")
+OPTIONAL = ("base", "fp8_tflops", "network_gb_s", "matmul_factor", "attention_factor", "software")
 ONE_KIND = "the planner takes clusters of one kind of GPU"
 
 

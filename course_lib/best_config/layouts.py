@@ -13,7 +13,7 @@ import numpy as np
 
 from course_lib.best_config.stage_loads import is_schedule
 from course_lib.best_config.tables import LayoutTable
-from course_lib.five_d.layouts import Layout, check_words
+from course_lib.five_d.layouts import Layout, check_named_settings
 from course_lib.single_gpu.model import ModelConfig
 
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe")
@@ -43,7 +43,7 @@ def check_settings(settings: dict[str, tuple]) -> None:
             raise ValueError(f"settings: {name} has no values to try")
         for value in values:
             one = dataclasses.replace(Layout(), **{name: value})
-            check_words(one)
+            check_named_settings(one)
             if name in ("micro_batch", "ep", "virtual", "replicate") and value < 1 or one.zero_stage not in range(4):
                 known = "0 to 3" if name == "zero_stage" else "1 or more"
                 raise ValueError(f"settings: {name} {value}: it must be {known}")
@@ -142,4 +142,4 @@ def with_settings(table: LayoutTable, batch: int, settings: dict[str, tuple]) ->
         table = table.where(np.nonzero(keep)[0])
         table = LayoutTable(len(table), **{**vars(table), name: settled[keep]})
     keep = (table.zero_stage == 3) & (table.pp > 1)
-    return LayoutTable(len(table), **{**vars(table), "keep_gathered": keep})
+    return LayoutTable(len(table), **{**vars(table), "gather_once": keep})

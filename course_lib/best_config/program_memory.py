@@ -25,14 +25,14 @@ Korthikanti et al. 2022, section 4, for Megatron-LM: 34 h bytes, 10 h of them ou
 
 from __future__ import annotations
 
-FUSED = {"kept_whole": 4.0, "kept_hidden": 8.0, "kept_ffn": 3.0}  # the first two columns, and llm-foundry's
+FUSED = {"kept_outside_tp": 4.0, "kept_hidden": 8.0, "kept_ffn": 3.0}  # the first two columns, and llm-foundry's
 
 # Transformer Engine keeps a layer's weights in FP8, and their transposes, beside those in BF16. Logits: BF16, and FP32,
 # which becomes the softmax and its gradient in place (vocab_parallel_cross_entropy).
 MEGATRON_CORE = FUSED | {"logit_bytes": (6.0, 6.0), "fp8_weight_bytes": 2.0}
 # Megatron-LM of 2021 and 2022: FP16, without flash attention; the loss copies the logits in FP32.
 MEGATRON_2021 = {
-    "kept_whole": 5.0, "kept_hidden": 9.0, "kept_ffn": 3.0, "score_bytes": 5.0, "logit_bytes": (10.0, 10.0),
+    "kept_outside_tp": 5.0, "kept_hidden": 9.0, "kept_ffn": 3.0, "score_bytes": 5.0, "logit_bytes": (10.0, 10.0),
 }  # fmt: skip
 # FSDP shards weights in FP32, gradients in FP32 and Adam's two states, and gathers weights in BF16.
 FSDP = {"weight_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8}
@@ -54,7 +54,7 @@ KEPT = {
     # BF16, the optimizer's weights and the gradients in FP32. Assumed: weights in FP8 and transposed, which is 2 bytes;
     # gates that are applied before an expert's last matrix, so that no row after it is kept; Megatron-Core's loss.
     "DeepSeek-V3": {
-        "kept_whole": 2.0, "kept_hidden": 3.0, "kept_ffn": 1.0, "kept_rows": 0.5, "fp8_inputs": False,
+        "kept_outside_tp": 2.0, "kept_hidden": 3.0, "kept_ffn": 1.0, "kept_rows": 0.5, "fp8_inputs": False,
         "optimizer_bytes": 8, "logit_bytes": (6.0, 6.0),
     },
     # Selective recomputation keeps a layer's input and the results of attention and of every other matrix product (q,
@@ -63,7 +63,7 @@ KEPT = {
     # the peak. reserved_bytes is fitted to ten published readings of Llama 3.1 8B (benchmarks/llama3_h100_202412): they
     # are of the allocator's reserved memory, fragments included, so that less of the rest is unusable.
     "torchtitan": FSDP | {
-        "kept_whole": 4.0, "kept_hidden": 9.5, "kept_ffn": 4.0, "selective_keeps": 0.35, "selective_again": 0.5,
+        "kept_outside_tp": 4.0, "kept_hidden": 9.5, "kept_ffn": 4.0, "selective_keeps": 0.35, "selective_again": 0.5,
         "fp8_inputs": False, "logit_bytes": (12.0, 12.0), "reserved_bytes": 5 * 2**30, "unusable_bytes": 2**30,
     },
     # Logits in BF16, and their gradient (fused cross-entropy). The unusable memory is fitted to a bound: runs on GPUs

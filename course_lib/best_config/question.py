@@ -17,7 +17,7 @@ from course_lib.best_config.planner import RISK, Ranking, check_job, search
 from course_lib.best_config.program_features import MISSING, has
 from course_lib.best_config.software import SOFTWARE, Software
 from course_lib.context_parallel.attention import check_heads
-from course_lib.five_d.layouts import Layout, check_pairs, check_ranks, check_replicas, check_words
+from course_lib.five_d.layouts import Layout, check_named_settings, check_pairs, check_ranks, check_replicas
 from course_lib.single_gpu.model import PRESETS, ModelConfig
 
 TITLES = {"course": "this course's program, unfused", "course, kernels": "this course's program with fused kernels"}
@@ -116,7 +116,7 @@ def check_question(question: Question) -> None:
             raise ValueError(f"--schedules {schedule}: it is none of {', '.join(SCHEDULES)}")
     if (layout := question.layout) is None:
         return
-    for check in (check_words, check_pairs, check_replicas):
+    for check in (check_named_settings, check_pairs, check_replicas):
         check(layout)
     check_ranks(layout, question.gpus)
     if layout.cp_method == "ulysses":

@@ -59,7 +59,7 @@ def changes(layout: Layout) -> dict[str, Layout]:
     """Return the layouts that step 3 tries, by words with the new values; each on the same GPUs, and consistent.
 
     A factor of 2 from one degree to another, half or twice the micro-batch, each ZeRO stage, recomputation none or
-    full, schedule 1f1b, interleaved or zb-h1. Sequence parallelism goes with tp > 1, `keep_gathered` with ZeRO-3 under
+    full, schedule 1f1b, interleaved or zb-h1. Sequence parallelism goes with tp > 1, `gather_once` with ZeRO-3 under
     a pipeline, and 1f1b with no pipeline.
     """
     degrees, found = ("dp", "pp", "cp", "tp"), {}
@@ -78,7 +78,7 @@ def changes(layout: Layout) -> dict[str, Layout]:
         found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
     return {
         why: dataclasses.replace(
-            one, sequence_parallel=one.tp > 1, keep_gathered=one.zero_stage == 3 and one.pp > 1,
+            one, sequence_parallel=one.tp > 1, gather_once=one.zero_stage == 3 and one.pp > 1,
             schedule=one.schedule if one.pp > 1 else "1f1b",
         )
         for why, one in found.items()
@@ -106,7 +106,7 @@ def fit_in_memory(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, 
                 if gpus % inner == 0:
                     why += f", CP {cp}" * (cp > 1) + ", full recomputation" * (recompute == "full")
                     keep = layout.zero_stage == 3 and layout.pp > 1
-                    changed = {"dp": gpus // inner, "cp": cp, "recompute": recompute, "keep_gathered": keep}
+                    changed = {"dp": gpus // inner, "cp": cp, "recompute": recompute, "gather_once": keep}
                     named.append((why, dataclasses.replace(layout, **changed)))
             if fitting := judged(config, cluster, named, batch, seq) if named else []:
                 return fitting[0]

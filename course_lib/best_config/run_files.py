@@ -14,12 +14,12 @@ from numbers import Real
 from pathlib import Path
 
 from course_lib.best_config.runs import MeasuredRun, numbered_rows
-from course_lib.five_d.layouts import Layout, check_ranks, check_words, micro_batches
+from course_lib.five_d.layouts import Layout, check_named_settings, check_ranks, micro_batches
 from course_lib.single_gpu.model import PRESETS, ModelConfig
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")  # of a model that is no preset
 WHOLE = ("dp", "pp", "cp", "tp", "ep", "zero_stage", "micro_batch", "virtual", "replicate")
-FLAGS, NAMED = ("sequence_parallel", "keep_gathered"), ("schedule", "recompute", "cp_method", "cp_order")
+FLAGS, NAMED = ("sequence_parallel", "gather_once"), ("schedule", "recompute", "cp_method", "cp_order")
 ABOUT = ("model", "tied", "nodes", "gpus_per_node", "gpus", "batch", "seq", "dtype", "layout", "ok", "why")
 TIMES = ("step_s", "tokens_per_s", "tokens_per_s_per_gpu")
 MORE = ("peak_bytes", "experts", "top_k", "expert_hidden")
@@ -129,7 +129,7 @@ def layout_of(cells: Cells) -> Layout:
         found["sequence_parallel"] &= found.get("tp", 1) > 1
         inner = found.get("pp", 1) * found.get("cp", 1) * found.get("tp", 1)
         layout = Layout(**{"dp": cells.whole("gpus", inner) // inner or 1} | found)
-    check_words(layout)
+    check_named_settings(layout)
     check_ranks(layout, cells.whole("gpus", layout.ranks))
     return layout
 

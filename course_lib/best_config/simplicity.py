@@ -30,7 +30,7 @@ def techniques_used(table: LayoutTable) -> dict[str, np.ndarray]:
     """Return the layouts that use each technique, as boolean arrays [n] by its name. sp is part of tp; ZeRO-3 that
     gathers once per step is ZeRO.
     """
-    gathers = (table.zero_stage == 3) & ~table.keep_gathered
+    gathers = (table.zero_stage == 3) & ~table.gather_once
     return {
         "pp": table.pp > 1,
         "cp": table.cp > 1,

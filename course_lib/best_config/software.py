@@ -82,7 +82,7 @@ class Software:
 
     # Memory of activations and logits: kept_hidden, kept_ffn, logit_bytes and held are fitted.
     kept_hidden: float = 12.4  # hidden sizes that a layer keeps for backward, per token
-    kept_whole: float = 4.0  # of these, the ones that TP splits only with sequence parallelism; counted
+    kept_outside_tp: float = 4.0  # of these, the ones that TP splits only with sequence parallelism; counted
     kept_ffn: float = 3.9  # MLP widths that a layer keeps, per token
     kept_rows: float = 2.0  # hidden sizes that a mixture keeps per token and choice: before its expert, and after it
     score_bytes: float = 0.0  # per head, query and key that attention keeps; with flash attention 0

@@ -64,16 +64,16 @@ def own_share(layout, dense, experts, sharded) -> np.ndarray:
 def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
     """Return the elements that a layer keeps for backward if nothing is recomputed, on one GPU, for each of its tokens.
 
-    Outside the matrices that tp splits: `kept_whole` times the hidden size, which sequence parallelism splits over tp.
+    Outside the matrices that tp splits: `kept_outside_tp` times the hidden size, which sequence parallelism splits over tp.
     Inside, on each of tp GPUs: its K and V heads, one each if tp is larger than the number of heads; `kept_hidden` -
-    `kept_whole` - 2 times the width of attention; `kept_ffn` times the MLP's width, of what a token uses.
+    `kept_outside_tp` - 2 times the width of attention; `kept_ffn` times the MLP's width, of what a token uses.
     """
     software, tp, h = cluster.software, layout.tp, config.hidden
     outside = np.where(layout.sequence_parallel, tp, 1)
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
-    whole = software.kept_whole * h / outside
+    whole = software.kept_outside_tp * h / outside
     keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
-    others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+    others = software.kept_hidden - software.kept_outside_tp - 2  # tensors of all heads
     inside = others * config.attention_width + keys + software.kept_ffn * width
     return whole + inside / tp
 
@@ -144,7 +144,7 @@ def step_memory(
     inputs = 2 * tokens * h / np.where(layout.sequence_parallel, tp, 1)  # of a layer, from which it is computed again
     kept = np.where(full, inputs, part * layer_kept + np.where(selective, 0, scores))
     again = np.where(full, layer_kept, (1 - part) * layer_kept) + np.where(full | selective, scores, 0)
-    sharded = (zero == 3) & ~np.asarray(layout.keep_gathered)  # between the layers; else as a stage's weights
+    sharded = (zero == 3) & ~np.asarray(layout.gather_once)  # between the layers; else as a stage's weights
     weighting = tokens * weighting_bytes(config, moe)  # after the logits are freed
     masters = (zero >= 2) & (software.weight_bytes > 2)  # FSDP's weights are FP32 shards; gathered ones are in BF16
     one_layer = sum(stage_parameters(config, layout, moe, 1, 0, 0))

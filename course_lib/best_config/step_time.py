@@ -81,7 +81,7 @@ def layer_times(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: di
     dense = (parts["q_o"] + mlp) / tp + parts["kv"] / np.minimum(tp, config.kv_heads) + parts["latent"]
     scores = 7 * keys_seen(config, seq, causal=True) * config.attention_width * tokens / tp
     scores = scores * np.where(full | (selective & (software.selective_again == 0)), 9 / 7, 1)
-    rate = cluster.product_rate
+    rate = cluster.matmul_rate
     products = 6 * tokens * dense / rate * (1 + software.half_rows / tokens)
     if moe is not None:
         products = products + share * uneven_time(config, cluster, layout, tokens, moe)
@@ -120,7 +120,7 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot, others=0.0) -> 
     bandwidth, beyond = replica_ring(cluster, layout)
     latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
-    each_time = (zero == 3) & ~np.asarray(layout.keep_gathered)
+    each_time = (zero == 3) & ~np.asarray(layout.gather_once)
     rounds = np.where((zero == 2) | each_time, m, 1)
     moved = np.where(
         zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))

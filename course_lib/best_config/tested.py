@@ -29,7 +29,7 @@ import numpy as np
 from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.planned_config import count_parameters
 from course_lib.best_config.tables import LayoutTable
-from course_lib.five_d.layouts import WORDS, Layout
+from course_lib.five_d.layouts import NAMED_TOKENS, Layout
 from course_lib.single_gpu.devices import read_table
 from course_lib.single_gpu.model import ModelConfig
 
@@ -38,7 +38,7 @@ SAME_GPU = 0.1  # relative difference of peak and memory bandwidth up to which t
 MORE_BANDWIDTH = 1.5  # times a run's: an H200 is an H100's chip with 1.43 times its memory bandwidth
 RUNS_NODE = 8  # GPUs per node, in all runs
 DEGREES = ("dp", "pp", "cp", "tp", "ep")
-SCHEDULES = ("1f1b", *(value for field, value in WORDS.values() if field == "schedule"))
+SCHEDULES = ("1f1b", *(value for field, value in NAMED_TOKENS.values() if field == "schedule"))
 ZERO = ("ZeRO-0", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 DENSE, MIXTURE = KINDS = ("a dense model", "a mixture of experts")
 PARALLELISM = (*ZERO, "HSDP", "TP", "TP between nodes", "a pipeline", "CP", MIXTURE)

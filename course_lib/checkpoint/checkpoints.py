@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from course_lib.checkpoint.boxes import Box, optimized, state_boxes, weight_boxes, weight_names
+from course_lib.checkpoint.chunks import Chunk, optimized, state_chunks, weight_chunks, weight_names
 from course_lib.checkpoint.files import (
-    BoxReader,
     CheckpointError,
+    ChunkReader,
     DamagedError,
     begin,
     check_there,
@@ -37,14 +37,14 @@ from course_lib.checkpoint.files import (
     latest,
 )
 from course_lib.checkpoint.groups import host_group, on_each, one_line, together
-from course_lib.checkpoint.host_copies import HostCopies, at_rest
 from course_lib.checkpoint.planners import read_into
 from course_lib.checkpoint.plans import PlannedSaves, own_index, shared_index
+from course_lib.checkpoint.staging import HostStager, synchronize_for_save
 from course_lib.five_d.model import ParallelModel
 from course_lib.single_gpu.model import NOT_OF_WEIGHTS, ModelConfig
 
 
-class Checkpoints(HostCopies):
+class Checkpoints(HostStager):
     """Saves to a folder that all ranks see, one checkpoint at a time, beside training. Its constructor is collective.
 
     keep: how many complete ones stay; report(line): on rank 0, of what has failed. failure: of the last save, or None.
@@ -79,7 +79,7 @@ class Checkpoints(HostCopies):
         self.thread.start()
         return True
 
-    def write(self, boxes: dict[str, list[Box]], step: int, about: dict) -> None:
+    def write(self, boxes: dict[str, list[Chunk]], step: int, about: dict) -> None:
         """In the thread, on all ranks: from an empty folder to a complete checkpoint."""
         saving = None
         try:
@@ -140,7 +140,7 @@ def save(parallel: ParallelModel, root: Path, step: int, about: dict | None = No
     return Path(root) / f"step-{step:09d}"
 
 
-def check_names(own: dict[str, list[Box]], kinds: dict[str, TensorStorageMetadata], group: dist.ProcessGroup) -> None:
+def check_names(own: dict[str, list[Chunk]], kinds: dict[str, TensorStorageMetadata], group: dist.ProcessGroup) -> None:
     """Raise CheckpointError where the model's tensors and a checkpoint's differ in name or size. Collective."""
     sizes = {name: tuple(each.size) for name, each in kinds.items() if "/" not in name}
 
@@ -148,9 +148,9 @@ def check_names(own: dict[str, list[Box]], kinds: dict[str, TensorStorageMetadat
         for name, boxes in own.items():
             if name not in sizes:
                 raise CheckpointError(f"another model: the checkpoint has no {name}")
-            if boxes and boxes[0].whole != sizes[name]:
+            if boxes and boxes[0].full_shape != sizes[name]:
                 raise CheckpointError(
-                    f"another model: {name} is {list(sizes[name])} in the checkpoint, {list(boxes[0].whole)} here"
+                    f"another model: {name} is {list(sizes[name])} in the checkpoint, {list(boxes[0].full_shape)} here"
                 )
         return set(own)
 
@@ -191,20 +191,20 @@ def read_boxes(parallel: ParallelModel, folder: Path, group: dist.ProcessGroup) 
             raise DamagedError(f"{folder} is damaged: {wrong}")
 
     together(group, verify)
-    kinds, places = shared_index(BoxReader(folder), group)
+    kinds, places = shared_index(ChunkReader(folder), group)
 
-    def look() -> dict[str, list[Box]]:
-        at_rest(parallel)
-        return weight_boxes(parallel)
+    def look() -> dict[str, list[Chunk]]:
+        synchronize_for_save(parallel)
+        return weight_chunks(parallel)
 
-    def read() -> tuple[dict[str, list[Box]], dict[torch.Tensor, dict]]:
+    def read() -> tuple[dict[str, list[Chunk]], dict[torch.Tensor, dict]]:
         rooms = {
             name: [box._replace(values=torch.empty_like(box.values, device="cpu")) for box in boxes]
             for name, boxes in targets.items()
         }
         states = empty_states(parallel, kinds)
-        wanted = rooms | {name: boxes for name, boxes in state_boxes(parallel, states).items() if name in kinds}
-        read_into(wanted, BoxReader(folder, own_index(wanted, kinds, places)))
+        wanted = rooms | {name: boxes for name, boxes in state_chunks(parallel, states).items() if name in kinds}
+        read_into(wanted, ChunkReader(folder, own_index(wanted, kinds, places)))
         return rooms, states
 
     targets = on_each(group, look)
@@ -230,8 +230,8 @@ def load(parallel: ParallelModel, folder: Path) -> dict:
         for target, found in zip(boxes, rooms[name], strict=True):
             target.values.copy_(found.values)
     if parallel.layout.zero_stage in (1, 2):
-        parallel.sharding.give_values()
-    optimizer = at_rest(parallel)
+        parallel.sharding.all_gather_params()
+    optimizer = synchronize_for_save(parallel)
     counts_there = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")  # where the weights are
     for tensor, found in states.items():
         optimizer.state.pop(tensor, None)

@@ -169,7 +169,7 @@ class MetadataUnpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class BoxWriter(FileSystemWriter):
+class ChunkWriter(FileSystemWriter):
     """torch.distributed.checkpoint's writer of a new folder, of what is on the host; it says what the disk says.
 
     places: of this rank's boxes in its file, once they are written; index: on rank 0 the bytes of .metadata, likewise.
@@ -205,7 +205,7 @@ class BoxWriter(FileSystemWriter):
         flush(self.path / ".metadata")
 
 
-class BoxReader(FileSystemReader):
+class ChunkReader(FileSystemReader):
     """torch.distributed.checkpoint's reader of a folder; its index can't run code.
 
     metadata: what another rank has read of .metadata; None: read it, once.

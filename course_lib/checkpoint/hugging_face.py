@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from course_lib.checkpoint.boxes import Box, weight_boxes
-from course_lib.checkpoint.files import BoxReader, CheckpointError, DamagedError, damaged, describe, flush
+from course_lib.checkpoint.chunks import Chunk, weight_chunks
+from course_lib.checkpoint.files import CheckpointError, ChunkReader, DamagedError, damaged, describe, flush
 from course_lib.checkpoint.groups import on_each, together
 from course_lib.checkpoint.hf_files import HfFiles, from_hf_config, read_cut, read_json
 from course_lib.checkpoint.planners import read_into
@@ -113,16 +113,16 @@ def hf_config_of(folder: Path, about: dict, kinds: dict, tokenizer):
     return config
 
 
-def read_rows(reader: BoxReader, name: str, kind, experts: list[int | None]) -> list[torch.Tensor]:
+def read_rows(reader: ChunkReader, name: str, kind, experts: list[int | None]) -> list[torch.Tensor]:
     """Read one weight, [None], or consecutive experts' matrices in it. kind: the index's entry of the weight."""
     first, size = experts[0], tuple(kind.size)
     shape = size if first is None else (len(experts), *size[1:])
     values = torch.empty(shape, dtype=kind.properties.dtype)
-    read_into({name: [Box((first or 0, *(0,) * (len(size) - 1)), size, values)]}, reader)
+    read_into({name: [Chunk((first or 0, *(0,) * (len(size) - 1)), size, values)]}, reader)
     return [values] if first is None else [*values]
 
 
-def write_hf(reader: BoxReader, out: Path, config, kinds: dict, dtype: torch.dtype | None, file_bytes: float):
+def write_hf(reader: ChunkReader, out: Path, config, kinds: dict, dtype: torch.dtype | None, file_bytes: float):
     """See to_hf. config: of transformers; kinds: the index's entry of each weight."""
     from safetensors.torch import save_file
     from transformers import GenerationConfig
@@ -191,7 +191,7 @@ def to_hf(
         raise DamagedError(f"{folder} is damaged: {wrong}")
     if out.exists():
         raise CheckpointError(f"{out} exists already")
-    reader = BoxReader(folder)
+    reader = ChunkReader(folder)
     metadata = reader.read_metadata().state_dict_metadata
     kinds = {name: each for name, each in metadata.items() if "/" not in name}
     words = run_tokenizer(about, tokenizer)
@@ -214,16 +214,16 @@ class HfChunk(NamedTuple):
     values: torch.Tensor
 
 
-def hf_chunks(name: str, box: Box, kind: str) -> Iterator[HfChunk]:
+def hf_chunks(name: str, box: Chunk, kind: str) -> Iterator[HfChunk]:
     """Yield the chunks of transformers' tensors that fill a box of one of our weights, one per expert. kind: a
     model_type.
     """
     cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
-    for theirs, expert in hf_tensors(name, box.whole, kind):
+    for theirs, expert in hf_tensors(name, box.full_shape, kind):
         if expert is None:
-            yield HfChunk(theirs, box.whole, cut, box.values)
+            yield HfChunk(theirs, box.full_shape, cut, box.values)
         elif cut[0].start <= expert < cut[0].stop:
-            yield HfChunk(theirs, box.whole[1:], cut[1:], box.values[expert - cut[0].start])
+            yield HfChunk(theirs, box.full_shape[1:], cut[1:], box.values[expert - cut[0].start])
 
 
 def check_same(parallel: ParallelModel, config: ModelConfig, moe: dict | None) -> None:
@@ -251,7 +251,7 @@ def from_hf(parallel: ParallelModel, folder: Path) -> None:
     the first step. Raises CheckpointError, on all ranks and before anything changes, where the model is another one or
     has tensors that ours has not, weights are quantized in another way, or a file is missing or cut short.
     """
-    folder, boxes = Path(folder), weight_boxes(parallel)
+    folder, boxes = Path(folder), weight_chunks(parallel)
 
     def look() -> tuple[HfFiles, list[tuple[HfChunk, str | None]]]:
         """Return the files, and this rank's chunks of them with the names of their scales. Raises CheckpointError."""
@@ -280,4 +280,4 @@ def from_hf(parallel: ParallelModel, folder: Path) -> None:
     files, chunks = on_each(dist.group.WORLD, look)
     together(dist.group.WORLD, read)
     if parallel.layout.zero_stage in (1, 2):
-        parallel.sharding.give_values()
+        parallel.sharding.all_gather_params()

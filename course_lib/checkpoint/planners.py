@@ -19,16 +19,16 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from course_lib.checkpoint.boxes import Box
+from course_lib.checkpoint.chunks import Chunk
 
 
-def chunk(box: Box) -> ChunkStorageMetadata:
+def chunk(box: Chunk) -> ChunkStorageMetadata:
     """A box as torch.distributed.checkpoint describes it."""
     return ChunkStorageMetadata(torch.Size(box.offsets), box.values.shape)
 
 
-class BoxSavePlanner(DefaultSavePlanner):
-    """Writes boxes: dcp.save({name: [Box, …]}, planner=BoxSavePlanner()). No two ranks come with the same box.
+class ChunkSavePlanner(DefaultSavePlanner):
+    """Writes boxes: dcp.save({name: [Chunk, …]}, planner=ChunkSavePlanner()). No two ranks come with the same box.
 
     All ranks' boxes of a name have to make up the whole tensor: the coordinator checks it, and raises ValueError.
     """
@@ -47,7 +47,7 @@ class BoxSavePlanner(DefaultSavePlanner):
         for name, boxes in self.state_dict.items():
             for box in boxes:
                 kind = TensorProperties.create_from_tensor(box.values)
-                about = TensorWriteData(chunk(box), kind, torch.Size(box.whole))
+                about = TensorWriteData(chunk(box), kind, torch.Size(box.full_shape))
                 index = MetadataIndex(name, torch.Size(box.offsets))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=about))
         self.plan = SavePlan(items)
@@ -58,8 +58,8 @@ class BoxSavePlanner(DefaultSavePlanner):
         return self.values[index.fqn, tuple(index.offset)]
 
 
-class BoxLoadPlanner(LoadPlanner):
-    """Fills boxes from those that overlap them: dcp.load({name: [Box, …]}, planner=BoxLoadPlanner())."""
+class ChunkLoadPlanner(LoadPlanner):
+    """Fills boxes from those that overlap them: dcp.load({name: [Chunk, …]}, planner=ChunkLoadPlanner())."""
 
     def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         """Called first."""
@@ -99,11 +99,11 @@ class BoxLoadPlanner(LoadPlanner):
         """Nothing is left to do."""
 
 
-def read_into(boxes: dict[str, list[Box]], reader: FileSystemReader) -> None:
+def read_into(boxes: dict[str, list[Chunk]], reader: FileSystemReader) -> None:
     """Fill boxes from a checkpoint; each rank plans for itself. Raises what reading them has raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no group to plan with
         try:
-            dcp.load(boxes, storage_reader=reader, planner=BoxLoadPlanner(), no_dist=True)
+            dcp.load(boxes, storage_reader=reader, planner=ChunkLoadPlanner(), no_dist=True)
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from None

@@ -14,16 +14,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 
-from course_lib.checkpoint.boxes import Box
-from course_lib.checkpoint.files import BoxReader, BoxWriter, CheckpointError
+from course_lib.checkpoint.chunks import Chunk
+from course_lib.checkpoint.files import CheckpointError, ChunkReader, ChunkWriter
 from course_lib.checkpoint.groups import on_each, together
-from course_lib.checkpoint.planners import BoxSavePlanner
+from course_lib.checkpoint.planners import ChunkSavePlanner
 
 
-def described(boxes: dict[str, list[Box]]) -> list[tuple]:
+def described(boxes: dict[str, list[Chunk]]) -> list[tuple]:
     """All that a plan depends on, of each box: its name, place, sizes and dtype."""
     return [
-        (name, box.offsets, box.whole, tuple(box.values.shape), box.values.dtype)
+        (name, box.offsets, box.full_shape, tuple(box.values.shape), box.values.dtype)
         for name, each in boxes.items()
         for box in each
     ]
@@ -38,17 +38,17 @@ class PlannedSaves:
     def __init__(self):
         self.plan, self.boxes, self.places, self.index = None, [], [], b""
 
-    def fits(self, boxes: dict[str, list[Box]]) -> bool:
+    def fits(self, boxes: dict[str, list[Chunk]]) -> bool:
         """Whether there is a plan, and these boxes are of this rank's part of it; their values may be others."""
         return self.plan is not None and self.boxes == described(boxes)
 
-    def save(self, boxes: dict[str, list[Box]], folder: Path, group: dist.ProcessGroup, again: bool) -> None:
+    def save(self, boxes: dict[str, list[Chunk]], folder: Path, group: dist.ProcessGroup, again: bool) -> None:
         """Write boxes and index to an empty folder. again: by the plan that is there. Collective.
 
         Raises, on all ranks, CheckpointError or torch.distributed.checkpoint's CheckpointException.
         """
         plan, self.plan = self.plan, None
-        writer, planner = BoxWriter(folder), BoxSavePlanner()
+        writer, planner = ChunkWriter(folder), ChunkSavePlanner()
 
         def write() -> None:
             planner.set_up_planner(boxes)
@@ -66,7 +66,7 @@ class PlannedSaves:
         self.plan = plan
 
 
-def shared_index(reader: BoxReader, group: dist.ProcessGroup) -> tuple[dict[str, TensorStorageMetadata], dict]:
+def shared_index(reader: ChunkReader, group: dist.ProcessGroup) -> tuple[dict[str, TensorStorageMetadata], dict]:
     """What rank 0 reads of .metadata, on all ranks. Collective. Raises CheckpointError, on all ranks.
 
     Sent are two dicts. One has what is known of each tensor but its boxes: a few for each weight. The other has, for
@@ -87,7 +87,7 @@ def shared_index(reader: BoxReader, group: dist.ProcessGroup) -> tuple[dict[str,
     return shared[0]
 
 
-def own_index(boxes: dict[str, list[Box]], kinds: dict[str, TensorStorageMetadata], places: dict) -> Metadata:
+def own_index(boxes: dict[str, list[Chunk]], kinds: dict[str, TensorStorageMetadata], places: dict) -> Metadata:
     """An index of the tensors of which a rank wants boxes, and of no others. kinds, places: see `shared_index`."""
     own = Metadata({name: kinds[name] for name in boxes}, storage_data={}, storage_meta=StorageMeta())
     for name in (name for name, wanted in boxes.items() if wanted):

@@ -120,7 +120,7 @@ def model_of(chosen: argparse.Namespace) -> tuple[ModelConfig, dict | None]:
     if chosen.from_hf and not moe and chosen.experts is not None:
         raise ValueError(f"--experts is {chosen.experts}, and the model of --from-hf {chosen.from_hf} has none")
     moe = moe_options(chosen, moe)
-    return config, moe and moe | {"balance": chosen.balance}
+    return config, moe and moe | {"aux_loss_coeff": chosen.balance}
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:

@@ -25,14 +25,14 @@ from course_lib.context_parallel.blocks import (
     attend,
     attend_backward,
     in_tokens,
-    nothing_seen,
+    initial_out_lse,
     visible,
 )
 from course_lib.sequence_parallel.shards import (
-    by_rank,
     chunks_of,
     from_order,
-    in_order,
+    join_by_rank,
+    split_by_rank,
     start_gather,
     start_reduce_scatter,
     to_order,
@@ -64,7 +64,7 @@ def ring_forward(
     """out [b, s/n, a, d] and lse [b, s/n, a] of this rank's queries over all keys."""
     rank, n = group.rank(), group.size()
     own = chunks_of(rank, n, order)
-    chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), nothing_seen(q)
+    chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), initial_out_lse(q)
     for step in range(n):
         arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
         pieces = visible(own, chunks_of((rank - step) % n, n, order), causal)
@@ -147,7 +147,7 @@ def ring_attention(
 def all_gather_forward(q, k, v, group, causal: bool, attention: AttentionBlock, order: str):
     """As ring_forward, from one all-gather of k and v, beside the work on the own ones."""
     rank, n = group.rank(), group.size()
-    own, (out, lse) = chunks_of(rank, n, order), nothing_seen(q)
+    own, (out, lse) = chunks_of(rank, n, order), initial_out_lse(q)
     parts, work = start_gather(torch.cat([k, v]), group)  # [n, 2b, s/n, kv, d]
     for step in range(n):
         source = (rank - step) % n
@@ -215,9 +215,9 @@ def ulysses_attention(
     heads = [x.shape[2] // n for x in (q, k, v)]
     packed = torch.cat([x.unflatten(2, (n, -1)) for x in (q, k, v)], 3)  # [b, s/n, n, (a + 2kv)/n, d]
     arrived = AllToAll.apply(packed.movedim(2, 0), group)  # [n, b, s/n, (a + 2kv)/n, d]
-    q, k, v = from_order(in_order(arrived), n, order).split(heads, 2)  # [b, s, ...]
+    q, k, v = from_order(join_by_rank(arrived), n, order).split(heads, 2)  # [b, s, ...]
     out = BlockAttention.apply(q, k, v, attention, causal)  # [b, s, a/n, d]
-    back = AllToAll.apply(by_rank(to_order(out, n, order), n), group)  # [n, b, s/n, a/n, d]
+    back = AllToAll.apply(split_by_rank(to_order(out, n, order), n), group)  # [n, b, s/n, a/n, d]
     return back.movedim(0, 2).flatten(2, 3)
 
 

@@ -101,7 +101,7 @@ def has_kernel(q: torch.Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def whole_rows(x: torch.Tensor) -> torch.Tensor:
+def contiguous_rows(x: torch.Tensor) -> torch.Tensor:
     """x, the numbers of a head side by side: the kernels take that for granted, and the CPU's does not check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -111,7 +111,7 @@ def fused_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: boo
     if not has_kernel(q):
         return plain_forward(q, k, v, causal)
     kernel = operator("_scaled_dot_product_flash_attention" + "_for_cpu" * (q.device.type == "cpu"))
-    out, lse, *_ = kernel(*(whole_rows(x).transpose(1, 2) for x in (q, k, v)), 0.0, causal)
+    out, lse, *_ = kernel(*(contiguous_rows(x).transpose(1, 2) for x in (q, k, v)), 0.0, causal)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -119,7 +119,9 @@ def fused_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Ten
     """As plain_backward, by PyTorch's FlashAttention where it has one."""
     if not has_kernel(q):
         return plain_backward(gradient, q, k, v, out, lse, causal)
-    tensors = [whole_rows(x).transpose(1, 2) for x in (gradient, q, k, v, out)] + [lse.transpose(1, 2).contiguous()]
+    tensors = [contiguous_rows(x).transpose(1, 2) for x in (gradient, q, k, v, out)] + [
+        lse.transpose(1, 2).contiguous()
+    ]
     if q.device.type == "cpu":
         gradients = operator("_scaled_dot_product_flash_attention_for_cpu_backward")(*tensors, 0.0, causal)
     else:
@@ -133,7 +135,7 @@ def fused_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Ten
 FUSED_BLOCK = AttentionBlock(fused_forward, fused_backward)
 
 
-class Piece(NamedTuple):
+class AttentionTile(NamedTuple):
     """A rectangle of some queries (rows) and some keys (columns)."""
 
     rows: slice
@@ -142,31 +144,33 @@ class Piece(NamedTuple):
 
 
 # exercise 07.8
-def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -> list[Piece]:
+def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -> list[AttentionTile]:
     """What the queries of chunks `own` see of the keys of chunks `other`, in places of chunks.
 
     Both ascend; they are the same, or have none in common.
     """
     if not causal or own == other:
-        return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
+        return [AttentionTile(slice(0, len(own)), slice(0, len(other)), causal)]
     pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
     for count, rows in itertools.groupby(range(len(own)), below.__getitem__):
         rows = list(rows)
         if count:
-            pieces.append(Piece(slice(rows[0], rows[-1] + 1), slice(0, count), False))
+            pieces.append(AttentionTile(slice(rows[0], rows[-1] + 1), slice(0, count), False))
     return pieces
 
 
-def in_tokens(pieces: list[Piece], chunk: int) -> list[Piece]:
+def in_tokens(pieces: list[AttentionTile], chunk: int) -> list[AttentionTile]:
     """Pieces in places of tokens, of pieces in places of chunks of so many tokens."""
     return [
-        Piece(*(slice(part.start * chunk, part.stop * chunk) for part in (rows, columns)), causal)
+        AttentionTile(*(slice(part.start * chunk, part.stop * chunk) for part in (rows, columns)), causal)
         for rows, columns, causal in pieces
     ]
 
 
 # notebook 07, cell attend
-def attend(q, k, v, pieces: list[Piece], attention: AttentionBlock, out: torch.Tensor, lse: torch.Tensor) -> None:
+def attend(
+    q, k, v, pieces: list[AttentionTile], attention: AttentionBlock, out: torch.Tensor, lse: torch.Tensor
+) -> None:
     """Merge the attention of q to k and v, in `pieces` (of tokens), into out and lse."""
     for rows, columns, causal in pieces:
         merge(out[:, rows], lse[:, rows], *attention.forward(q[:, rows], k[:, columns], v[:, columns], causal))
@@ -182,7 +186,7 @@ def attend_backward(gradient, q, k, v, out, lse, pieces, attention: AttentionBlo
             total += part
 
 
-def nothing_seen(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def initial_out_lse(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse to begin with, in float32 or more."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return torch.zeros_like(q, dtype=dtype), q.new_full(q.shape[:3], float("-inf"), dtype=dtype)

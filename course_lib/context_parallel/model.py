@@ -17,8 +17,8 @@ from torch import nn
 
 from course_lib.context_parallel.attention import all_gather_attention, check_heads, ring_attention, ulysses_attention
 from course_lib.context_parallel.blocks import FUSED_BLOCK, AttentionBlock
-from course_lib.sequence_parallel.model import apply_sequence_parallel, given, need_positions
-from course_lib.sequence_parallel.shards import ORDERS, own_positions, shard_sequence
+from course_lib.sequence_parallel.model import apply_sequence_parallel, given, require_positions
+from course_lib.sequence_parallel.shards import ORDERS, local_positions, shard_sequence
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import PRESETS, need_transformer
 from course_lib.tensor_parallel.model import apply_tensor_parallel, check_degree
@@ -53,10 +53,10 @@ def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.Proc
     """A forward pre-hook: gives a `Transformer` the positions of this rank's tokens, where the caller has given none.
     Raises ValueError for hidden states without positions.
     """
-    need_positions(model, args, kwargs)
+    require_positions(model, args, kwargs)
     x, positions = given(args, kwargs)
     if positions is None:
-        positions = own_positions(x.shape[1], group, order, x.device)
+        positions = local_positions(x.shape[1], group, order, x.device)
     return (x, positions), {}
 
 
@@ -72,7 +72,7 @@ def apply_context_parallel(
 
     Inputs and targets: shard_sequence(whole, group, order). method: one of METHODS; attention: what computes a block.
     Average the gradients over all ranks of `group`, as of a data-parallel group: wrap the model in DataParallel or ZeRO
-    over the data-parallel and context-parallel ranks together (else they drift; out_of_step finds it). After
+    over the data-parallel and context-parallel ranks together (else they drift; find_diverged_params finds it). After
     apply_tensor_parallel, where there is any; before apply_recompute, whose mode "selective" would only repeat the
     exchange: no scores are kept here.
 

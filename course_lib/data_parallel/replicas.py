@@ -45,7 +45,7 @@ def descriptions(module: nn.Module, arguments: dict) -> list[tuple[str, str, tup
         reduce_group = placement_of(tensor).reduce_group
         words += [f"reduced over {reduce_group.size()} ranks"] if reduce_group else []
         shard = placement_of(tensor).tensor_shard  # other parts of one tensor have the same shape
-        part = f" from index {shard.start} of {shard.whole}" if shard else ""
+        part = f" from index {shard.start} of {shard.full_size}" if shard else ""
         own.append((" ".join(words), part, reduce_group and tuple(dist.get_process_group_ranks(reduce_group))))
     return own
 
@@ -95,7 +95,7 @@ def check_same_model(module: nn.Module, group, arguments: dict) -> None:
                 )
 
 
-def usual_bucket_mb(ranks: int) -> int:
+def default_bucket_mb(ranks: int) -> int:
     """Return the default MB of a bucket: 25, or 1 per rank if more, since a ring cuts it into a piece for each rank."""
     return max(25, ranks)
 
@@ -125,7 +125,7 @@ def broadcast_from_first(module: nn.Module, group) -> None:
 class DataParallel(nn.Module):
     """Wraps `module`: `loss(dp(x)).backward(); dp.finish(); optimizer.step()` steps by the mean gradient over `group`.
 
-    `mode`: see MODES; `bucket_mb`: MB (10**6 bytes) of gradients a bucket, see usual_bucket_mb; `reduce_dtype`: see
+    `mode`: see MODES; `bucket_mb`: MB (10**6 bytes) of gradients a bucket, see default_bucket_mb; `reduce_dtype`: see
     Bucket. All ranks start from the values of the group's first rank; what is frozen then is never reduced. A
     parameter's attribute `reduce_group`, where it has one, is the group in which its values and its gradient are the
     same; the sum over it is divided by the size of `group` all the same. Between backward and finish() gradients are in
@@ -144,7 +144,7 @@ class DataParallel(nn.Module):
     ):
         super().__init__()
         self.module, self.group = module, group or dist.group.WORLD
-        bucket_mb = usual_bucket_mb(self.group.size()) if bucket_mb is None else bucket_mb
+        bucket_mb = default_bucket_mb(self.group.size()) if bucket_mb is None else bucket_mb
         check_same_model(module, self.group, {"mode": mode, "bucket_mb": bucket_mb, "reduce_dtype": reduce_dtype})
         check_arguments(module, mode, bucket_mb)
         broadcast_from_first(module, self.group)
@@ -215,7 +215,7 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by
 
 
 # exercise 04.10
-def out_of_step(module: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:
+def find_diverged_params(module: nn.Module, group: dist.ProcessGroup | None = None) -> list[str]:
     """Return the names of the parameters and buffers whose bits are not the same on all ranks of `group` (None: all).
 
     The same list on all ranks. Sends at most 16 bytes for each tensor: it compares a checksum, the bits of the elements
@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         replica = getattr(model, "module", model)
-        if chosen.check_every and count % chosen.check_every == 0 and (names := out_of_step(replica)):
+        if chosen.check_every and count % chosen.check_every == 0 and (names := find_diverged_params(replica)):
             raise RuntimeError(f"step {count}: the ranks have different values of {', '.join(names[:3])}")
         return step_loss
 

@@ -26,7 +26,7 @@ from course_lib.tensor_parallel.linear import as_autocast
 from course_lib.tensor_parallel.regions import OnceDifferentiable
 
 
-class Transfer:
+class AsyncAllToAll:
     """Rows on their way between the ranks of a group: sends[i] of them to rank i, receives[i] from it; or, home, the
     other way round.
     """
@@ -38,7 +38,7 @@ class Transfer:
     # exercise 08.12
     def start(self, tensors: tuple[torch.Tensor, ...], home: bool = False) -> tuple[torch.Tensor, ...]:
         """Start to send the rows of each tensor [sum(sends), ...], the first sends[0] to rank 0 and so on. Returns of
-        each what comes, rank by rank [sum(receives), ...], to be read after finish(). Collective.
+        each what comes, rank by rank [sum(receives), ...], to be read after wait(). Collective.
         """
         there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
         for tensor in tensors:
@@ -48,7 +48,7 @@ class Transfer:
         return tuple(comes for _, comes in self.under_way)
 
     # exercise 08.12
-    def finish(self) -> tuple[torch.Tensor, ...]:
+    def wait(self) -> tuple[torch.Tensor, ...]:
         """Wait until all is there that was started, each once; returns it, and empties under_way."""
         for work, _ in self.under_way:
             work.wait()
@@ -57,32 +57,32 @@ class Transfer:
         return arrived
 
 
-class Departure(OnceDifferentiable):
-    """Rows leave: forward starts, for Arrival to finish. Backward finishes: their gradients are home."""
+class StartAllToAll(OnceDifferentiable):
+    """Rows leave: forward starts, for WaitAllToAll to finish. Backward finishes: their gradients are home."""
 
     @staticmethod
-    def forward(ctx, transfer: Transfer, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, transfer: AsyncAllToAll, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.transfer = transfer
         return transfer.start(tensors)
 
     @staticmethod
     def backward(ctx, *_: torch.Tensor) -> tuple:
-        return None, *ctx.transfer.finish()
+        return None, *ctx.transfer.wait()
 
 
-class Arrival(OnceDifferentiable):
-    """Rows are here: forward finishes what Departure has started. Backward starts to send their gradients home."""
+class WaitAllToAll(OnceDifferentiable):
+    """Rows are here: forward finishes what StartAllToAll has started. Backward starts to send their gradients home."""
 
     @staticmethod
-    def forward(ctx, transfer: Transfer, *arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, transfer: AsyncAllToAll, *arrived: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.transfer = transfer
-        transfer.finish()
+        transfer.wait()
         return arrived
 
     @staticmethod
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         ctx.transfer.start(gradients, home=True)
-        return None, *gradients  # of the shapes that autograd expects here; Departure has those that come home
+        return None, *gradients  # of the shapes that autograd expects here; StartAllToAll has those that come home
 
 
 def send_rows(
@@ -92,11 +92,11 @@ def send_rows(
     [sum(receives), ...]. `meanwhile()` is called while all is under way, and its backward while the gradients are:
     autograd runs the latest step first. Collective, backward too.
     """
-    transfer = Transfer(group, sends, receives)
-    arrived = Departure.apply(transfer, *tensors)
+    transfer = AsyncAllToAll(group, sends, receives)
+    arrived = StartAllToAll.apply(transfer, *tensors)
     if meanwhile is not None:
         meanwhile()
-    return Arrival.apply(transfer, *arrived)
+    return WaitAllToAll.apply(transfer, *arrived)
 
 
 def read_sizes(rows: torch.Tensor, choices: torch.Tensor, group) -> tuple[list[int], list[int], int]:
@@ -113,7 +113,7 @@ def read_sizes(rows: torch.Tensor, choices: torch.Tensor, group) -> tuple[list[i
 
 
 # exercise 08.13
-def exchanged(
+def dispatch_and_combine(
     x: torch.Tensor,
     gates: torch.Tensor,
     choices: int | None,

@@ -93,7 +93,7 @@ class TakeByToken(torch.autograd.Function):
         return AddByToken.apply(gradient, *ctx.saved_tensors, ctx.tokens), None
 
 
-def grouped_products(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """rows [r, in], those up to ends[0] by weight[0], and so on: [r, out]. weight: [E, out, in]. grouped_mm
     wants rows of whole 16 bytes (other widths are padded, which copies the weights) and a contiguous gradient.
     """
@@ -101,7 +101,7 @@ def grouped_products(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tenso
     short, short_out = -rows.shape[1] % whole, -weight.shape[1] % whole
     if short or short_out:
         padded = F.pad(rows, (0, short)), F.pad(weight, (0, short, 0, short_out))
-        return grouped_products(*padded, ends)[:, : weight.shape[1]]
+        return grouped_matmul(*padded, ends)[:, : weight.shape[1]]
     out = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
     if out.requires_grad:
         out.register_hook(torch.Tensor.contiguous)
@@ -122,9 +122,9 @@ def grouped_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choi
     x, gate, up, down = experts.weights(x)
     expert, token, ends = sorted_choices(gates, choices)
     rows = TakeByToken.apply(x, token)
-    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    rows = swiglu(grouped_matmul(rows, gate, ends), grouped_matmul(rows, up, ends))
     row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
-    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    rows = grouped_matmul(rows, down, ends) * row_gates[:, None]
     return AddByToken.apply(rows, token, len(x)).to(x.dtype)
 
 

@@ -35,7 +35,7 @@ class MoE(nn.Module):
         self.router = Router(config.hidden, experts, top_k, **routing)
         self.experts = Experts(experts, config.hidden, width, grouped_experts)
         self.shared = MLP(dataclasses.replace(config, ffn_hidden=shared * width, dropout=0.0)) if shared else None
-        here = functools.partial(run_here, routing=self.router.routing, experts=self.experts)
+        here = functools.partial(run_local_experts, routing=self.router.routing, experts=self.experts)
         self.run = functools.partial(run_after, compute=here)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def check_moe(model: Transformer, experts: int, top_k: int, **routing) -> None:
 
 
 # exercise 08.5
-def run_here(x: torch.Tensor, gates: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+def run_local_experts(x: torch.Tensor, gates: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
     """All experts are on this rank. x: [b, s, h]; gates: [b, s, E]; returns [b, s, h]."""
     rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
     if routing.capacity is None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_lib.expert_parallel.exchange import exchanged
+from course_lib.expert_parallel.exchange import dispatch_and_combine
 from course_lib.expert_parallel.mixture import MoE, apply_moe, mixture_params
 from course_lib.expert_parallel.nested_shards import shard_nested
 from course_lib.expert_parallel.router import SCORES, Routing, routers_of, take_counts, update_bias
@@ -29,7 +29,7 @@ from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_s
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import PRESETS, need_transformer
 from course_lib.single_gpu.placement import placement_of
-from course_lib.tensor_parallel.linear import one_split
+from course_lib.tensor_parallel.linear import new_disjoint_subgroups
 from course_lib.tensor_parallel.model import apply_tensor_parallel, check_degree
 from course_lib.tensor_parallel.regions import copy_to_group, sum_over_group
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
@@ -65,10 +65,10 @@ class ExpertGroups(NamedTuple):
 
 def group_of_one() -> dist.ProcessGroup:
     """This rank alone. Collective over the default group."""
-    return one_split([(rank,) for rank in range(dist.get_world_size())])
+    return new_disjoint_subgroups([(rank,) for rank in range(dist.get_world_size())])
 
 
-def run_exchanged(
+def run_expert_parallel(
     x: torch.Tensor, gates: torch.Tensor, meanwhile: Callable, compute: Callable, enter: Callable, leave: Callable
 ) -> torch.Tensor:
     """A mixture's `run` where tokens are exchanged. x: [b, s, h]; gates: [b, s, E]; returns [b, s, h]."""
@@ -79,7 +79,7 @@ def run_exchanged(
 
 def in_sequence_parts(block: nn.Module) -> bool:
     """Whether the block's hidden states are split along the sequence (notebook 07)."""
-    return getattr(block.attention.o_proj, "leave", None) is reduce_scatter_sequence
+    return getattr(block.attention.o_proj, "output_reduce", None) is reduce_scatter_sequence
 
 
 def borders(block: nn.Module, tp_group: dist.ProcessGroup | None) -> tuple[Callable, Callable]:
@@ -114,7 +114,9 @@ def check_batch_group(block: nn.Module, batch_group: dist.ProcessGroup) -> None:
 
 def mixture_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of a `Transformer` whose MLP is a mixture. Raises TypeError for another model."""
-    need_transformer(model, "apply_expert_parallel", "exchanged(x, gates, ..., group, compute) works with any experts")
+    need_transformer(
+        model, "apply_expert_parallel", "dispatch_and_combine(x, gates, ..., group, compute) works with any experts"
+    )
     return [block for block in model.blocks if isinstance(block.mlp, MoE)]
 
 
@@ -173,8 +175,8 @@ def apply_expert_parallel(
         layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
-            compute = functools.partial(exchanged, group=each, compute=compute)
-        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+            compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
+        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
     return model
 
 
@@ -234,7 +236,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 def routing_of(chosen: argparse.Namespace) -> dict:
     """Routing's keywords of the program's options."""
-    return {name: getattr(chosen, name) for name in ("score", "balance", "z", "capacity", "nodes", "node_limit")}
+    return {name: getattr(chosen, name) for name in ("score", "capacity", "nodes", "node_limit")} | {
+        "aux_loss_coeff": chosen.balance,
+        "z_loss_coeff": chosen.z,
+    }
 
 
 def main(argv: list[str] | None = None) -> list[dict]:

@@ -23,9 +23,9 @@ class NestedShard(NamedTuple):
     shards: tuple[TensorShard, ...]  # the first cuts the whole tensor
 
     @property
-    def whole(self) -> tuple[int, ...]:
+    def full_size(self) -> tuple[int, ...]:
         """The sizes that were cut."""
-        return tuple(shard.whole for shard in self.shards)
+        return tuple(shard.full_size for shard in self.shards)
 
     @property
     def start(self) -> tuple[int, ...]:
@@ -40,11 +40,11 @@ class NestedShard(NamedTuple):
         """The whole tensor, from the parts of all ranks. Collective."""
         return functools.reduce(lambda part, shard: shard.gather(part), reversed(self.shards), part)
 
-    def whole_shape(self, part: torch.Tensor) -> list[int]:
+    def full_shape(self, part: torch.Tensor) -> list[int]:
         """The shape of the whole tensor."""
         like = torch.empty(part.shape, device="meta")
         for shard in reversed(self.shards):
-            like = torch.empty(shard.whole_shape(like), device="meta")
+            like = torch.empty(shard.full_shape(like), device="meta")
         return list(like.shape)
 
 

@@ -53,8 +53,8 @@ class Routing:
     top_k: int  # k, experts a token
     score: str = "softmax"  # or "sigmoid"
     scale: float = 1.0  # gates are multiplied by it at the end
-    balance: float = 0.0  # weight of the balance loss
-    z: float = 0.0  # weight of the z-loss
+    aux_loss_coeff: float = 0.0  # weight of the balance loss
+    z_loss_coeff: float = 0.0  # weight of the z-loss
     capacity: float | None = None  # times its even share of a call's tokens that an expert takes; None: all
     nodes: int = 1  # on which experts are, in equal parts
     node_limit: int = 1  # M, to how many of them a token goes
@@ -124,16 +124,16 @@ class Router(nn.Module):
     def losses(self, logits: torch.Tensor, scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """The balance loss and the z-loss, weighted: a scalar."""
         total = logits.new_zeros(())
-        if self.routing.balance and self.batch_group is None:
-            total = total + self.routing.balance * balance_loss(scores, counts)
-        elif self.routing.balance:
-            total = total + self.routing.balance * LateBalance.apply(scores, counts, self.batch_group)
-        if self.routing.z:
-            total = total + self.routing.z * z_loss(logits)
+        if self.routing.aux_loss_coeff and self.batch_group is None:
+            total = total + self.routing.aux_loss_coeff * balance_loss(scores, counts)
+        elif self.routing.aux_loss_coeff:
+            total = total + self.routing.aux_loss_coeff * DeferredBalanceLoss.apply(scores, counts, self.batch_group)
+        if self.routing.z_loss_coeff:
+            total = total + self.routing.z_loss_coeff * z_loss(logits)
         return total / self.parts
 
 
-class LateBalance(OnceDifferentiable):
+class DeferredBalanceLoss(OnceDifferentiable):
     """balance_loss by the counts of all ranks of `group`, for its gradient alone: its value is 0. The counts are on
     their way from forward to backward, and no rank waits for them in forward. A recomputed forward sends none: backward
     has those of the first.

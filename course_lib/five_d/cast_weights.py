@@ -7,10 +7,10 @@ import functools
 import torch
 from torch import nn
 
-from course_lib.zero.sharded_models import places_of
+from course_lib.zero.sharded_models import parameter_slots
 
 
-def hand_on(weight: nn.Parameter, copy: torch.Tensor) -> None:
+def accumulate_into_master(weight: nn.Parameter, copy: torch.Tensor) -> None:
     """Add a copy's gradient to its weight's, in the weight's own dtype, and fire the weight's hooks."""
     gradient, copy.grad = copy.grad, None
     torch.autograd.backward([weight], [gradient.to(weight.dtype)])
@@ -25,7 +25,7 @@ class CastWeights:
     """
 
     def __init__(self, stages: nn.Module, dtype: torch.dtype):
-        self.places, self.dtype = places_of(stages), dtype
+        self.places, self.dtype = parameter_slots(stages), dtype
 
     def cast(self) -> None:
         """Before a step."""
@@ -34,7 +34,7 @@ class CastWeights:
             if weight.is_floating_point() and weight.dtype != self.dtype:
                 copy = weight.detach().to(self.dtype).requires_grad_(weight.requires_grad)
                 if weight.requires_grad:
-                    copy.register_post_accumulate_grad_hook(functools.partial(hand_on, weight))
+                    copy.register_post_accumulate_grad_hook(functools.partial(accumulate_into_master, weight))
             for _, module, name in places:
                 module._parameters[name] = copy
 

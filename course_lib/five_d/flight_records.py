@@ -5,7 +5,7 @@ there, how large, when it was asked for. (Not gloo's sends and receives; on NCCL
 before the process groups are made. `Watchdog` writes the buffer to a folder when a step takes too long.
 
     find_desync    a hang: who has not come to which collective, or has come with another one
-    lateness       a slow job: whom the others wait for
+    straggler_delay   a slow job: whom the others wait for
 
 (PyTorch, "Flight Recorder for Debugging Stuck Jobs"; Jiang et al. 2024, MegaScale, §5, for stragglers.)
 """
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 
-class Flight(NamedTuple):
+class CollectiveRecord(NamedTuple):
     """One collective, as one rank asked for it."""
 
     group: str  # the group's name, the same on all its ranks
@@ -58,7 +58,7 @@ def dump_records(folder: str | Path, since_ns: int = 0) -> Path:
     return file
 
 
-def read_records(folder: str | Path) -> tuple[dict[str, list[int]], dict[int, list[Flight]]]:
+def read_records(folder: str | Path) -> tuple[dict[str, list[int]], dict[int, list[CollectiveRecord]]]:
     """The groups' ranks by name, and the records by rank, of all files in a folder."""
     groups, records = {}, {}
     for file in sorted(Path(folder).glob("rank_*.json")):
@@ -66,7 +66,7 @@ def read_records(folder: str | Path) -> tuple[dict[str, list[int]], dict[int, li
         groups |= found["groups"]
         rank = int(file.stem.removeprefix("rank_"))
         records[rank] = [
-            Flight(group, number, name, tuple(map(tuple, sizes)), at)
+            CollectiveRecord(group, number, name, tuple(map(tuple, sizes)), at)
             for group, number, name, sizes, at in found["flights"]
         ]
     return groups, records
@@ -93,7 +93,7 @@ class Watchdog:
         self.timer.cancel()
 
 
-def described(flight: Flight) -> str:
+def described(flight: CollectiveRecord) -> str:
     """What the ranks of a group have to agree on: the collective, and its sizes, which an all-to-all may differ in."""
     return (
         flight.name
@@ -103,7 +103,7 @@ def described(flight: Flight) -> str:
 
 
 # exercise 10.12
-def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> list[str]:
+def find_desync(groups: dict[str, list[int]], records: dict[int, list[CollectiveRecord]]) -> list[str]:
     """Return a line for each group whose ranks do not agree, about its first collective on which they do not. Groups of
     one rank, and those in sync, are left out.
 
@@ -130,7 +130,7 @@ def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) 
 
 
 # exercise 10.14
-def lateness(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> dict[int, float]:
+def straggler_delay(groups: dict[str, list[int]], records: dict[int, list[CollectiveRecord]]) -> dict[int, float]:
     """Return for how many seconds others have waited for each rank: of each collective that all ranks of a group of two
     or more have come to, from the median of the times at which they came to the last one's, which is charged with it.
     The hosts' clocks have to agree.

@@ -46,7 +46,7 @@ class Layout:
     recompute: str = "none"
     cp_method: str = "ring"
     cp_order: str = "zigzag"
-    keep_gathered: bool = False  # zero_stage 3 with pp: gather once a step, for all micro-batches
+    gather_once: bool = False  # zero_stage 3 with pp: gather once a step, for all micro-batches
     replicate: int = 1  # zero_stage 3: how many groups of ranks keep the same pieces (HSDP); a part of dp
 
     @property
@@ -65,12 +65,12 @@ class Layout:
         found = {}
         for word in text.replace(" ", "").split(","):
             number = re.fullmatch(r"([a-z]+)(\d+)", word)
-            if number and number[1] in NUMBERS:
-                name, value = NUMBERS[number[1]], int(number[2])
-            elif word in WORDS:
-                name, value = WORDS[word]
+            if number and number[1] in NUMERIC_TOKENS:
+                name, value = NUMERIC_TOKENS[number[1]], int(number[2])
+            elif word in NAMED_TOKENS:
+                name, value = NAMED_TOKENS[word]
             else:
-                known = ", ".join([*(f"{each}N" for each in NUMBERS), *WORDS])
+                known = ", ".join([*(f"{each}N" for each in NUMERIC_TOKENS), *NAMED_TOKENS])
                 raise ValueError(f"layout {text!r}: {word!r} is none of {known}")
             if name in found:
                 raise ValueError(f"layout {text!r}: {word!r} sets {name} again")
@@ -79,19 +79,21 @@ class Layout:
 
     def __str__(self) -> str:
         """The words of what differs from Layout(), in the order of the fields."""
-        words = {name: word for word, name in NUMBERS.items()} | {setting: word for word, setting in WORDS.items()}
+        words = {name: word for word, name in NUMERIC_TOKENS.items()} | {
+            setting: word for word, setting in NAMED_TOKENS.items()
+        }
         changed = [
             (f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
         ]
         return ",".join(f"{words[n]}{v}" if n in words else words[n, v] for n, v in changed) or "dp1"
 
 
-NUMBERS = {name: name for name in ("dp", "pp", "cp", "tp", "ep")}  # word: field
-NUMBERS |= {"zero": "zero_stage", "mb": "micro_batch", "v": "virtual", "rep": "replicate"}
-WORDS = {"sp": ("sequence_parallel", True), "keep": ("keep_gathered", True)}  # word: field and value
-WORDS |= {name: ("schedule", name) for name in [*SCHEDULES, "interleaved"]}
-WORDS |= {name: ("recompute", name) for name in ("selective", "full")}
-WORDS |= {name: ("cp_method", name) for name in METHODS} | {name: ("cp_order", name) for name in ORDERS}
+NUMERIC_TOKENS = {name: name for name in ("dp", "pp", "cp", "tp", "ep")}  # word: field
+NUMERIC_TOKENS |= {"zero": "zero_stage", "mb": "micro_batch", "v": "virtual", "rep": "replicate"}
+NAMED_TOKENS = {"sp": ("sequence_parallel", True), "keep": ("gather_once", True)}  # word: field and value
+NAMED_TOKENS |= {name: ("schedule", name) for name in [*SCHEDULES, "interleaved"]}
+NAMED_TOKENS |= {name: ("recompute", name) for name in ("selective", "full")}
+NAMED_TOKENS |= {name: ("cp_method", name) for name in METHODS} | {name: ("cp_order", name) for name in ORDERS}
 
 
 # exercise 10.1
@@ -140,10 +142,10 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError(f"zero_stage {stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if stage == 3 and pp > 1 and not layout.keep_gathered:
+    if stage == 3 and pp > 1 and not layout.gather_once:
         raise ValueError(f"zero_stage 3 with pp {pp} gathers in each micro-batch: make zero_stage 1, or keep it (keep)")
-    if layout.keep_gathered and (stage < 3 or pp == 1):
-        raise ValueError(f"keep_gathered with zero_stage {stage} and pp {pp}, not 3 and 2 or more: leave out keep")
+    if layout.gather_once and (stage < 3 or pp == 1):
+        raise ValueError(f"gather_once with zero_stage {stage} and pp {pp}, not 3 and 2 or more: leave out keep")
     if stage == 3 and pp > 1 and layout.schedule == "dualpipe":
         raise ValueError("schedule dualpipe has each stage on two ranks, zero_stage 3 on none whole: make zero_stage 1")
     if layout.recompute == "selective" and layout.cp > 1:
@@ -164,10 +166,12 @@ def micro_batches(layout: Layout, batch: int) -> int:
     return batch // each
 
 
-def check_words(layout: Layout) -> None:
+def check_named_settings(layout: Layout) -> None:
     """Raise ValueError where a setting is none of those that there are."""
     for name in ("schedule", "recompute", "cp_method", "cp_order"):
-        known = dict.fromkeys([getattr(Layout(), name), *(value for field, value in WORDS.values() if field == name)])
+        known = dict.fromkeys(
+            [getattr(Layout(), name), *(value for field, value in NAMED_TOKENS.values() if field == name)]
+        )
         if getattr(layout, name) not in known:
             raise ValueError(f"{name} {getattr(layout, name)!r}: make it one of {', '.join(known)}")
 
@@ -247,7 +251,7 @@ def check_layout(
     world_size: ranks; batch: sequences of all ranks together; seq: tokens of each; moe: arguments of apply_moe. What is
     None is not looked at.
     """
-    check_words(layout)
+    check_named_settings(layout)
     check_ranks(layout, layout.ranks if world_size is None else world_size)
     check_pairs(layout)
     check_replicas(layout)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from course_lib.five_d.layouts import Layout, check_ranks, groups_along
-from course_lib.tensor_parallel.linear import one_split
+from course_lib.tensor_parallel.linear import new_disjoint_subgroups
 from course_lib.zero.sharded_models import ReplicaGroups
 
 AXES = ("copies", "ep", "pp", "cp", "tp")  # outermost first; dp is copies x ep
@@ -75,4 +75,4 @@ def shard_groups(layout: Layout, mesh: Mesh) -> dist.ProcessGroup | ReplicaGroup
     size = len(of_all[0]) // layout.replicate
     shards = [ranks[first : first + size] for ranks in of_all for first in range(0, len(ranks), size)]
     replicas = [ranks[place::size] for ranks in of_all for place in range(size)]
-    return ReplicaGroups(mesh.replicas, one_split(shards), one_split(replicas))
+    return ReplicaGroups(mesh.replicas, new_disjoint_subgroups(shards), new_disjoint_subgroups(replicas))

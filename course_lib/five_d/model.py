@@ -30,7 +30,7 @@ from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.model import apply_expert_parallel
 from course_lib.expert_parallel.router import Routing, routers_of
 from course_lib.five_d.cast_weights import CastWeights
-from course_lib.five_d.kept_gathers import KeptGathers
+from course_lib.five_d.gather_once import GatherOncePerStep
 from course_lib.five_d.layouts import Layout, check_layout, check_sizes, schedule_of
 from course_lib.five_d.meshes import Mesh, shard_groups
 from course_lib.pipeline.copies import share_copies
@@ -40,7 +40,7 @@ from course_lib.pipeline.schedules import Schedule, stages_of
 from course_lib.pipeline.stages import split_stages
 from course_lib.recompute.modes import IGNORED, apply_recompute, summed_loss
 from course_lib.sequence_parallel.model import apply_sequence_parallel
-from course_lib.sequence_parallel.shards import own_positions, shard_sequence
+from course_lib.sequence_parallel.shards import local_positions, shard_sequence
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, plain_name
 from course_lib.single_gpu.placement import placement_of
 from course_lib.single_gpu.training import decay_groups
@@ -100,7 +100,7 @@ def shard_stages(
         return whole, {0: whole}
     own = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
     copies = share_copies(own, schedule, mesh.pp, mesh.replicas)  # tied embeddings: sharded over both stages' ranks
-    kept = fully_shard(own, group, **settings, init=shard_init(own, init), wrapper=KeptGathers)
+    kept = fully_shard(own, group, **settings, init=shard_init(own, init), wrapper=GatherOncePerStep)
     kept.send_late(copies.groups.values())
     return kept, stages
 
@@ -187,7 +187,7 @@ class ParallelModel:
         tokens = tokens.clamp(min=1) / mesh.replicas.size()  # gradients are averaged over the replicas
         for router in routers_of(runner.stages):
             router.loss_weight = 1 / runner.m
-        positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
+        positions = local_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
         no_sync = None if layout.zero_stage == 2 else self.sharding.no_sync
         loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
         self.sharding.finish()
@@ -195,7 +195,7 @@ class ParallelModel:
         return loss / (mesh.tp.size() * mesh.replicas.size())
 
 
-def own_stages(
+def local_stages(
     config: ModelConfig, layout: Layout, mesh: Mesh, extra: Iterable[Callable], moe: dict | None
 ) -> tuple[Schedule, dict[int, nn.Module]]:
     """The layout's schedule, and this rank's stages of the split model by their numbers: on the meta device, with their
@@ -240,7 +240,7 @@ def parallelize(
     optimizer's. Norms and biases have no weight decay. A rank has its part (and a gathered block, or buckets) and one
     whole tensor at a time. Raises ValueError where the layout does not fit the ranks or the model.
     """
-    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    schedule, own = local_stages(config, layout, mesh, extra, moe)
     init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
@@ -248,7 +248,7 @@ def parallelize(
         else:
             materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
         runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
-        if layout.keep_gathered:
+        if layout.gather_once:
             runner.prepare = sharding.gather
         if layout.zero_stage == 0:
             sharding = DataParallel(runner.stages, mesh.replicas)
@@ -261,7 +261,7 @@ def parallelize(
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
 
 
-def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
+def full_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
     """The whole weights of this rank's stages, by their names in the unsplit model. Collective.
 
     A rank holds all of its stages at once here: for checks of small models.
@@ -271,8 +271,8 @@ def whole_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
         own = shard.shard.detach().to(shard.values.device)
         gathered.update(zip(shard.parameters, shard.layout.gather(own), strict=True))
     units = [*sharding.units, sharding.root] if parallel.layout.zero_stage == 3 else []
-    for part in (part for unit in units for part in unit.parts):
-        gathered.update(zip(part.sharded, part.layout.gather(part.shard), strict=True))
+    for part in (part for unit in units for part in unit.flat_params):
+        gathered.update(zip(part.sharded_params, part.layout.gather(part.shard), strict=True))
     whole = {}
     for stage in parallel.stages.values():
         for name, weight in stage.named_parameters(remove_duplicate=False):

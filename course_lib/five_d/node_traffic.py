@@ -11,7 +11,7 @@ from course_lib.collectives.traffic import Traffic
 from course_lib.five_d.layouts import Layout, coordinates
 
 
-def slots_of(layout: Layout, order: tuple[str, ...] = ("dp", "pp", "cp", "tp")) -> list[int]:
+def rank_order(layout: Layout, order: tuple[str, ...] = ("dp", "pp", "cp", "tp")) -> list[int]:
     """By rank of `build_mesh`: where it would stand if the axes had this order, the outermost first."""
     found = []
     for rank in range(layout.ranks):
@@ -23,7 +23,7 @@ def slots_of(layout: Layout, order: tuple[str, ...] = ("dp", "pp", "cp", "tp")) 
 
 
 # exercise 10.15
-def bytes_across(traffic: Traffic, slots: list[int], ranks_per_node: int) -> int:
+def inter_node_bytes(traffic: Traffic, slots: list[int], ranks_per_node: int) -> int:
     """Return the bytes of `traffic` that leave a node. slots: by rank; node n has the slots from n · ranks_per_node on.
 
     all_reduce, all_gather, reduce_scatter: a rank sends all of its bytes to the next slot of its group, the last one to

@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import nn
 
-from course_lib.context_parallel.blocks import AttentionBlock, whole_rows
+from course_lib.context_parallel.blocks import AttentionBlock, contiguous_rows
 from course_lib.flash_attention.backward import launch_backward
 from course_lib.flash_attention.forward import launch_forward, length_class
 from course_lib.flash_attention.hopper import hopper_attention, suits_hopper
@@ -68,7 +68,7 @@ def flash_operator(
     causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """out [b, s, a, d] in q's type and lse [b, a, s] in float32, both contiguous; lse has no gradient."""
-    q, k, v = (whole_rows(x) for x in (q, k, v))
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
     given, launch = (q, k, v, cu_seqlens, longest, causal, scale), launch_forward
     if cu_seqlens is None and not torch.are_deterministic_algorithms_enabled() and suits_hopper(q, k, v):
         launch = fastest((launch_forward, launch_hopper), q, longest, causal, given)
@@ -81,7 +81,7 @@ def flash_backward_operator(
     cu_seqlens: torch.Tensor | None, longest: int, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q, k, v, contiguous; in the same bits each time where torch.use_deterministic_algorithms is on."""
-    q, k, v = (whole_rows(x) for x in (q, k, v))
+    q, k, v = (contiguous_rows(x) for x in (q, k, v))
     given, launch = (out_grad, q, k, v, out, lse, cu_seqlens, longest, causal, scale), launch_backward
     if q.itemsize == 2 and not torch.are_deterministic_algorithms_enabled():
         ways = launch_one_walk, launch_backward

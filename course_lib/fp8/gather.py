@@ -102,7 +102,7 @@ class Fp8Payload:
 
     def amaxes(self) -> dict[Caster, torch.Tensor]:
         """Of each weight what this rank has of its blocks' amax."""
-        pieces, layout = self.part.layout.pieces(self.part.shard), self.part.layout
+        pieces, layout = self.part.layout.local_views(self.part.shard), self.part.layout
         return {
             caster: span_amax(pieces[i], layout.span(i)[0], layout.shapes[i], caster.cast.block)
             for i, caster in self.casters.items()
@@ -114,7 +114,7 @@ class Fp8Payload:
         layout, values = self.part.layout, self.part.buffer.values
         length = self.header + len(shard)
         payload = shard.new_zeros(length + -length % values.itemsize, dtype=torch.uint8)
-        pieces, codes = layout.pieces(shard), layout.pieces(payload[self.header : length])
+        pieces, codes = layout.local_views(shard), layout.local_views(payload[self.header : length])
         for i, caster in self.casters.items():
             if len(pieces[i]):
                 own = span_codes(pieces[i], layout.span(i)[0], layout.shapes[i], caster)
@@ -131,7 +131,7 @@ class Fp8Payload:
             values = self.part.layout.views(codes.view(caster.cast.dtype))[i]
             whole[i].copy_(dequantize(Quantized(values, caster.given, caster.cast.block), out.dtype))
         for layout, payload, row in zip(self.seen_by, payloads, out, strict=True):
-            pieces = [piece for i, piece in enumerate(layout.pieces(row)) if i not in self.casters]
+            pieces = [piece for i, piece in enumerate(layout.local_views(row)) if i not in self.casters]
             sizes = [len(piece) for piece in pieces]
             others = payload[: self.header].view(out.dtype)[: sum(sizes)].split(sizes)
             for piece, values in zip(pieces, others, strict=True):
@@ -153,11 +153,11 @@ class Fp8Gather:
 
     def __call__(self, part: ShardedParameters) -> Encoding | None:
         """How a flat buffer travels. Raises ValueError for a weight that does not lie in memory row by row."""
-        found = {i: weight_caster(places) for i, places in enumerate(part.places)}
+        found = {i: weight_caster(places) for i, places in enumerate(part.slots)}
         casters = {i: caster for i, caster in found.items() if caster is not None}
         if not casters or part.shard.itemsize == 1:
             return None
-        if turned := [part.places[i][0][0] for i in casters if part.layout.strides[i][1] != 1]:
+        if turned := [part.slots[i][0][0] for i in casters if part.layout.strides[i][1] != 1]:
             raise ValueError(f"{turned[0]} does not lie in memory row by row")
         self.payloads.append(Fp8Payload(part, casters, self))
         self.seen = None
@@ -165,7 +165,7 @@ class Fp8Gather:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The weights have changed, if they are this optimizer's."""
-        own = {piece for payload in self.payloads for piece in payload.part.sharded}
+        own = {piece for payload in self.payloads for piece in payload.part.sharded_params}
         if not own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
             self.seen = None
 

@@ -213,7 +213,7 @@ class Fp8Products(OnceDifferentiable):
     """x wᵀ for each weight, and the gradients, each product in 8 bits. x is quantized once for all weights, and kept in
     8 bits for backward.
 
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnProducts).
+    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnMatmul).
     """
 
     @staticmethod

@@ -22,12 +22,12 @@ from course_lib.fp8.operands import Casts, Split
 from course_lib.fp8.recipes import RECIPES, Recipe
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import PRESETS, need_transformer
-from course_lib.tensor_parallel.linear import ColumnParallelLinear, ColumnProducts, RowParallelLinear, as_autocast
+from course_lib.tensor_parallel.linear import ColumnMatmul, ColumnParallelLinear, RowParallelLinear, as_autocast
 from course_lib.tensor_parallel.model import check_degree
 
 
 class Fp8ColumnProducts:
-    """`ColumnProducts` in 8 bits, for layers that have one input, by the casters of each."""
+    """`ColumnMatmul` in 8 bits, for layers that have one input, by the casters of each."""
 
     def __init__(self, casters: list[LayerCasters]):
         self.casters = casters
@@ -42,10 +42,10 @@ class Fp8RowParallelLinear(Fp8Linear):
     def __init__(self, layer: RowParallelLinear, casts: Casts, rows: tuple[Split, ...]):
         columns = Split(1, layer.group)
         super().__init__(layer, casts, {"input": (*rows, columns), "weight": (columns,), "gradient": rows})
-        self.group, self.leave = layer.group, layer.leave
+        self.group, self.output_reduce = layer.group, layer.output_reduce
 
     def forward(self, x):
-        out = self.leave(self.product(x), self.group)
+        out = self.output_reduce(self.product(x), self.group)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -55,7 +55,7 @@ def check_layers(model: nn.Module) -> None:
     for name, layer in model.blocks.named_modules():
         if isinstance(layer, Fp8Linear):
             raise ValueError(f"blocks.{name} is FP8 already")
-        if isinstance(layer, ColumnParallelLinear) and layer.products is not ColumnProducts:
+        if isinstance(layer, ColumnParallelLinear) and layer.matmul is not ColumnMatmul:
             raise ValueError(f"blocks.{name} has other matmuls already, perhaps those of sequence parallelism")
         if isinstance(layer, RowParallelLinear) and layer.chunks > 1:
             raise ValueError(f"blocks.{name} works in chunks, and FP8 does not: split the model with chunks=1")
@@ -99,7 +99,7 @@ def convert(parent: nn.Module, casts: Casts, rows: tuple[Split, ...]) -> None:
         layer.casters = LayerCasters(casts, splits).to(layer.weight.device)
         layer.casters.input = columns[0].casters.input  # of one x
     for i, layer in enumerate(columns):  # the first one multiplies for all, where all are wanted
-        layer.products = Fp8ColumnProducts([each.casters for each in (columns if i == 0 else [layer])])
+        layer.matmul = Fp8ColumnProducts([each.casters for each in (columns if i == 0 else [layer])])
     for name, layer in list(parent.named_children()):
         if isinstance(layer, RowParallelLinear):
             setattr(parent, name, Fp8RowParallelLinear(layer, casts, rows))

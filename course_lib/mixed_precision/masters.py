@@ -41,7 +41,7 @@ class MasterWeights:
     """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
 
     parameters: parameters, or parameter groups, as for torch's optimizers.
-    After backward: take_gradients(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
+    After backward: accumulate_into_master(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
     The state is the optimizer's and the masters. Raises ValueError for parameters that float32 doesn't hold.
     """
 
@@ -62,7 +62,7 @@ class MasterWeights:
         self.param_groups = self.optimizer.param_groups
 
     # exercise 14.3
-    def take_gradients(self) -> None:
+    def accumulate_into_master(self) -> None:
         """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
         for weight, master in zip(self.weights, self.master_parameters, strict=True):
             if weight.grad is not None:
@@ -73,7 +73,7 @@ class MasterWeights:
     @torch.no_grad()
     def step(self) -> None:
         """Take the gradients, update the masters, round them to the weights: to nearest, ties to even."""
-        self.take_gradients()
+        self.accumulate_into_master()
         self.optimizer.step()
         torch._foreach_copy_(self.weights, self.master_parameters)
 
@@ -209,7 +209,7 @@ def mixed_step(
         step_loss = loss(model(inputs), targets)
     (step_loss if scaler is None else scaler.scale(step_loss)).backward()
     if isinstance(optimizer, MasterWeights):
-        optimizer.take_gradients()
+        optimizer.accumulate_into_master()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if scaler is None:
         nn.utils.clip_grad_norm_(parameters, max_norm)

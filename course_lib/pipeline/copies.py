@@ -16,7 +16,7 @@ from torch import nn
 
 from course_lib.pipeline.schedules import Action, Schedule
 from course_lib.single_gpu.placement import placement_of
-from course_lib.tensor_parallel.linear import one_split
+from course_lib.tensor_parallel.linear import new_disjoint_subgroups
 
 
 # exercise 09.15
@@ -88,7 +88,7 @@ def share_copies(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None
         if split is None:
             splits.append(split := [])
         split.append(ranks)
-    own = [its_group for its_group in map(one_split, splits) if its_group is not None]
+    own = [its_group for its_group in map(new_disjoint_subgroups, splits) if its_group is not None]
     made = {tuple(dist.get_process_group_ranks(its_group)): its_group for its_group in own}
     names = {weight: name for stage in stages.values() for name, weight in stage.named_parameters()}
 

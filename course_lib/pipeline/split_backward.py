@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from course_lib.pipeline.stages import StagePass
 from course_lib.tensor_parallel.linear import as_autocast
 from course_lib.tensor_parallel.regions import OnceDifferentiable
-from course_lib.zero.sharded_models import places_of
+from course_lib.zero.sharded_models import parameter_slots
 
 
 # exercise 09.11
@@ -186,7 +186,7 @@ class SplitPass(StagePass):
 
     def run(self, stage: nn.Module, *more) -> torch.Tensor:
         """The stage's output, from stand-ins of its weights."""
-        places = {weight: where for weight, where in places_of(stage).items() if weight.requires_grad}
+        places = {weight: where for weight, where in parameter_slots(stage).items() if weight.requires_grad}
         self.weights, self.stand_ins = list(places), [weight.detach().requires_grad_() for weight in places]
         try:
             for stand_in, where in zip(self.stand_ins, places.values(), strict=True):

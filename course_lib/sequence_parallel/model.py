@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from course_lib.sequence_parallel.shards import by_rank, in_order, start_gather, start_reduce_scatter
+from course_lib.sequence_parallel.shards import join_by_rank, split_by_rank, start_gather, start_reduce_scatter
 from course_lib.single_gpu.model import need_transformer
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -37,11 +37,11 @@ class GatherSequence(OnceDifferentiable):
         ctx.group = group
         pieces, work = start_gather(part, group)
         work.wait()
-        return in_order(pieces)
+        return join_by_rank(pieces)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        own, work = start_reduce_scatter(by_rank(gradient, ctx.group.size()), ctx.group)
+        own, work = start_reduce_scatter(split_by_rank(gradient, ctx.group.size()), ctx.group)
         work.wait()
         return own, None
 
@@ -53,7 +53,7 @@ class ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, summand: torch.Tensor, group) -> torch.Tensor:
         ctx.group = group
-        own, work = start_reduce_scatter(by_rank(summand, group.size()), group)
+        own, work = start_reduce_scatter(split_by_rank(summand, group.size()), group)
         work.wait()
         return own
 
@@ -75,7 +75,7 @@ def reduce_scatter_sequence(summand: torch.Tensor, group: dist.ProcessGroup) -> 
 
 
 # exercise 07.2
-class GatheredProducts(OnceDifferentiable):
+class GatheredMatmul(OnceDifferentiable):
     """g, and x · weightᵀ for each weight. Keeps this rank's part of x; in backward x is gathered once more beside the
     product that makes its gradient, and the sum of that travels beside the products for the weights.
     """
@@ -87,7 +87,7 @@ class GatheredProducts(OnceDifferentiable):
         ctx.save_for_backward(part, *weights)
         pieces, work = start_gather(part, group)
         work.wait()
-        x = in_order(pieces)
+        x = join_by_rank(pieces)
         return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod
@@ -101,11 +101,11 @@ class GatheredProducts(OnceDifferentiable):
             grad_x = rows[0] @ weights[0]
             for row, weight in zip(rows[1:], weights[1:], strict=True):
                 grad_x.addmm_(row, weight)
-            grad_x = by_rank(grad_x.unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
+            grad_x = split_by_rank(grad_x.unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
             own, scattering = start_reduce_scatter(grad_x, ctx.group)
         if any(needed):
             gathering.wait()
-            x = in_order(pieces).flatten(0, -2)  # [b*s, in]
+            x = join_by_rank(pieces).flatten(0, -2)  # [b*s, in]
             grad_weights = [row.t() @ x if need else None for row, need in zip(rows, needed, strict=True)]
         if ctx.needs_input_grad[0]:
             scattering.wait()
@@ -117,7 +117,7 @@ def given(args: tuple, kwargs: dict) -> tuple[torch.Tensor, torch.Tensor | None]
     return tuple([*args, *(kwargs[name] for name in ("x", "positions") if name in kwargs), None][:2])
 
 
-def need_positions(model: nn.Module, args: tuple, kwargs: dict) -> None:
+def require_positions(model: nn.Module, args: tuple, kwargs: dict) -> None:
     """A forward pre-hook: hidden states of a part of the sequence do not tell which tokens they are.
 
     Raises ValueError where a `Transformer` is given hidden states and no positions.
@@ -138,7 +138,7 @@ def check_sequence_parallel(model: nn.Module, group: dist.ProcessGroup) -> None:
         raise ValueError("the model is not split over this group: apply_tensor_parallel comes first")
     if rows[0].chunks > 1:
         raise ValueError("row layers in chunks sum over the group: split the model with chunks=1")
-    if rows[0].leave is reduce_scatter_sequence:
+    if rows[0].output_reduce is reduce_scatter_sequence:
         raise ValueError("the model is sequence parallel already")
     if any(row.bias is not None for row in rows):
         raise ValueError("a row layer has a bias, whose gradient would lack the tokens of the other ranks")
@@ -170,9 +170,9 @@ def apply_sequence_parallel(
     check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
-            module.products = GatheredProducts
+            module.matmul = GatheredMatmul
         elif isinstance(module, (RowParallelLinear, VocabParallelEmbedding)):
-            module.leave = reduce_scatter_sequence
+            module.output_reduce = reduce_scatter_sequence
     for parent in (*model.blocks, model):
         for name, norm in list(parent.named_children()):
             if not isinstance(norm, nn.RMSNorm):
@@ -181,5 +181,5 @@ def apply_sequence_parallel(
                 setattr(parent, name, SequenceParallelNorm(norm, group))
             else:
                 placement_of(norm.weight).reduce_group = reduce_group
-    model.register_forward_pre_hook(need_positions, with_kwargs=True)
+    model.register_forward_pre_hook(require_positions, with_kwargs=True)
     return model

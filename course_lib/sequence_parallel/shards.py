@@ -14,7 +14,7 @@ import torch.distributed as dist
 from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
 
 
-def by_rank(whole: torch.Tensor, parts: int) -> torch.Tensor:
+def split_by_rank(whole: torch.Tensor, parts: int) -> torch.Tensor:
     """[b, s, ...] as its parts, one after the other: [n, b, s/n, ...], a view. Raises ValueError where n does not
     divide the sequence.
     """
@@ -23,7 +23,7 @@ def by_rank(whole: torch.Tensor, parts: int) -> torch.Tensor:
     return whole.unflatten(1, (parts, -1)).movedim(1, 0)
 
 
-def in_order(pieces: torch.Tensor) -> torch.Tensor:
+def join_by_rank(pieces: torch.Tensor) -> torch.Tensor:
     """The parts of all ranks [n, b, s/n, ...] side by side: [b, s, ...]. A copy, but for b = 1."""
     return pieces.movedim(0, 1).flatten(1, 2)
 
@@ -80,7 +80,7 @@ def shard_sequence(whole: torch.Tensor, group: dist.ProcessGroup | None = None, 
     """This rank's tokens [b, s/n, ...] of [b, s, ...]. Raises ValueError where the chunks do not divide it."""
     group = group or dist.group.WORLD
     own = chunks_of(group.rank(), group.size(), order)
-    chunks = by_rank(whole, group.size() * len(own))
+    chunks = split_by_rank(whole, group.size() * len(own))
     return torch.cat([chunks[number] for number in own], 1)
 
 
@@ -89,7 +89,7 @@ def unshard_sequence(part: torch.Tensor, group: dist.ProcessGroup | None = None,
     group = group or dist.group.WORLD
     pieces, work = start_gather(part.detach(), group)
     work.wait()
-    return from_order(in_order(pieces), group.size(), order)
+    return from_order(join_by_rank(pieces), group.size(), order)
 
 
 def zigzag_shard(whole: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -102,7 +102,7 @@ def zigzag_unshard(part: torch.Tensor, group: dist.ProcessGroup | None = None) -
     return unshard_sequence(part, group, "zigzag")
 
 
-def own_positions(
+def local_positions(
     tokens: int, group: dist.ProcessGroup | None = None, order: str = "zigzag", device=None
 ) -> torch.Tensor:
     """The places in the sequence of this rank's `tokens` tokens: [s/n]."""

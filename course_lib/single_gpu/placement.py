@@ -19,7 +19,7 @@ class ShardSpec(Protocol):
     """Which indices of a full tensor a rank has: a TensorShard, or a NestedShard where it is split more than once."""
 
     @property
-    def whole(self) -> Any:
+    def full_size(self) -> Any:
         """Size of the full tensor along the dimension that is split, or sizes, one per split."""
 
     @property
@@ -32,7 +32,7 @@ class ShardSpec(Protocol):
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the full tensor, given the shard of each rank. Collective."""
 
-    def whole_shape(self, part: torch.Tensor) -> list[int]:
+    def full_shape(self, part: torch.Tensor) -> list[int]:
         """Return the shape of the full tensor."""
 
 

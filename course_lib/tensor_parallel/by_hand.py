@@ -29,7 +29,7 @@ def cut(full: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
 
 
 # exercise 06.1
-def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group: dist.ProcessGroup) -> torch.Tensor:
+def split_matmul(x: torch.Tensor, weight: torch.Tensor, how: str, group: dist.ProcessGroup) -> torch.Tensor:
     """Multiply x by weightᵀ, each rank doing an N-th of the multiplications; return all of it [n, out] on every rank.
 
     x: [n, in] and weight: [out, in], both whole on every rank and left as they are, of one dtype, which the result has
@@ -89,8 +89,8 @@ def step_by_hand(
 
     a: [ffn, h] and b: [h, ffn]. Of both only this rank's parts are read.
     """
-    u = split_product(x, a, "columns", group)  # [n, ffn]
-    y = split_product(F.silu(u), b, "rows", group)  # [n, h]
+    u = split_matmul(x, a, "columns", group)  # [n, ffn]
+    y = split_matmul(F.silu(u), b, "rows", group)  # [n, h]
     error = y - target
     _, grad_a, grad_b = mlp_backward(x, cut(a, group, 0), cut(b, group, 1), 2 / error.numel() * error, group)
     return error.square().mean(), grad_a, grad_b

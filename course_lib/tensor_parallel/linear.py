@@ -22,7 +22,7 @@ from course_lib.tensor_parallel.shards import TensorShard, shard_parameter
 
 
 # exercise 06.4
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     """Multiply x by several weights; in backward the all-reduce of x's gradient overlaps the products that make the
     gradients of the weights.
     """
@@ -60,7 +60,7 @@ class ColumnProducts(OnceDifferentiable):
 
 
 # exercise 06.12
-class RowProduct(OnceDifferentiable):
+class RowMatmul(OnceDifferentiable):
     """Multiply x in chunks of its rows and sum over the group: the sum of one chunk travels while the next is
     multiplied.
     """
@@ -113,7 +113,7 @@ class RowParallelLinear(nn.Module):
     def __init__(self, linear: nn.Linear, group: dist.ProcessGroup | None = None, chunks: int = 1):
         super().__init__()
         self.group, self.chunks = group or dist.group.WORLD, chunks
-        self.leave = sum_over_group  # f*; notebook 07 puts another one in its place
+        self.output_reduce = sum_over_group  # f*; notebook 07 puts another one in its place
         self.weight = shard_parameter(linear.weight, TensorShard.of(linear.in_features, self.group, dim=1))
         self.bias = linear.bias  # whole: all ranks add the same one
 
@@ -122,17 +122,17 @@ class RowParallelLinear(nn.Module):
 
     # exercise 06.5
     def forward_at_once(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply this rank's x: [..., in/N], sum over the ranks by `self.leave`, and add the bias; return [..., out].
+        """Multiply this rank's x: [..., in/N], sum over the ranks by `self.output_reduce`, and add the bias; return [..., out].
 
         Under autocast the summand and the output have its dtype, with a bias and without.
         """
-        out = self.leave(F.linear(x, self.weight), self.group)
+        out = self.output_reduce(F.linear(x, self.weight), self.group)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def forward_in_chunks(self, x: torch.Tensor) -> torch.Tensor:
         """As forward_at_once, in chunks of x's rows."""
         x, weight = as_autocast(x, self.weight)
-        out = RowProduct.apply(x, self.group, weight, self.chunks)
+        out = RowMatmul.apply(x, self.group, weight, self.chunks)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
@@ -143,7 +143,7 @@ class Replicas(NamedTuple):
     shards: dist.ProcessGroup  # ranks that have one copy of each part, in order
 
 
-def one_split(lists: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+def new_disjoint_subgroups(lists: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
     """This rank's group of `lists`, which do not overlap; None where it is in none. Collective over the default group.
 
     Where that group knows its device (device_id), its communicator is split once, into all of them; else PyTorch
@@ -173,7 +173,7 @@ def replicas_of(group: dist.ProcessGroup, copies: int) -> Replicas:
         raise ValueError("the ranks of a group passed different groups or different numbers of copies")
     same = [members[i : i + count] for members, count in groups for i in range(0, len(members), count)]
     shards = [members[i::count] for members, count in groups for i in range(count)]
-    return Replicas(one_split(same), one_split(shards))
+    return Replicas(new_disjoint_subgroups(same), new_disjoint_subgroups(shards))
 
 
 class ColumnParallelLinear(nn.Module):
@@ -195,7 +195,7 @@ class ColumnParallelLinear(nn.Module):
             raise ValueError("gather_output with replicas: each copy would add the whole gradient once more")
         super().__init__()
         self.group, self.replicas, self.gather_output = group or dist.group.WORLD, replicas, gather_output
-        self.products = ColumnProducts  # how it multiplies; notebook 07 puts another way in its place
+        self.matmul = ColumnMatmul  # how it multiplies; notebook 07 puts another way in its place
         self.shard = TensorShard.of(linear.out_features, replicas.shards if replicas else self.group)
         self.weight = shard_parameter(linear.weight, self.shard)
         self.bias = None if linear.bias is None else shard_parameter(linear.bias, self.shard)
@@ -217,6 +217,6 @@ def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tup
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    outs = layers[0].matmul.apply(x, layers[0].group, *weights)
     biases = [None if layer.bias is None else shared(layer, layer.bias) for layer in layers]
     return tuple(out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True))

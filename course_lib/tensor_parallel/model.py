@@ -32,7 +32,7 @@ from course_lib.tensor_parallel import by_hand, linear
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, replicas_of
 from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
 from course_lib.tensor_parallel.regions import copy_to_group
-from course_lib.tensor_parallel.shards import leaves_one_without, materialize
+from course_lib.tensor_parallel.shards import leaves_empty_shard, materialize
 from course_lib.tensor_parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from course_lib.zero.shards import clip_grad_norm_
 
@@ -44,7 +44,7 @@ def check_degree(config: ModelConfig, tp: int) -> None:
             raise ValueError(f"tp {tp} does not divide {name}, which is {getattr(config, name)}")
     if config.kv_heads % tp and tp % config.kv_heads:
         raise ValueError(f"tp {tp} and kv_heads, which is {config.kv_heads}: neither divides the other")
-    if leaves_one_without(config.vocab, tp):
+    if leaves_empty_shard(config.vocab, tp):
         raise ValueError(f"tp {tp} leaves a rank without a token of vocab, which is {config.vocab}")
 
 

@@ -57,7 +57,7 @@ def apply_partitioned_recompute(model: nn.Module, group: dist.ProcessGroup | Non
     model that is sequence parallel (notebook 07): there each rank has other hidden states, a part of all, already.
     """
     need_transformer(model, "apply_partitioned_recompute", "apply_recompute takes an nn.ModuleList of any model")
-    leaving = {module.leave.__name__ for module in model.modules() if hasattr(module, "leave")}
+    leaving = {module.output_reduce.__name__ for module in model.modules() if hasattr(module, "output_reduce")}
     if leaving - {"sum_over_group"}:
         raise ValueError("the model is sequence parallel: its hidden states are split over the ranks already")
     apply_recompute(model, "none")

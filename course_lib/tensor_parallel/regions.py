@@ -8,7 +8,7 @@
 f stands wherever a tensor that all ranks have goes into work that each does in its own way, weights included: the
 gradient that a rank finds is then only a part of the whole. (Shoeybi et al. 2019, Megatron-LM, §3.)
 
-Random numbers know the border too: outside, all ranks must draw the same ones, inside, each its own (`own_randomness`).
+Random numbers know the border too: outside, all ranks must draw the same ones, inside, each its own (`local_rng`).
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ def generators() -> list[torch.Generator]:
 
 # exercise 06.13
 @contextlib.contextmanager
-def own_randomness(group: dist.ProcessGroup | None = None):
+def local_rng(group: dist.ProcessGroup | None = None):
     """Inside, let each rank of the group (None: all ranks) draw random numbers of its own; afterwards all go on as one.
 
     All ranks come with generators in the same state (the same seed, and the same draws since), which decides what is
-    drawn inside. Also a decorator: `attention.core = own_randomness(group)(core_with_dropout)`.
+    drawn inside. Also a decorator: `attention.core = local_rng(group)(core_with_dropout)`.
     """
     group = group or dist.group.WORLD
     states = []

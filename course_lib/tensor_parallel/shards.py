@@ -18,7 +18,7 @@ from torch import nn
 from course_lib.collectives.into_tensor import all_gather_into_tensor
 from course_lib.single_gpu.model import plain_name
 from course_lib.single_gpu.placement import placement_of
-from course_lib.zero.sharded_models import places_of
+from course_lib.zero.sharded_models import parameter_slots
 
 
 class TensorShard(NamedTuple):
@@ -26,7 +26,7 @@ class TensorShard(NamedTuple):
 
     group: dist.ProcessGroup  # its ranks have a part each, in order
     dim: int
-    whole: int
+    full_size: int
     start: int
     size: int
 
@@ -43,19 +43,19 @@ class TensorShard(NamedTuple):
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """The whole tensor, from the parts of all ranks. Collective."""
-        per_rank, own = -(-self.whole // self.group.size()), part.movedim(self.dim, 0)
+        per_rank, own = -(-self.full_size // self.group.size()), part.movedim(self.dim, 0)
         padded = own.new_zeros(per_rank, *own.shape[1:])
         padded[: self.size] = own
         whole = own.new_empty(per_rank * self.group.size(), *own.shape[1:])
         all_gather_into_tensor(whole, padded, group=self.group)
-        return whole[: self.whole].movedim(0, self.dim).contiguous()
+        return whole[: self.full_size].movedim(0, self.dim).contiguous()
 
-    def whole_shape(self, part: torch.Tensor) -> list[int]:
+    def full_shape(self, part: torch.Tensor) -> list[int]:
         """The shape of the whole tensor."""
-        return [self.whole if dim == self.dim % part.dim() else size for dim, size in enumerate(part.shape)]
+        return [self.full_size if dim == self.dim % part.dim() else size for dim, size in enumerate(part.shape)]
 
 
-def leaves_one_without(whole: int, ranks: int) -> bool:
+def leaves_empty_shard(whole: int, ranks: int) -> bool:
     """Whether the last of so many ranks has no index of `whole`."""
     return (ranks - 1) * -(-whole // ranks) >= whole
 
@@ -79,7 +79,7 @@ def shard_init(model: nn.Module, init: Callable[[str, torch.Tensor], None]) -> C
     def fill(name: str, tensor: torch.Tensor) -> None:
         if name not in shards:
             return init(name, tensor)
-        whole = tensor.new_empty(shards[name].whole_shape(tensor))
+        whole = tensor.new_empty(shards[name].full_shape(tensor))
         init(name, whole)
         tensor.copy_(shards[name].cut(whole))
 
@@ -93,7 +93,7 @@ def materialize(model: nn.Module, init: Callable[[str, torch.Tensor], None]) -> 
     One whole tensor is there at a time. Returns the model. Not collective.
     """
     fill = shard_init(model, init)
-    for parameter, places in places_of(model).items():
+    for parameter, places in parameter_slots(model).items():
         real = nn.Parameter(torch.empty_like(parameter, device=torch.get_default_device()), parameter.requires_grad)
         vars(real).update(vars(parameter) | vars(real))  # what is said of the parameter, not where it is (fake tensors)
         fill(places[0][0], real)
@@ -108,7 +108,7 @@ def materialize(model: nn.Module, init: Callable[[str, torch.Tensor], None]) -> 
 
 
 @torch.no_grad()
-def whole_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+def gather_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state_dict of the unsplit model, on the CPU of every rank; one tensor is gathered at a time. Collective.
 
     Not of a model that fully_shard has wrapped: its parameters are pieces of parts.

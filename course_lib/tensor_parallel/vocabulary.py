@@ -18,12 +18,12 @@ from torch import nn
 
 from course_lib.recompute.modes import IGNORED
 from course_lib.tensor_parallel.regions import OnceDifferentiable, sum_over_group
-from course_lib.tensor_parallel.shards import TensorShard, leaves_one_without, shard_parameter
+from course_lib.tensor_parallel.shards import TensorShard, leaves_empty_shard, shard_parameter
 
 
 def vocabulary_shard(vocab: int, group: dist.ProcessGroup, dim: int = 0) -> TensorShard:
     """This rank's tokens of a vocabulary. Raises ValueError, on all ranks, where one of them would have none."""
-    if leaves_one_without(vocab, group.size()):
+    if leaves_empty_shard(vocab, group.size()):
         raise ValueError(f"a vocabulary of {vocab} leaves one of {group.size()} ranks without a token")
     return TensorShard.of(vocab, group, dim)
 
@@ -37,7 +37,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup | None = None):
         super().__init__()
-        self.group, self.leave = group or dist.group.WORLD, sum_over_group
+        self.group, self.output_reduce = group or dist.group.WORLD, sum_over_group
         self.shard = vocabulary_shard(embedding.num_embeddings, self.group)
         self.weight = shard_parameter(embedding.weight, self.shard)  # [v/N, h]
 
@@ -45,12 +45,12 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look up tokens [...], of any number of dimensions; return the whole hidden states [..., h].
 
-        They have the rows' dtype; a token outside of the vocabulary gives zeros. One sum over the ranks: `self.leave`.
+        They have the rows' dtype; a token outside of the vocabulary gives zeros. One sum over the ranks: `self.output_reduce`.
         """
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
         found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group)
+        return self.output_reduce(found.masked_fill(elsewhere[..., None], 0.0), self.group)
 
 
 def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,12 +119,14 @@ def vocab_parallel_cross_entropy(
     group = group or dist.group.WORLD
     shard = vocabulary_shard(vocab or logits.shape[-1] * group.size(), group, -1)
     if logits.shape[-1] != shard.size:
-        raise ValueError(f"{logits.shape[-1]} logits, but this rank's shard of {shard.whole} tokens has {shard.size}")
+        raise ValueError(
+            f"{logits.shape[-1]} logits, but this rank's shard of {shard.full_size} tokens has {shard.size}"
+        )
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction {reduction!r}: it is mean or sum")
     targets = targets.flatten()
     trained = targets != IGNORED
     losses = VocabParallelCrossEntropy.apply(logits.flatten(0, -2), targets, shard)
-    outside = (trained & ((targets < 0) | (targets >= shard.whole))).any()
+    outside = (trained & ((targets < 0) | (targets >= shard.full_size))).any()
     summed = losses.masked_fill(~trained, 0.0).sum() * torch.where(outside, torch.nan, 1.0)
     return summed if reduction == "sum" else summed / trained.sum()

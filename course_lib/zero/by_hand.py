@@ -31,5 +31,5 @@ def zero_1_step(
     """
     shard = gradient.new_empty(layout.shard_numel)
     reduce_scatter_tensor(shard, gradient, group=layout.group)
-    update(layout.own(values), shard / layout.world_size)
-    all_gather_into_tensor(values, layout.own(values), group=layout.group)
+    update(layout.local_shard(values), shard / layout.world_size)
+    all_gather_into_tensor(values, layout.local_shard(values), group=layout.group)

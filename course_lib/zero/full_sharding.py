@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from course_lib.zero.sharded_parameters import ShardedParameters, Unit
+from course_lib.zero.sharded_parameters import FSDPUnit, ShardedParameters
 
 
 def in_backward() -> bool:
@@ -44,16 +44,18 @@ class UnitRunner(nn.Module):
     """Gathers units before they are used, frees them afterwards, and sends their gradients.
 
     group: the ranks that a batch is divided among; root: the unit of the parameters that belong to no unit, or to two,
-    whole from forward to finish(). FullyShard adds before_backward(unit): what to do when a unit's backward is about to
+    whole from forward to finish(). FullyShard adds pre_backward(unit): what to do when a unit's backward is about to
     begin.
     """
 
-    def __init__(self, module: nn.Module, group, units: list[Unit], root: Unit, compute_dtype: torch.dtype | None):
+    def __init__(
+        self, module: nn.Module, group, units: list[FSDPUnit], root: FSDPUnit, compute_dtype: torch.dtype | None
+    ):
         super().__init__()
         self.module, self.group, self.units, self.root, self.compute_dtype = module, group, units, root, compute_dtype
-        self.ran: list[Unit] = []  # by the last forward, in order
-        self.open: list[Unit] = []  # their backward has begun, and their gradients are still here
-        self.sent: list[Unit] = []  # their gradients are on their way
+        self.forward_order: list[FSDPUnit] = []  # by the last forward, in order
+        self.unreduced: list[FSDPUnit] = []  # their backward has begun, and their gradients are still here
+        self.sent: list[FSDPUnit] = []  # their gradients are on their way
         for unit, successor in zip(units, units[1:], strict=False):
             unit.successor = successor
         # Hooks of the module and of autograd graphs keep this wrapper alive: a backward may run after the caller has
@@ -61,8 +63,8 @@ class UnitRunner(nn.Module):
         module.register_forward_pre_hook(lambda *_: self.gather_root())
         for unit in units:
             for each in unit.modules:
-                each.register_forward_pre_hook(lambda *_, unit=unit: self.before_forward(unit))
-                each.register_forward_hook(lambda _, __, out, unit=unit: self.after_forward(unit, out))
+                each.register_forward_pre_hook(lambda *_, unit=unit: self.pre_forward(unit))
+                each.register_forward_hook(lambda _, __, out, unit=unit: self.post_forward(unit, out))
         weak = weakref.ref(self)
         handle = register_optimizer_step_pre_hook(lambda optimizer, *_: weak().before_step(optimizer))
         weakref.finalize(self, handle.remove)
@@ -73,15 +75,15 @@ class UnitRunner(nn.Module):
         self.send_all()  # of an earlier micro-batch
         for unit in [*self.units, *whole]:  # of a forward without a backward: the pieces may have changed since
             unit.free()
-        for unit in [self.root, *(self.ran or self.units)[:1]]:
+        for unit in [self.root, *(self.forward_order or self.units)[:1]]:
             unit.gather()
-        self.ran = []
+        self.forward_order = []
         if self.compute_dtype is not None:
             args, kwargs = tree_map(self.cast, (args, kwargs))
         out = self.module(*args, **kwargs)
-        for unit in self.ran[-1:]:
+        for unit in self.forward_order[-1:]:
             unit.successor = None
-        kept = [self.root, *self.ran[-1:]] if torch.is_grad_enabled() else []
+        kept = [self.root, *self.forward_order[-1:]] if torch.is_grad_enabled() else []
         for unit in [*self.units, self.root]:
             if unit not in kept:
                 unit.free()
@@ -95,11 +97,11 @@ class UnitRunner(nn.Module):
     @property
     def unfinished(self) -> bool:
         """Whether there are gradients since the last finish()."""
-        return bool(self.open or self.sent or self.root.has_gradients)
+        return bool(self.unreduced or self.sent or self.root.has_gradients)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise RuntimeError where an optimizer of these parameters steps before finish(), or for a GradScaler."""
-        own = {piece for unit in [*self.units, self.root] for part in unit.parts for piece in part.sharded}
+        own = {piece for unit in [*self.units, self.root] for part in unit.flat_params for piece in part.sharded_params}
         if own.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
             return
         if self.unfinished:
@@ -110,35 +112,35 @@ class UnitRunner(nn.Module):
                 "mixed_precision.LossScaler(group=...), or BF16 without a scaler"
             )
 
-    def before_forward(self, unit: Unit) -> None:
+    def pre_forward(self, unit: FSDPUnit) -> None:
         """Have the unit whole, free the one before it, and have the one that ran next the last time on its way."""
         unit.gather()
-        if unit not in self.ran[-1:] and not in_backward():
-            if self.ran:
-                self.ran[-1].free()
-                self.ran[-1].successor = unit
-            self.ran.append(unit)
+        if unit not in self.forward_order[-1:] and not in_backward():
+            if self.forward_order:
+                self.forward_order[-1].free()
+                self.forward_order[-1].successor = unit
+            self.forward_order.append(unit)
             if unit.successor:
                 unit.successor.gather()
         unit.wait()
 
-    def after_forward(self, unit: Unit, out) -> None:
+    def post_forward(self, unit: FSDPUnit, out) -> None:
         """Be told when the unit's backward begins."""
         for tensor in tree_leaves(out):
             if torch.is_tensor(tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self.backward_begins(unit))
+                tensor.register_hook(lambda _: self.on_output_grad(unit))
 
-    def backward_begins(self, unit: Unit) -> None:
+    def on_output_grad(self, unit: FSDPUnit) -> None:
         """The gradient of a unit's output is there. The root may be gone: a forward without grad frees it."""
         self.gather_root()
-        self.before_backward(unit)
+        self.pre_backward(unit)
 
     def gather_root(self) -> None:
         """Gather the root's parameters."""
         self.root.gather()
         self.root.wait()
 
-    def send(self, units: list[Unit]) -> None:
+    def send(self, units: list[FSDPUnit]) -> None:
         """Free these units and start their reduce-scatter. At most one unit is on its way at the end."""
         for unit in units:
             unit.free()
@@ -149,31 +151,31 @@ class UnitRunner(nn.Module):
 
     def send_all(self) -> None:
         """At the end of a backward: send what is left, the root's gradients too."""
-        if self.open or self.root.has_gradients:
-            late = [unit for unit in self.units if unit not in self.open and unit.has_gradients]
-            self.send([*self.open, *late])  # late: made after the unit's gradients had been sent
+        if self.unreduced or self.root.has_gradients:
+            late = [unit for unit in self.units if unit not in self.unreduced and unit.has_gradients]
+            self.send([*self.unreduced, *late])  # late: made after the unit's gradients had been sent
             self.root.launch()
             self.sent.append(self.root)
-        self.open = []
+        self.unreduced = []
 
     @contextmanager
     def no_sync(self):
         """Inside, gradients are summed over the ranks that share the parameters out. Replicas, where there are any, get
         the sum with the next backward outside, or by finish().
         """
-        for part in self.parts:
+        for part in self.flat_params:
             part.replicates = False
         try:
             yield
             self.send_all()
         finally:
-            for part in self.parts:
+            for part in self.flat_params:
                 part.replicates = True
 
     @property
-    def parts(self) -> list[ShardedParameters]:
+    def flat_params(self) -> list[ShardedParameters]:
         """Of all units."""
-        return [part for unit in [*self.units, self.root] for part in unit.parts]
+        return [part for unit in [*self.units, self.root] for part in unit.flat_params]
 
     def finish(self) -> None:
         """After a step's last backward, on all ranks: `.grad` of each parameter is this rank's piece of the mean."""
@@ -181,9 +183,9 @@ class UnitRunner(nn.Module):
         for unit in self.sent:
             unit.collect()
         self.sent = []
-        for part in self.parts:
+        for part in self.flat_params:
             part.replicate()
-        for part in self.parts:
+        for part in self.flat_params:
             part.settle()
             part.used.clear()
         for unit in [*self.units, self.root]:
@@ -197,20 +199,20 @@ class FullyShard(UnitRunner):
     """
 
     # exercise 05.11
-    def before_backward(self, unit: Unit) -> None:
+    def pre_backward(self, unit: FSDPUnit) -> None:
         """Have the unit whole; send the gradients of the one before it in backward; have the next one on its way.
 
-        Does nothing for a unit in `self.open`; afterwards that is this unit alone. What is sent is freed before the
+        Does nothing for a unit in `self.unreduced`; afterwards that is this unit alone. What is sent is freed before the
         next one is gathered, and nothing is waited for before both have started.
         """
-        if unit in self.open:
+        if unit in self.unreduced:
             return
         unit.gather()
-        self.send(self.open)
-        self.open = [unit]
-        place = self.ran.index(unit) if unit in self.ran else 0
+        self.send(self.unreduced)
+        self.unreduced = [unit]
+        place = self.forward_order.index(unit) if unit in self.forward_order else 0
         if place > 0:
-            self.ran[place - 1].gather()
+            self.forward_order[place - 1].gather()
         unit.wait()
 
 

@@ -54,7 +54,7 @@ class GradientRounds:
         """
         if not self.synchronizes:
             raise RuntimeError("finish() inside no_sync(): the last backward of a step and what follows stand outside")
-        if not all(bucket.reduced and not bucket.whole.stored for bucket in self.gradients):
+        if not all(bucket.reduced and not bucket.full_grads.stored for bucket in self.gradients):
             self.reducer.finish()
 
     def unscale_(self, scaler: LossScaler) -> None:
@@ -112,7 +112,7 @@ def watch(zero: GradientRounds) -> None:
     if zero.module is not None:
         handles.append(zero.module.register_state_dict_pre_hook(lambda *_: weak().wait()))
         handles.append(zero.module.register_load_state_dict_pre_hook(lambda *_: weak().wait()))
-        handles.append(zero.module.register_load_state_dict_post_hook(lambda *_: weak().take_values()))
+        handles.append(zero.module.register_load_state_dict_post_hook(lambda *_: weak().copy_from_params()))
     weakref.finalize(zero, release, handles, zero.shards).atexit = False
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.data_parallel.replicas import broadcast_from_first, check_same_model, usual_bucket_mb
+from course_lib.data_parallel.replicas import broadcast_from_first, check_same_model, default_bucket_mb
 from course_lib.recompute.modes import IGNORED, accumulate
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import Transformer, init_parameter
@@ -90,7 +90,7 @@ class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
         **kwargs,
     ):
         """param_groups: the module's parameters, with options; bucket_mb: MB (10**6 bytes) of parameters a bucket, see
-        usual_bucket_mb; compute_dtype: what the parameters become, and are gathered in; their values stay in float32, a
+        default_bucket_mb; compute_dtype: what the parameters become, and are gathered in; their values stay in float32, a
         piece on each rank; grad_dtype: of gradients in buckets, on their way and between micro-batches; offload: the
         states are on the host, which does the update; **kwargs: the optimizer's. A parameter's `reduce_group` is read
         as by DataParallel.
@@ -102,7 +102,7 @@ class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
         self.module = module_or_params if isinstance(module_or_params, nn.Module) else None
         module = nn.ParameterList(trained) if self.module is None else self.module
         self.group, self.stage, self.synchronizes = group or dist.group.WORLD, stage, True
-        bucket_mb = usual_bucket_mb(self.group.size()) if bucket_mb is None else bucket_mb
+        bucket_mb = default_bucket_mb(self.group.size()) if bucket_mb is None else bucket_mb
         choices = {"optimizer_cls": optimizer_cls.__name__, "stage": stage, "bucket_mb": bucket_mb}
         sizes = param_groups and [len(each["params"]) for each in groups]
         choices |= {"compute_dtype": compute_dtype, "grad_dtype": grad_dtype, "offload": offload, "param_groups": sizes}
@@ -150,7 +150,7 @@ class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
         Each bucket's `gradient` is its piece of the mean gradient. Without a module, wait until all values are there.
         """
         for bucket, shard in zip(self.gradients, self.shards, strict=True):
-            shard.take(bucket.gradient)
+            shard.set_grad(bucket.gradient)
         self.optimizer.step()
         for shard in reversed(self.shards):
             shard.gather()
@@ -162,14 +162,14 @@ class ZeroOptimizer(GradientRounds, torch.optim.Optimizer):
         for shard in self.shards:
             shard.wait()
 
-    def give_values(self) -> None:
+    def all_gather_params(self) -> None:
         """Give the parameters the shards' values. Collective."""
         for shard in self.shards:
             shard.gather()
         self.wait()
 
     @torch.no_grad()
-    def take_values(self) -> None:
+    def copy_from_params(self) -> None:
         """Make the shards anew from the parameters. A module's load_state_dict does it by itself."""
         self.wait()
         for shard in self.shards:

@@ -51,7 +51,7 @@ class GradientShard:
     def __init__(self, parameters: list[nn.Parameter], group, mean: float, dtype: torch.dtype | None):
         self.parameters, self.group = parameters, group
         self.layout = FlatLayout(parameters, group, ALIGNED)
-        self.whole = GradientBuffer(parameters, self.layout)
+        self.full_grads = GradientBuffer(parameters, self.layout)
         self.like = parameters[0].detach().new_empty(0, dtype=dtype)
         self.pre_scale, self.post_scale = divide_factors(self.like.dtype, mean)
         self.used: set[nn.Parameter] = set()  # those whose gradient this rank has made since the last clear()
@@ -64,29 +64,29 @@ class GradientShard:
         self.pool, layout = pool, self.layout
         self.gradient = self.like.new_zeros(layout.shard_numel if pool else layout.padded)
         if pool is None:
-            self.whole.attach(self.gradient)
-            self.gradient = layout.own(self.gradient)
+            self.full_grads.attach(self.gradient)
+            self.gradient = layout.local_shard(self.gradient)
 
     def open(self) -> None:
         """Before the first gradient of a round: have a buffer, and put aside what earlier rounds have summed up."""
-        if self.reduced and self.carried is None and not self.whole.stored:
+        if self.reduced and self.carried is None and not self.full_grads.stored:
             self.carried = self.gradient.clone()
-        if self.whole.buffer is None:
-            self.whole.attach(self.pool.take())
+        if self.full_grads.buffer is None:
+            self.full_grads.attach(self.pool.take())
 
     def store(self, parameter: nn.Parameter, scale: float = 1.0) -> None:
         """Move a gradient that backward has made to the whole buffer."""
         self.open()
-        self.whole.store(parameter)
+        self.full_grads.store(parameter)
         self.used.add(parameter)
 
     def launch(self) -> None:
         """Start the reduce-scatter."""
         self.open()
-        self.whole.fill_missing()
+        self.full_grads.fill_missing()
         if self.pre_scale != 1.0:
-            self.whole.buffer.mul_(self.pre_scale)
-        self.work = self.whole.send(self.gradient)
+            self.full_grads.buffer.mul_(self.pre_scale)
+        self.work = self.full_grads.send(self.gradient)
         if self.pool:
             self.pool.sending.append(self)
 
@@ -100,12 +100,12 @@ class GradientShard:
         if self.carried is not None:
             self.gradient.add_(self.carried)
         self.work, self.carried, self.reduced = None, None, True
-        self.whole.stored.clear()
+        self.full_grads.stored.clear()
         if self.pool:
             if self in self.pool.sending:
                 self.pool.sending.remove(self)
-            self.pool.give_back(self.whole.buffer)
-            self.whole.attach(None)
+            self.pool.give_back(self.full_grads.buffer)
+            self.full_grads.attach(None)
 
     def finish(self) -> None:
         """The round ends."""
@@ -115,7 +115,7 @@ class GradientShard:
     def clear(self) -> None:
         """Forget the gradient."""
         self.reduced, self.carried = False, None
-        self.whole.stored.clear()
+        self.full_grads.stored.clear()
         self.used.clear()
 
 
@@ -151,7 +151,7 @@ class OptimizerShard:
         self.parameters, first = parameters, parameters[0].detach()
         self.layout = FlatLayout(parameters, group, ALIGNED)
         self.values = first.new_zeros(self.layout.padded, dtype=compute_dtype)
-        self.own_values = self.layout.own(self.values)
+        self.own_values = self.layout.local_shard(self.values)
         dtype = torch.promote_types(first.dtype, torch.float32)
         self.is_copy = offload or dtype != self.values.dtype
         piece = self.layout.shard_of([each.detach() for each in parameters]) if self.is_copy else self.own_values
@@ -167,7 +167,7 @@ class OptimizerShard:
         own = self.values.untyped_storage()._cdata  # not data_ptr(): fake tensors have none
         return any(parameter.untyped_storage()._cdata != own for parameter in self.parameters)
 
-    def take(self, gradient: torch.Tensor) -> None:
+    def set_grad(self, gradient: torch.Tensor) -> None:
         """Have a gradient of the piece [shard_numel] ready for the optimizer."""
         self.wait()
         self.shard.grad = gradient.to(self.shard.device, self.shard.dtype)
@@ -182,8 +182,8 @@ class OptimizerShard:
         self.held = []
         if bucket.used.issuperset(self.parameters):
             return
-        gradients = self.layout.pieces(bucket.gradient)
-        before = {name: self.layout.pieces(value) for name, value in self.updated(optimizer).items()}
+        gradients = self.layout.local_views(bucket.gradient)
+        before = {name: self.layout.local_views(value) for name, value in self.updated(optimizer).items()}
         for i, parameter in enumerate(self.parameters):
             if parameter not in bucket.used:
                 copies = {name: pieces[i].clone() for name, pieces in before.items()}
@@ -202,7 +202,7 @@ class OptimizerShard:
         for i, unused, before, optimizer in self.held:
             decays = any(group.get("weight_decay") for group in optimizer.param_groups)
             for name, value in self.updated(optimizer).items():
-                piece = self.layout.pieces(value)[i]
+                piece = self.layout.local_views(value)[i]
                 if name in before or decays:
                     old = before.get(name, torch.zeros_like(piece))
                     piece.copy_(torch.where(unused.to(piece.device), old, piece))

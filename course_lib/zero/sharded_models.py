@@ -22,11 +22,11 @@ from course_lib.data_parallel.replicas import broadcast_from_first, check_same_m
 from course_lib.single_gpu.model import plain_name
 from course_lib.single_gpu.placement import placement_of
 from course_lib.zero.full_sharding import FullyShard, UnitRunner
-from course_lib.zero.sharded_parameters import Encoding, ShardedParameters, Unit, find_blocks
+from course_lib.zero.sharded_parameters import Encoding, FSDPUnit, ShardedParameters, find_blocks
 from course_lib.zero.shards import norm_group
 
 
-def places_of(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module, str]]]:
+def parameter_slots(module: nn.Module) -> dict[nn.Parameter, list[tuple[str, nn.Module, str]]]:
     """Of each parameter where it stands: its full name, the module that has it, its name there."""
     places: dict[nn.Parameter, list] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):  # a module at two places has two names
@@ -70,7 +70,7 @@ def groups_of(group: dist.ProcessGroup | DeviceMesh | ReplicaGroups | None) -> R
     return ReplicaGroups(group._flatten().get_group(), group.get_group(1), group.get_group(0))
 
 
-def rides_alone(parameter: nn.Parameter, unit: list[nn.Parameter]) -> bool:
+def needs_own_collective(parameter: nn.Parameter, unit: list[nn.Parameter]) -> bool:
     """Whether a small parameter of a unit would need collectives of its own, over another group: norms under sequence
     parallelism, routers. It is whole for a step instead, with what belongs to no unit.
     """
@@ -113,7 +113,7 @@ def fully_shard(
     arguments = {"compute_dtype": compute_dtype, "reduce_dtype": reduce_dtype, "units": len(units)}
     check_same_model(module, everyone, arguments)
     check_units(module, units, init)
-    places, buffers = places_of(module), dict(module.named_buffers())
+    places, buffers = parameter_slots(module), dict(module.named_buffers())
     if not any(tensor.is_meta for tensor in [*places, *buffers.values()]):
         broadcast_from_first(module, everyone)
 
@@ -129,7 +129,7 @@ def fully_shard(
             module.get_submodule(owner)._buffers[own_name] = make(name, buffer)
     held = [list(dict.fromkeys(p for each in unit for p in each.parameters())) for unit in units]
     counts, made = Counter(p for each in held for p in each), []
-    own = [[p for p in each if counts[p] == 1 and not rides_alone(p, each)] for each in held]
+    own = [[p for p in each if counts[p] == 1 and not needs_own_collective(p, each)] for each in held]
     in_units = {p for each in own for p in each}
     for modules, parameters in zip([*units, [module]], [*own, [p for p in places if p not in in_units]], strict=True):
         alike: dict[tuple, list[nn.Parameter]] = {}
@@ -142,16 +142,16 @@ def fully_shard(
         for (*_, outer, (over, all_pieces, copies)), part in zip(alike, parts, strict=True):
             part.join(norm_group(all_pieces, over, outer), *outer)
             part.replicas = copies
-        made.append(Unit(modules, parts))
-    return wrapper(module, everyone, [unit for unit in made[:-1] if unit.parts], made[-1], compute_dtype)
+        made.append(FSDPUnit(modules, parts))
+    return wrapper(module, everyone, [unit for unit in made[:-1] if unit.flat_params], made[-1], compute_dtype)
 
 
 @torch.no_grad()
 def full_state_dict(model: FullyShard) -> dict[str, torch.Tensor]:
     """The state_dict of the whole module, on the CPU of every rank; one unit at a time is gathered. Collective."""
     whole = {}
-    for part in model.parts:
-        for tensor, places in zip(part.layout.gather(part.shard), part.places, strict=True):
+    for part in model.flat_params:
+        for tensor, places in zip(part.layout.gather(part.shard), part.slots, strict=True):
             tensor = tensor.to("cpu", copy=True)
             whole.update((name, tensor) for name, _, _ in places)
     state = model.module.state_dict()
@@ -164,18 +164,18 @@ def load_full_state_dict(model: FullyShard, state_dict: dict[str, torch.Tensor])
 
     Raises ValueError where names or shapes differ; nothing is changed then.
     """
-    parts = model.parts
+    parts = model.flat_params
     state_dict = {plain_name(name): value for name, value in state_dict.items()}
     shapes = {plain_name(name): value.shape for name, value in model.module.state_dict().items()}
     for part in parts:
-        for shape, places in zip(part.layout.shapes, part.places, strict=True):
+        for shape, places in zip(part.layout.shapes, part.slots, strict=True):
             shapes.update((plain_name(name), shape) for name, _, _ in places)
     found = {name: value.shape for name, value in state_dict.items()}
     for name in sorted(shapes.keys() | found.keys()):
         if shapes.get(name) != found.get(name):
             raise ValueError(f"{name}: the module has {shapes.get(name)}, the state has {found.get(name)}")
     for part in parts:
-        part.shard.copy_(part.layout.shard_of([state_dict[plain_name(places[0][0])] for places in part.places]))
+        part.shard.copy_(part.layout.shard_of([state_dict[plain_name(places[0][0])] for places in part.slots]))
     for name, buffer in model.module.named_buffers():
         if plain_name(name) in state_dict:
             buffer.copy_(state_dict[plain_name(name)])

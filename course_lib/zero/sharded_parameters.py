@@ -49,7 +49,7 @@ class GatheredBuffer:
             self.gathered = True
             self.values.untyped_storage().resize_(self.nbytes)
             if self.encoding is None:
-                own = self.layout.own(self.values)
+                own = self.layout.local_shard(self.values)
                 own.copy_(self.shard)
                 self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
             else:
@@ -83,59 +83,59 @@ class ShardedParameters:
     """
 
     def __init__(self, parameters, places, group, mean: float, compute_dtype, reduce_dtype, encoding, make):
-        first, self.places, self.trained = parameters[0], places, parameters[0].requires_grad
+        first, self.slots, self.trained = parameters[0], places, parameters[0].requires_grad
         self.layout = FlatLayout(parameters, group, ALIGNED)
         device = torch.get_default_device() if first.is_meta else first.device
         self.shard = torch.zeros(self.layout.shard_numel, dtype=first.dtype, device=device)
-        self.sharded = []
-        for i, (parameter, piece) in enumerate(zip(parameters, self.layout.pieces(self.shard), strict=True)):
+        self.sharded_params = []
+        for i, (parameter, piece) in enumerate(zip(parameters, self.layout.local_views(self.shard), strict=True)):
             whole = make(places[i][0][0], parameter) if parameter.is_meta else parameter.detach()
-            piece.copy_(self.layout.cut(i, whole))
-            self.sharded.append(nn.Parameter(piece, self.trained))
+            piece.copy_(self.layout.local_elements(i, whole))
+            self.sharded_params.append(nn.Parameter(piece, self.trained))
             flat = FlatShard(group, self.layout.span(i), parameter.shape)
             given = placement_of(parameter)  # the parameter may be a shard of its own (notebook 06)
-            self.sharded[i].placement = Placement(given.tensor_shard, flat_shard=flat)
+            self.sharded_params[i].placement = Placement(given.tensor_shard, flat_shard=flat)
         dtype = compute_dtype if compute_dtype and first.is_floating_point() else first.dtype
         encoding = encoding(self) if callable(encoding) else encoding
         self.buffer = GatheredBuffer(self.layout, self.shard, dtype, encoding)
         views = self.layout.views(self.buffer.values.data)  # .data: to autograd, a gather is no change of the weights
-        self.whole = [nn.Parameter(view, self.trained) for view in views]
+        self.unsharded_params = [nn.Parameter(view, self.trained) for view in views]
         self.buffer.free()
-        self.gradients = GradientBuffer(self.whole, self.layout)
+        self.gradients = GradientBuffer(self.unsharded_params, self.layout)
         self.reduce_dtype, self.sent = reduce_dtype or dtype, []
         self.pre_scale, self.post_scale = divide_factors(self.reduce_dtype, mean)
         self.used: set[nn.Parameter] = set()  # those of `whole` whose gradient this rank has made since finish()
         self.replicas: dist.ProcessGroup | None = None  # the ranks of other groups that keep the same pieces
         self.replicates = True  # whether the sum over them follows that over the group
         self.carried = self.replicating = None
-        self.register(self.sharded)
+        self.register(self.sharded_params)
 
     def join(self, *groups) -> None:
         """The pieces belong to the gradient whose norm is summed over these groups, one after the other."""
-        for piece in self.sharded:
+        for piece in self.sharded_params:
             placement_of(piece).norm_groups = groups
 
     def register(self, parameters: list[nn.Parameter]) -> None:
         """Have the modules use these."""
-        for parameter, places in zip(parameters, self.places, strict=True):
+        for parameter, places in zip(parameters, self.slots, strict=True):
             for _, module, name in places:
                 module._parameters[name] = parameter
 
     def wait(self) -> None:
         """The modules have whole parameters from here on."""
         self.buffer.wait()
-        self.register(self.whole)
+        self.register(self.unsharded_params)
 
     def free(self) -> None:
         """The modules have pieces from here on."""
         if self.buffer.gathered:
-            self.register(self.sharded)
+            self.register(self.sharded_params)
             self.buffer.free()
 
     @property
     def has_gradients(self) -> bool:
         """Whether a backward has left gradients that have not been sent."""
-        return bool(self.gradients.stored) or any(parameter.grad is not None for parameter in self.whole)
+        return bool(self.gradients.stored) or any(parameter.grad is not None for parameter in self.unsharded_params)
 
     def store(self, parameters: list[nn.Parameter]) -> None:
         """Take gradients that backward has made, and add them to what has been taken before, in reduce_dtype."""
@@ -146,7 +146,7 @@ class ShardedParameters:
 
     def launch(self) -> None:
         """Start the reduce-scatter of the gradients that backward has made; what comes later is for another one."""
-        self.store([parameter for parameter in self.whole if parameter.grad is not None])
+        self.store([parameter for parameter in self.unsharded_params if parameter.grad is not None])
         self.used |= self.gradients.stored
         self.gradients.fill_missing()
         if self.pre_scale != 1.0:
@@ -189,48 +189,50 @@ class ShardedParameters:
         """Add a flat gradient [shard_numel] to the local shards' `.grad`, which stays None if no rank has a gradient.
         The host reads the latter from the device, only for parameters that this rank has not used.
         """
-        for parameter, whole, part in zip(self.sharded, self.whole, self.layout.pieces(gradient), strict=True):
+        for parameter, whole, part in zip(
+            self.sharded_params, self.unsharded_params, self.layout.local_views(gradient), strict=True
+        ):
             if parameter.grad is not None:
                 parameter.grad.add_(part)
             elif part.numel() and (whole in self.used or not is_unused(part)):
                 parameter.grad = part
 
 
-class Unit:
+class FSDPUnit:
     """Modules whose parameters are gathered and freed together. successor: the unit that ran next, the last time."""
 
     def __init__(self, modules: list[nn.Module], parts: list[ShardedParameters]):
-        self.modules, self.parts, self.successor = modules, parts, None
+        self.modules, self.flat_params, self.successor = modules, parts, None
 
     @property
     def has_gradients(self) -> bool:
         """Whether a backward has left gradients that have not been sent."""
-        return any(part.has_gradients for part in self.parts)
+        return any(part.has_gradients for part in self.flat_params)
 
     def gather(self) -> None:
         """Start the all-gather of what is not whole."""
-        for part in self.parts:
+        for part in self.flat_params:
             part.buffer.gather()
 
     def wait(self) -> None:
         """Until the modules have whole parameters."""
-        for part in self.parts:
+        for part in self.flat_params:
             part.wait()
 
     def free(self) -> None:
         """The modules have pieces, and the memory of the whole is given back."""
-        for part in self.parts:
+        for part in self.flat_params:
             part.free()
 
     def launch(self) -> None:
         """Start the reduce-scatter of the gradients."""
-        for part in self.parts:
+        for part in self.flat_params:
             if part.trained:
                 part.launch()
 
     def collect(self) -> None:
         """Wait for the reduce-scatters, and add the pieces to `.grad`."""
-        for part in self.parts:
+        for part in self.flat_params:
             part.collect()
 
 

@@ -47,7 +47,7 @@ class FlatLayout:
         first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
         return min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)
 
-    def own(self, buffer: torch.Tensor) -> torch.Tensor:
+    def local_shard(self, buffer: torch.Tensor) -> torch.Tensor:
         """This rank's piece [shard_numel] of a whole buffer [padded]."""
         return buffer.narrow(0, self.rank * self.shard_numel, self.shard_numel)
 
@@ -56,7 +56,7 @@ class FlatLayout:
         places = zip(self.starts, self.shapes, self.strides, strict=True)
         return [buffer[start:].as_strided(shape, strides) for start, shape, strides in places]
 
-    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+    def local_views(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Of each tensor what this rank owns [elements], as views of its shard [shard_numel]."""
         pieces = []
         for i, start in enumerate(self.starts):
@@ -68,12 +68,12 @@ class FlatLayout:
     def shard_of(self, tensors: list[torch.Tensor | None]) -> torch.Tensor:
         """This rank's shard [shard_numel] of whole tensors; zeros for a None."""
         shard = next(tensor for tensor in tensors if tensor is not None).new_zeros(self.shard_numel)
-        for i, (piece, tensor) in enumerate(zip(self.pieces(shard), tensors, strict=True)):
+        for i, (piece, tensor) in enumerate(zip(self.local_views(shard), tensors, strict=True)):
             if tensor is not None:
-                piece.copy_(self.cut(i, tensor))
+                piece.copy_(self.local_elements(i, tensor))
         return shard
 
-    def cut(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
+    def local_elements(self, i: int, tensor: torch.Tensor) -> torch.Tensor:
         """What this rank owns [elements] of tensor i, whose values are those of `tensor`."""
         laid_out = torch.empty_strided(self.shapes[i], self.strides[i], dtype=tensor.dtype, device=tensor.device)
         first, last = self.span(i)

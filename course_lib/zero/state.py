@@ -41,7 +41,7 @@ def whole_state(zero) -> dict:
 @torch.no_grad()
 def load_state(zero, state_dict: dict) -> None:
     """See ZeroOptimizer.load_state_dict."""
-    zero.take_values()
+    zero.copy_from_params()
     parameters = [p for group in zero.param_groups for p in group["params"]]
     states = {parameter: state_dict["state"].get(i, {}) for i, parameter in enumerate(parameters)}
     for ours, theirs in zip(zero.param_groups, state_dict["param_groups"], strict=True):

@@ -119,7 +119,7 @@ def test_the_command_is_one_that_the_program_takes(asked):
         assert nodes * int(own.nproc_per_node) == chosen.layout.ranks == asked.gpus
         assert (chosen.preset, chosen.batch, chosen.seq, chosen.dtype) == (asked.name, asked.batch, asked.seq, "bf16")
         assert chosen.steps == np.ceil(1e12 / asked.batch / asked.seq)
-        moe = {"experts": 8, "top_k": 2, "ffn_hidden": 1024, "balance": 0.01} if asked is MIXTURE else None
+        moe = {"experts": 8, "top_k": 2, "ffn_hidden": 1024, "aux_loss_coeff": 0.01} if asked is MIXTURE else None
         assert chosen.moe == moe
         words = shlex.split(said["slurm"])
         own, rest = own_options().parse_known_args(words[2 : words.index("--")])
@@ -292,7 +292,7 @@ def test_a_command_is_printed_where_the_program_takes_the_model(change, weights,
         assert words[:2] == [options, str(folder if options == "--from-hf" else folder / "config.json")]
         chosen = five_d.options(words)
         assert param_count(chosen.config) == param_count(config)
-        sizes = {name: value for name, value in (chosen.moe or {}).items() if name != "balance"}
+        sizes = {name: value for name, value in (chosen.moe or {}).items() if name != "aux_loss_coeff"}
         assert sizes == {name: value for name, value in (moe or {}).items() if name != "shared"}
 
 
@@ -313,7 +313,7 @@ def test_experts_of_a_dense_config_start_from_random_weights(tmp_path):
     words = shlex.split(said["command"])
     chosen = five_d.options(words[words.index("--") + 1 :])
     assert chosen.model == tmp_path / "config.json" and said["note"].startswith("it starts from random weights")
-    assert chosen.moe == {"experts": 8, "top_k": 2, "ffn_hidden": 1024, "balance": 0.01}
+    assert chosen.moe == {"experts": 8, "top_k": 2, "ffn_hidden": 1024, "aux_loss_coeff": 0.01}
 
 
 def test_without_transformers_the_command_has_a_caveat(tmp_path, monkeypatch):

@@ -92,7 +92,7 @@ def variants(degree: Layout):
                     for sp in (False, True):
                         yield dataclasses.replace(
                             degree, micro_batch=micro_batch, recompute=recompute, zero_stage=zero, schedule=schedule,
-                            sequence_parallel=sp, keep_gathered=zero == 3 and degree.pp > 1,
+                            sequence_parallel=sp, gather_once=zero == 3 and degree.pp > 1,
                         )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from calls import peak_bytes
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.dry_runs import DryRun, axes_between, by_axes, dry_run, measured_step, settle_shapes
-from course_lib.best_config.fake_ranks import fake_ranks, moved, said_by
+from course_lib.best_config.fake_ranks import fake_ranks, moved, simulate_peer_object
 from course_lib.best_config.planner import estimate
 from course_lib.checkpoint.program import parallelize
 from course_lib.collectives.traffic import Record, Traffic
@@ -147,7 +147,7 @@ def test_every_rank_says_which_group_it_is_in(axis):
     for own in (0, 17, 47):
         said = groups[own], "a word", (groups[own], [])
         for other in range(layout.ranks):
-            assert said_by(other, own, said, layout) == (groups[other], "a word", (groups[other], []))
+            assert simulate_peer_object(other, own, said, layout) == (groups[other], "a word", (groups[other], []))
     assert moved([0, 12], [0, 0, 0, 0, 0], layout) == [0, 12]
 
 

@@ -55,7 +55,7 @@ def test_a_dry_run_takes_what_a_real_rank_takes(way, ranks):
 # Where a token goes to all experts, numbers decide nothing, and the dry run knows every byte.
 @pytest.mark.parametrize("words", ["dp4,ep2,zero3", "dp2,pp2,ep2,zero1"])
 def test_a_mixtures_dry_run_takes_what_a_real_rank_takes(words, ranks):
-    layout, moe = Layout.parse(words), {"experts": 4, "top_k": 4, "ffn_hidden": 24, "balance": 0.01}
+    layout, moe = Layout.parse(words), {"experts": 4, "top_k": 4, "ffn_hidden": 24, "aux_loss_coeff": 0.01}
     batch = 2 * layout.dp * layout.micro_batch
     at_rest, peak, sent = ranks(real_step, words, False, torch.bfloat16, batch, moe)[0]
     found = dry_run(SIZES, layout, batch, SEQ, moe=moe, lr=1e-3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from course_lib.best_config.clusters import CLUSTERS
-from course_lib.best_config.expert_time import exchange_time, fullest_load, limited_ranks, ranks_of_a_token, uneven_time
+from course_lib.best_config.expert_time import exchange_time, fullest_load, limited_ranks, ranks_per_token, uneven_time
 from course_lib.best_config.step_memory import stage_parameters
 from course_lib.best_config.step_time import expert_gradient_time, gradient_time, layer_times, step_time
 from course_lib.expert_parallel.router import within_nodes
@@ -162,12 +162,12 @@ def test_only_dualpipe_hides_the_exchange_behind_kernels():
 def test_the_node_limit_restricts_the_ranks_of_a_token():
     """Notebook 08: with 256 experts on 8 nodes and k = 8, a token crosses to 4.64 other nodes; with M = 4 to 3.48."""
     v3 = {"experts": 256, "top_k": 8, "nodes": 8}
-    assert float(ranks_of_a_token(v3 | {"node_limit": 8}, 8)) * 7 / 8 == pytest.approx(4.64, rel=0.01)
-    assert float(ranks_of_a_token(v3 | {"node_limit": 4}, 8)) * 7 / 8 == pytest.approx(3.48, rel=0.01)
+    assert float(ranks_per_token(v3 | {"node_limit": 8}, 8)) * 7 / 8 == pytest.approx(4.64, rel=0.01)
+    assert float(ranks_per_token(v3 | {"node_limit": 4}, 8)) * 7 / 8 == pytest.approx(3.48, rel=0.01)
     for ep in (2, 4, 8, 64):
-        ranks = [float(ranks_of_a_token(v3 | {"node_limit": limit}, ep)) for limit in range(1, 9)]
+        ranks = [float(ranks_per_token(v3 | {"node_limit": limit}, ep)) for limit in range(1, 9)]
         assert (np.diff(ranks) > -0.01).all() and ranks[0] <= ep / min(ep, 8), ep  # drawn, but for the last
-    table = ranks_of_a_token(v3 | {"node_limit": 4}, np.array([[1, 8], [64, 8]]))
+    table = ranks_per_token(v3 | {"node_limit": 4}, np.array([[1, 8], [64, 8]]))
     assert table.shape == (2, 2) and table[0, 1] == table[1, 1] == limited_ranks(256, 8, 8, 4, 8) and table[0, 0] == 1
 
 

@@ -59,10 +59,10 @@ def test_a_preset_is_a_start(written):
 
 
 def test_shares_of_the_peak_are_optional_and_the_presets_where_it_is_the_start(written):
-    assert load_cluster(written(OURS)).product_factor == 1
+    assert load_cluster(written(OURS)).matmul_factor == 1
     a100 = load_cluster(written('name = "ours"\nbase = "A100"\nattention_factor = 1.5\n'))
-    assert a100.product_factor == CLUSTERS["A100"].product_factor > 1 and a100.attention_factor == 1.5
-    for name in ("product_factor", "attention_factor"):
+    assert a100.matmul_factor == CLUSTERS["A100"].matmul_factor > 1 and a100.attention_factor == 1.5
+    for name in ("matmul_factor", "attention_factor"):
         with pytest.raises(ValueError, match=f": {name} = 0: not a number above 0$"):
             load_cluster(written(f'name = "ours"\nbase = "H100"\n{name} = 0\n'))
     for name in ("tp_overlap", "selective_keeps"):

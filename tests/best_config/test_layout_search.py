@@ -140,7 +140,7 @@ def test_the_table_is_what_a_literal_enumeration_gives(gpus, batch):
             if chosen["zero_stage"] != 3:
                 chosen["replicate"] = 1
             keep = chosen["zero_stage"] == 3 and pp > 1
-            expected.add(Layout(dp=dp, pp=pp, cp=cp, tp=tp, keep_gathered=keep, **chosen))
+            expected.add(Layout(dp=dp, pp=pp, cp=cp, tp=tp, gather_once=keep, **chosen))
     able = set()
     for layout in expected:
         try:

@@ -74,7 +74,7 @@ def test_a_change_is_one_change_of_the_same_ranks():
     for why, changed in changes(layout).items():
         assert changed.ranks == layout.ranks, why
         assert changed.sequence_parallel == (changed.tp > 1)
-        assert changed.keep_gathered == (changed.zero_stage == 3 and changed.pp > 1)
+        assert changed.gather_once == (changed.zero_stage == 3 and changed.pp > 1)
     assert len({*changes(layout).values()}) > 20
     assert all(one.schedule == "1f1b" for one in changes(Layout(dp=8)).values() if one.pp == 1)
 

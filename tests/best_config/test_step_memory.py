@@ -28,7 +28,7 @@ def counted(config: ModelConfig, policy: str = "bf16") -> Cluster:
     keys = 2 * config.kv_heads * config.head_dim  # step_memory adds K and V itself, and counts the 2 h of them in
     weights, gradients, optimizer = POLICIES[policy]
     return H100.with_software(
-        kept_whole=whole, kept_hidden=whole + 2 + (kept["attention"] / 2 - keys) / config.attention_width,
+        kept_outside_tp=whole, kept_hidden=whole + 2 + (kept["attention"] / 2 - keys) / config.attention_width,
         kept_ffn=kept["mlp"] / 2 / config.ffn_hidden, logit_bytes=(4.0, 4.0), held=(0.0, 0.0), reserved_bytes=0.0,
         weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer,
     )  # fmt: skip

@@ -339,7 +339,7 @@ def test_latency_grows_as_a_ring_and_beyond_the_largest_measured_one_as_a_tree()
 
 
 def test_factors_of_a_gpu_scale_what_it_computes():
-    slow = dataclasses.replace(H100, product_factor=0.5, attention_factor=0.25)
+    slow = dataclasses.replace(H100, matmul_factor=0.5, attention_factor=0.25)
     before, after = times("tp2,sp"), times("tp2,sp", cluster=slow)
     assert after["matrices"] == pytest.approx(2 * before["matrices"])
     assert after["output layer"] == pytest.approx(2 * before["output layer"])

@@ -18,15 +18,15 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from calls import said
-from course_lib.checkpoint.boxes import Box
+from course_lib.checkpoint.chunks import Chunk
 from course_lib.checkpoint.files import (
     ABOUT,
     DELETING,
     FORMAT,
     SAVING,
     VERSION,
-    BoxReader,
     CheckpointError,
+    ChunkReader,
     MetadataUnpickler,
     begin,
     check_there,
@@ -38,7 +38,7 @@ from course_lib.checkpoint.files import (
     digest,
     latest,
 )
-from course_lib.checkpoint.planners import BoxLoadPlanner, BoxSavePlanner
+from course_lib.checkpoint.planners import ChunkLoadPlanner, ChunkSavePlanner
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -47,9 +47,9 @@ def saved(root: Path, step: int, keep: int = 2) -> Path:
     """A complete checkpoint of one tensor, which is the step."""
     saving = begin(root, step)
     value = torch.full((3, 4), float(step))
-    boxes = {"weight": [Box((0, 0), (3, 4), value)]}
+    boxes = {"weight": [Chunk((0, 0), (3, 4), value)]}
     writer = dcp.FileSystemWriter(saving, overwrite=False)
-    dcp.save(boxes, storage_writer=writer, planner=BoxSavePlanner(), no_dist=True)
+    dcp.save(boxes, storage_writer=writer, planner=ChunkSavePlanner(), no_dist=True)
     files = {name: digest(saving / name) for name in ("__0_0.distcp", ".metadata")}
     return commit(saving, {"step": step, "files": files}, keep)
 
@@ -59,8 +59,8 @@ def value_of(folder: Path) -> float:
     about = describe(folder)
     assert damaged(folder, about["files"]) is None
     found = torch.full((3, 4), torch.nan)
-    boxes = {"weight": [Box((0, 0), (3, 4), found)]}
-    dcp.load(boxes, storage_reader=BoxReader(folder), planner=BoxLoadPlanner(), no_dist=True)
+    boxes = {"weight": [Chunk((0, 0), (3, 4), found)]}
+    dcp.load(boxes, storage_reader=ChunkReader(folder), planner=ChunkLoadPlanner(), no_dist=True)
     assert found.unique().tolist() == [about["step"]]
     return about["step"]
 
@@ -407,7 +407,7 @@ def test_a_pickle_may_not_name_what_no_checkpoint_needs(tmp_path, module, name, 
     with open(tmp_path / ".metadata", "rb") as file:
         with pytest.raises(pickle.UnpicklingError, match="which no checkpoint needs"):
             MetadataUnpickler(file).load()
-    error = said(BoxReader(tmp_path).read_metadata)
+    error = said(ChunkReader(tmp_path).read_metadata)
     assert error == (
         f"CheckpointError: {tmp_path}/.metadata can't be read: it names {module}.{name}, which no checkpoint needs"
     )
@@ -426,13 +426,13 @@ def test_a_getattr_reaches_members_of_enums_alone():
 def test_a_planted_call_is_not_made(tmp_path):
     """Whatever the protocol, at the top and inside of real metadata."""
     folder, touched = saved(tmp_path, 1), tmp_path / "touched"
-    metadata = BoxReader(folder).read_metadata()
+    metadata = ChunkReader(folder).read_metadata()
     for planted in (Calls(os.mkdir, str(touched)), Calls(eval, f"open({str(touched)!r}, 'w')")):
         for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
             metadata.planner_data = planted
             for what in (planted, [planted], metadata):
                 (folder / ".metadata").write_bytes(pickle.dumps(what, protocol))
-                error = said(BoxReader(folder).read_metadata)
+                error = said(ChunkReader(folder).read_metadata)
                 assert error.startswith("CheckpointError: ") and "which no checkpoint needs" in error, (protocol, error)
                 assert not touched.exists()
 
@@ -443,16 +443,20 @@ def test_damaged_metadata_is_a_checkpoint_error(tmp_path):
     whole = (folder / ".metadata").read_bytes()
     for length in range(0, len(whole), 7):
         (folder / ".metadata").write_bytes(whole[:length])
-        assert said(BoxReader(folder).read_metadata).startswith(f"CheckpointError: {folder}/.metadata can't be read: ")
+        assert said(ChunkReader(folder).read_metadata).startswith(
+            f"CheckpointError: {folder}/.metadata can't be read: "
+        )
     (folder / ".metadata").unlink()
-    assert "No such file" in said(BoxReader(folder).read_metadata)
+    assert "No such file" in said(ChunkReader(folder).read_metadata)
 
 
 @pytest.mark.parametrize("content", [None, {"a": 1}, [torch.Size([2])], Metadata({})])
 def test_a_pickle_of_something_else_is_a_checkpoint_error(tmp_path, content):
     """Nothing forbidden is in it, and yet it says nothing of boxes and files."""
     (tmp_path / ".metadata").write_bytes(pickle.dumps(content))
-    assert said(BoxReader(tmp_path).read_metadata).startswith(f"CheckpointError: {tmp_path}/.metadata can't be read: ")
+    assert said(ChunkReader(tmp_path).read_metadata).startswith(
+        f"CheckpointError: {tmp_path}/.metadata can't be read: "
+    )
 
 
 def test_real_metadata_of_each_dtype_is_read(tmp_path):
@@ -460,10 +464,10 @@ def test_real_metadata_of_each_dtype_is_read(tmp_path):
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool]
     state = {str(dtype): torch.ones(2, 3, dtype=dtype) for dtype in dtypes} | {"scalar": torch.tensor(3.0)}
     dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
-    boxes = {name: [Box((0,) * each.dim(), tuple(each.shape), each)] for name, each in state.items()}
-    dcp.save(boxes, checkpoint_id=tmp_path / "boxes", planner=BoxSavePlanner(), no_dist=True)
+    boxes = {name: [Chunk((0,) * each.dim(), tuple(each.shape), each)] for name, each in state.items()}
+    dcp.save(boxes, checkpoint_id=tmp_path / "boxes", planner=ChunkSavePlanner(), no_dist=True)
     for kind in ("plain", "boxes"):
-        found = BoxReader(tmp_path / kind).read_metadata().state_dict_metadata
+        found = ChunkReader(tmp_path / kind).read_metadata().state_dict_metadata
         assert {name: (tuple(each.size), each.properties.dtype) for name, each in found.items()} == {
             name: (tuple(each.shape), each.dtype) for name, each in state.items()
         }
@@ -473,14 +477,14 @@ def test_real_metadata_of_each_dtype_is_read(tmp_path):
 def test_metadata_of_each_python_is_read(tmp_path, monkeypatch, module):
     """Paths are of pathlib in pickles of Python 3.11 and 3.12, of pathlib._local in those of 3.13."""
     folder = saved(tmp_path, 5)
-    metadata = BoxReader(folder).read_metadata()
+    metadata = ChunkReader(folder).read_metadata()
     with monkeypatch.context() as patched:
         patched.setitem(sys.modules, module, pathlib)
         patched.setattr(type(folder), "__module__", module)
         written = pickle.dumps(metadata)
     assert module.encode() in written
     (folder / ".metadata").write_bytes(written)
-    found = BoxReader(folder).read_metadata()
+    found = ChunkReader(folder).read_metadata()
     assert found.state_dict_metadata == metadata.state_dict_metadata and found.storage_data == metadata.storage_data
 
 
@@ -488,13 +492,13 @@ def test_values_are_read_without_pickles_that_run_code(tmp_path):
     """A box's bytes are a zip with a pickle of torch.save's in it: one that calls something is refused too."""
     folder, touched = saved(tmp_path, 1), tmp_path / "touched"
     torch.save(Calls(os.mkdir, str(touched)), tmp_path / "planted")
-    metadata = BoxReader(folder).read_metadata()
+    metadata = ChunkReader(folder).read_metadata()
     shutil.copy(tmp_path / "planted", folder / "__0_0.distcp")
     assert zipfile.is_zipfile(folder / "__0_0.distcp")
     place = next(iter(metadata.storage_data.values()))
     place.length = (folder / "__0_0.distcp").stat().st_size
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    boxes = {"weight": [Box((0, 0), (3, 4), torch.zeros(3, 4))]}
+    boxes = {"weight": [Chunk((0, 0), (3, 4), torch.zeros(3, 4))]}
     with pytest.raises(dcp.CheckpointException, match="Weights only load failed"):  # no Exception: a BaseException
-        dcp.load(boxes, storage_reader=BoxReader(folder), planner=BoxLoadPlanner(), no_dist=True)
+        dcp.load(boxes, storage_reader=ChunkReader(folder), planner=ChunkLoadPlanner(), no_dist=True)
     assert not touched.exists()

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from course_lib.checkpoint import files
-from course_lib.checkpoint.boxes import Box
 from course_lib.checkpoint.checkpoints import Checkpoints, load, save
-from course_lib.checkpoint.files import BoxReader
+from course_lib.checkpoint.chunks import Chunk
+from course_lib.checkpoint.files import ChunkReader
 from course_lib.checkpoint.hugging_face import to_hf
-from course_lib.checkpoint.planners import BoxLoadPlanner, BoxSavePlanner, read_into
+from course_lib.checkpoint.planners import ChunkLoadPlanner, ChunkSavePlanner, read_into
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import parallelize
@@ -49,8 +49,8 @@ def counted():
             stack.enter_context(mock.patch.object(place, name, call))
 
         boxes = lambda planner, *_: sum(map(len, planner.state_dict.values()))  # noqa: E731
-        watch(BoxSavePlanner, "create_local_plan", "own", boxes)
-        watch(BoxSavePlanner, "create_global_plan", "of all", lambda _, plans: sum(len(plan.items) for plan in plans))
+        watch(ChunkSavePlanner, "create_local_plan", "own", boxes)
+        watch(ChunkSavePlanner, "create_global_plan", "of all", lambda _, plans: sum(len(plan.items) for plan in plans))
         for name in OBJECTS:
             watch(dist, name, "objects", lambda *_: 1)
         yield found
@@ -93,10 +93,10 @@ def test_boxes_are_planned_at_the_first_save_and_when_they_change(ranks, tmp_pat
     assert index[1] == index[2] == index[3] and index[4] == index[5] != index[1]
 
 
-def rows(sizes: list[int], value: float) -> dict[str, list[Box]]:
+def rows(sizes: list[int], value: float) -> dict[str, list[Chunk]]:
     """On a rank: its rows of a matrix [8, 3] that is cut into so many rows a rank, all of them `value`."""
     rank = dist.get_rank()
-    return {"w": [Box((sum(sizes[:rank]), 0), (8, 3), torch.full((sizes[rank], 3), value))] if sizes[rank] else []}
+    return {"w": [Chunk((sum(sizes[:rank]), 0), (8, 3), torch.full((sizes[rank], 3), value))] if sizes[rank] else []}
 
 
 def cut_anew(root) -> list[float]:
@@ -110,7 +110,7 @@ def cut_anew(root) -> list[float]:
     found = []
     for step in (1, 2, 3):
         whole = torch.full((8, 3), torch.nan)
-        read_into({"w": [Box((0, 0), (8, 3), whole)]}, BoxReader(root / f"step-{step:09d}"))
+        read_into({"w": [Chunk((0, 0), (8, 3), whole)]}, ChunkReader(root / f"step-{step:09d}"))
         found.append(whole.unique().tolist())
     return found
 
@@ -159,7 +159,7 @@ def files_read():
 
 def reads(words: str, folder: Path) -> dict:
     """On a rank, of a load: how often it opens .metadata; which tensors and how many boxes it has an index of."""
-    parallel, known, whole = parallel_of(words, seed=1), {}, BoxLoadPlanner.set_up_planner
+    parallel, known, whole = parallel_of(words, seed=1), {}, ChunkLoadPlanner.set_up_planner
 
     def set_up(planner, boxes, metadata=None, is_coordinator=False):
         chunks = sum(len(each.chunks) for each in metadata.state_dict_metadata.values())
@@ -167,7 +167,7 @@ def reads(words: str, folder: Path) -> dict:
         known["own"] = set(boxes)
         whole(planner, boxes, metadata, is_coordinator)
 
-    with files_read() as names, mock.patch.object(BoxLoadPlanner, "set_up_planner", set_up):
+    with files_read() as names, mock.patch.object(ChunkLoadPlanner, "set_up_planner", set_up):
         load(parallel, folder)
     return known | {"opened": names.count(".metadata")}
 
@@ -177,7 +177,7 @@ def test_one_rank_reads_the_index_and_each_keeps_its_own_of_it(ranks, tmp_path, 
     """.metadata is opened once for its checksum, and once to be read. Of a stage's tensors, the other knows nothing."""
     ranks(saved, "dp4,zero1", tmp_path)
     folder = tmp_path / "step-000000001"
-    index = BoxReader(folder).read_metadata()
+    index = ChunkReader(folder).read_metadata()
     of_ranks = ranks(reads, words, folder)
     assert sum(each["opened"] for each in of_ranks) == 2, [each["opened"] for each in of_ranks]
     for each in of_ranks:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from course_kit.ranks.outcome import LOST_PEER
-from course_lib.checkpoint.boxes import Box, fill, state_boxes, weight_boxes
 from course_lib.checkpoint.checkpoints import Checkpoints, load, save
-from course_lib.checkpoint.files import ABOUT, BoxReader, digest, sealed
-from course_lib.checkpoint.host_copies import at_rest
+from course_lib.checkpoint.chunks import Chunk, fill, state_chunks, weight_chunks
+from course_lib.checkpoint.files import ABOUT, ChunkReader, digest, sealed
+from course_lib.checkpoint.staging import synchronize_for_save
 from course_lib.expert_parallel.router import take_counts, update_bias
 from course_lib.five_d import model
 from course_lib.five_d.layouts import Layout
@@ -31,7 +31,7 @@ from course_lib.single_gpu.model import ModelConfig
 
 # 97 tokens go on no 2 ranks, 2 K/V heads are copied on 4; 2 layers, embedding and head fill 4 stages.
 SIZES = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn_hidden": 44, "vocab": 97}
-MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 32, "balance": 0.01}
+MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 32, "aux_loss_coeff": 0.01}
 OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
@@ -60,10 +60,10 @@ def stepped(parallel, step: int, sequences: int = 4) -> float:
     return loss.item()
 
 
-def boxes_now(parallel) -> dict[str, list[Box]]:
+def boxes_now(parallel) -> dict[str, list[Chunk]]:
     """This rank's boxes of weights, buffers and states."""
-    states = at_rest(parallel).state
-    return weight_boxes(parallel) | state_boxes(parallel, states)
+    states = synchronize_for_save(parallel).state
+    return weight_chunks(parallel) | state_chunks(parallel, states)
 
 
 def whole(parallel) -> dict[str, torch.Tensor]:
@@ -80,8 +80,8 @@ def whole(parallel) -> dict[str, torch.Tensor]:
     for name in sorted(set().union(*of_all)):
         arrived = [box for each in of_all for box in each.get(name, [])]
         boxes = [box._replace(values=torch.from_numpy(box.values)) for box in arrived]
-        found[name] = torch.full(boxes[0].whole, torch.nan)
-        fill([Box((0,) * found[name].dim(), boxes[0].whole, found[name])], boxes)
+        found[name] = torch.full(boxes[0].full_shape, torch.nan)
+        fill([Chunk((0,) * found[name].dim(), boxes[0].full_shape, found[name])], boxes)
         assert not found[name].isnan().any(), f"{name}: nobody has some of it"
         for box in boxes:
             cut = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.values.shape, strict=True))
@@ -92,7 +92,7 @@ def whole(parallel) -> dict[str, torch.Tensor]:
 def places(parallel) -> set[tuple]:
     """What this rank has of which tensors."""
     boxes = boxes_now(parallel)
-    return {(name, box.whole, box.offsets, box.values.shape) for name, each in boxes.items() for box in each}
+    return {(name, box.full_shape, box.offsets, box.values.shape) for name, each in boxes.items() for box in each}
 
 
 def own_unequal(parallel, expected: dict[str, torch.Tensor]) -> list[str]:
@@ -210,7 +210,7 @@ def test_mixtures_and_the_biases_of_their_routers(ranks, tmp_path):
 
 
 def names_saved(root, step: int) -> set[str]:
-    return set(BoxReader(root / f"step-{step:09d}").read_metadata().state_dict_metadata)
+    return set(ChunkReader(root / f"step-{step:09d}").read_metadata().state_dict_metadata)
 
 
 @pytest.mark.parametrize("optimizer, states", [("momentum", {"momentum_buffer"}), ("SGD", set())])
@@ -426,7 +426,7 @@ def test_a_bad_checkpoint_is_one_line_on_all_ranks_and_changes_nothing(ranks, tm
     (copied("foreign", "is not a checkpoint of this course: it has no checkpoint.json") / ABOUT).unlink()
     rewritten(copied("newer", "has format 2, this program reads 1"), version=2)
     copied("open", "anyone may write to it").chmod(0o777)
-    metadata = BoxReader(good).read_metadata()
+    metadata = ChunkReader(good).read_metadata()
     metadata.planner_data = Planted(tmp_path / "planted ran")
     folder = copied("planted", ".metadata can't be read: it names posix.mkdir, which no checkpoint needs")
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from calls import as_rank
-from course_lib.checkpoint.boxes import weight_boxes
+from course_lib.checkpoint.chunks import weight_chunks
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
-from course_lib.five_d.model import parallelize, whole_weights
+from course_lib.five_d.model import full_weights, parallelize
 from course_lib.single_gpu.hugging_face import hf_name
 from course_lib.single_gpu.model import ModelConfig, Transformer
-from course_lib.tensor_parallel.shards import whole_state_dict
+from course_lib.tensor_parallel.shards import gather_state_dict
 from course_lib.zero import full_state_dict, fully_shard, load_full_state_dict
 
 CONFIG = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=44, vocab=97, tied=True)
@@ -36,8 +36,8 @@ def test_wrapped_blocks_have_their_names_and_values(words, when):
         if when == "after":
             wrap_blocks(getattr(wrapped.stages["0"], "module", wrapped.stages["0"]))
         assert any("_orig_mod" in name for name, _ in wrapped.stages.named_parameters())
-        assert weight_boxes(wrapped).keys() == weight_boxes(plain).keys()
-        expected, found = whole_weights(plain), whole_weights(wrapped)
+        assert weight_chunks(wrapped).keys() == weight_chunks(plain).keys()
+        expected, found = full_weights(plain), full_weights(wrapped)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -50,7 +50,7 @@ def test_full_states_have_plain_names_and_are_loaded_with_either():
         for source in (plain, torch.compile(plain)):
             load_full_state_dict(sharded, {name: value + 1 for name, value in source.state_dict().items()})
             found, expected = full_state_dict(sharded), plain.state_dict()
-            assert found.keys() == expected.keys() == whole_state_dict(torch.compile(plain)).keys()
+            assert found.keys() == expected.keys() == gather_state_dict(torch.compile(plain)).keys()
             assert all(torch.equal(found[name], expected[name] + 1) for name in expected)
 
 

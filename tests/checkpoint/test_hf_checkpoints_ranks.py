@@ -24,7 +24,7 @@ from course_lib.checkpoint.program import main, options
 from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
-from course_lib.five_d.model import parallelize, whole_weights
+from course_lib.five_d.model import full_weights, parallelize
 from course_lib.single_gpu.hugging_face import hf_name
 from course_lib.single_gpu.hugging_face import to_hf as model_to_hf
 from course_lib.single_gpu.model import ModelConfig, Transformer
@@ -65,7 +65,7 @@ def trained(ways: list[tuple], root) -> list[dict[str, torch.Tensor]]:
         save(parallel, root / name, 1)
         again = parallel_of("dp4", tied, seed=1)
         load(again, root / name / "step-000000001")
-        found.append(whole_weights(again))
+        found.append(full_weights(again))
     return found
 
 
@@ -235,9 +235,9 @@ def refused(folders: list, tied: bool) -> list[tuple[str, bool]]:
     """On a rank, of each folder: what from_hf raises, and whether all weights are as before."""
     parallel, found = parallel_of("dp2,tp2", tied), []
     for folder in folders:
-        before = whole_weights(parallel)
+        before = full_weights(parallel)
         message = said(lambda: from_hf(parallel, folder))
-        after = whole_weights(parallel)
+        after = full_weights(parallel)
         found.append((message, all(torch.equal(after[name], before[name]) for name in before)))
     assert first_loss(parallel) > 0
     return found
@@ -323,7 +323,7 @@ def weights_from(ways: list[tuple[str, Path]]) -> list[dict[str, torch.Tensor]]:
     for words, folder in ways:
         parallel = parallel_of(words, False, seed=1)
         from_hf(parallel, folder)
-        found.append(whole_weights(parallel))
+        found.append(full_weights(parallel))
     return found
 
 

@@ -185,7 +185,7 @@ def test_a_mixture_that_an_earlier_version_has_saved(two, models, tmp_path):
     assert about.pop("routing")["top_k"] == 2
     (folder / "checkpoint.json").write_text(files.sealed(about))
     assert "does not say how many experts a token goes to" in said(lambda: to_hf(folder, tmp_path / "out"))
-    (folder / "checkpoint.json").write_text(files.sealed(about | {"moe": MOE["Mixtral"] | {"balance": 0.01}}))
+    (folder / "checkpoint.json").write_text(files.sealed(about | {"moe": MOE["Mixtral"] | {"aux_loss_coeff": 0.01}}))
     to_hf(folder, tmp_path / "out")
     assert from_hf_config(tmp_path / "out")[1] == MOE["Mixtral"]
 
@@ -228,7 +228,7 @@ def test_the_program_takes_experts_from_the_model(models, tmp_path):
     file = shutil.copy(folder / "config.json", tmp_path / "tiny qwen.json")
     for argv in (["--model", str(file)], ["--model", str(folder), *same], ["--from-hf", str(folder), *same]):
         chosen = options([*argv, "--layout", "dp2,ep2", "--balance", "0.1"])
-        assert chosen.moe == MOE["Qwen3Moe"] | {"balance": 0.1} and chosen.preset is None
+        assert chosen.moe == MOE["Qwen3Moe"] | {"aux_loss_coeff": 0.1} and chosen.preset is None
         assert (chosen.config, chosen.config.qk_norm, chosen.config.vocab) == (from_hf_config(folder)[0], True, 97)
     assert options([]).preset == "small" and options(["--experts", "4"]).moe["top_k"] == 2
 

@@ -19,12 +19,12 @@ from course_lib.context_parallel.blocks import (
     fused_backward,
     fused_forward,
     in_tokens,
+    initial_out_lse,
     merge,
-    nothing_seen,
     plain_forward,
     visible,
 )
-from course_lib.sequence_parallel.shards import ORDERS, chunks_of, from_order, in_order, shard_sequence
+from course_lib.sequence_parallel.shards import ORDERS, chunks_of, from_order, join_by_rank, shard_sequence
 
 BLOCKS = {"plain": PLAIN_BLOCK, "fused": FUSED_BLOCK}
 WITHIN = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}  # norm of the error over the norm
@@ -79,7 +79,7 @@ def test_any_partition_in_any_order_merges_to_the_whole(scale):
     for _ in range(20):
         sizes = torch.bincount(torch.randint(5, (12,), generator=random)).tolist()
         at = torch.randperm(12, generator=random).split(sizes)
-        out, lse = nothing_seen(q)
+        out, lse = initial_out_lse(q)
         for keys in (at[i] for i in torch.randperm(len(at), generator=random)):
             if len(keys):
                 merge(out, lse, *plain_forward(q, k[:, keys], v[:, keys], False))
@@ -91,7 +91,7 @@ def test_pieces_in_16_bits_merge_in_float32():
     """Each piece is rounded to 8 bits, their sum is not: the error does not grow with their number."""
     gradient, q, k, v = inputs(4, 2, 64, torch.bfloat16)
     expected = exact(gradient, q, k, v, False)
-    out, lse = nothing_seen(q)
+    out, lse = initial_out_lse(q)
     assert out.dtype == lse.dtype == torch.float32 and not out.any() and lse.isneginf().all()
     for key in range(12):
         merge(out, lse, *plain_forward(q, k[:, key : key + 1], v[:, key : key + 1], False))
@@ -102,7 +102,7 @@ def test_a_merge_leaves_the_piece_alone_and_nothing_seen_takes_it_bit_by_bit():
     _, q, k, v = inputs(4, 2, 64, torch.float32)
     part, part_lse = plain_forward(q, k, v, True)
     before = part.clone(), part_lse.clone()
-    out, lse = nothing_seen(q)
+    out, lse = initial_out_lse(q)
     merge(out, lse, part, part_lse)
     assert torch.equal(out, part) and torch.equal(lse, part_lse)
     assert torch.equal(part, before[0]) and torch.equal(part_lse, before[1])
@@ -163,7 +163,7 @@ def test_all_pieces_of_all_ranks_make_up_the_whole(name, order):
         before = [[x.clone() for x in part] for part in of_ranks]
         outs, found = [], {x: [torch.zeros_like(part[i], dtype=torch.float32) for part in of_ranks] for i, x in PLACES}
         for rank, (gradient, q, _, _) in enumerate(of_ranks):
-            out, lse = nothing_seen(q)
+            out, lse = initial_out_lse(q)
             own = chunks_of(rank, n, order)
             pieces = [in_tokens(visible(own, chunks_of(s, n, order), causal), chunk) for s in range(n)]
             for source in range(n):
@@ -174,7 +174,7 @@ def test_all_pieces_of_all_ranks_make_up_the_whole(name, order):
                 totals = found["q"][rank], found["k"][source], found["v"][source]
                 attend_backward(gradient, q, k, v, outs[-1], lse, pieces[source], BLOCKS[name], *totals)
         found["out"] = outs
-        whole = {x: from_order(in_order(torch.stack(parts)), n, order) for x, parts in found.items()}
+        whole = {x: from_order(join_by_rank(torch.stack(parts)), n, order) for x, parts in found.items()}
         off = errors(whole, {x: expected[x] for x in whole})
         assert max(off.values()) < WITHIN[dtype], (n, causal, dtype, off)
         assert all(
@@ -303,7 +303,7 @@ def test_fused_blocks_on_a_gpu(dtype):
         grads = fused_backward(gradient, q, k, v, out, lse, causal)
         found = dict(zip(expected, (x.cpu() for x in (out, lse, *grads)), strict=True))
         assert lse.dtype == torch.float32 and max(errors(found, expected).values()) < within, errors(found, expected)
-    expected, (out, lse) = exact(*given, False), nothing_seen(q)
+    expected, (out, lse) = exact(*given, False), initial_out_lse(q)
     parts = [(k[:, keys], v[:, keys]) for keys in (slice(0, 100), slice(100, 256))]
     for part in parts:
         merge(out, lse, *fused_forward(q, *part, False))

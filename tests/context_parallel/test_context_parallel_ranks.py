@@ -16,7 +16,7 @@ from calls import said, short_corpus
 from course_lib.context_parallel.blocks import PLAIN_BLOCK, AttentionBlock
 from course_lib.context_parallel.model import METHODS, apply_context_parallel, exchange_ratio, main, options
 from course_lib.sequence_parallel.model import apply_sequence_parallel
-from course_lib.sequence_parallel.shards import ORDERS, own_positions, shard_sequence
+from course_lib.sequence_parallel.shards import ORDERS, local_positions, shard_sequence
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.memory import activation_bytes
 from course_lib.single_gpu.model import loss
@@ -113,7 +113,7 @@ def other_uses() -> dict[str, object]:
     positions = torch.randint(50, inputs.shape, generator=torch.Generator().manual_seed(1))
     for method, order in itertools.product(METHODS, ORDERS):
         model, x = apply_context_parallel(whole_model(of), group, method, order), shard_sequence(inputs, group, order)
-        own, mine = own_positions(x.shape[1], group, order), shard_sequence(positions, group, order)
+        own, mine = local_positions(x.shape[1], group, order), shard_sequence(positions, group, order)
         expected = shard_sequence(whole(inputs), group, order)
         elsewhere = shard_sequence(whole(inputs, positions), group, order)
         for name, logits, theirs in (

@@ -17,7 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from calls import peak_bytes, said, short_corpus
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel.buckets import MODES
-from course_lib.data_parallel.replicas import DataParallel, check_same_model, main, out_of_step, parallel_accumulate
+from course_lib.data_parallel.replicas import (
+    DataParallel,
+    check_same_model,
+    find_diverged_params,
+    main,
+    parallel_accumulate,
+)
 from course_lib.recompute.modes import IGNORED
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
@@ -742,7 +748,7 @@ CHANGES = {
 
 
 def changed_on_rank_2() -> dict[str, list[str]]:
-    """On a rank: what out_of_step finds, by change; NaN and zeros stand on all ranks."""
+    """On a rank: what find_diverged_params finds, by change; NaN and zeros stand on all ranks."""
     found = {}
     for name, change in CHANGES.items():
         odd = Odd()
@@ -752,7 +758,7 @@ def changed_on_rank_2() -> dict[str, list[str]]:
             odd.register_buffer("large", torch.eye(1, 2**20 + 1, dtype=torch.int8))  # one more than is read at a time
             if dist.get_rank() == 2:
                 change(odd)
-        found[name] = out_of_step(odd)
+        found[name] = find_diverged_params(odd)
     return found
 
 

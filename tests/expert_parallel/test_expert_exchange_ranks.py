@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.collectives.traffic import count_traffic
-from course_lib.expert_parallel.exchange import exchanged, read_sizes, send_rows
+from course_lib.expert_parallel.exchange import dispatch_and_combine, read_sizes, send_rows
 from course_lib.expert_parallel.experts import Experts, grouped_experts, loop_experts
 from course_lib.expert_parallel.mixture import MoE
 from course_lib.single_gpu.model import ModelConfig
@@ -153,7 +153,7 @@ def dispatched(n: int, tokens: tuple[int, ...], k: int, kind: str) -> dict[str, 
 
     x, gates = (tensor.clone().requires_grad_() for tensor in given[:2])
     with count_traffic() as forward:
-        out = exchanged(x, gates, None, group, compute)
+        out = dispatch_and_combine(x, gates, None, group, compute)
     with count_traffic() as backward:
         out.backward(given[2])
     everybody = experts()
@@ -216,8 +216,8 @@ def two_hops(tokens: tuple[int, ...], k: int) -> dict[str, object]:
 
         def compute(x, gates, choices, own=own, hops=hops):
             if hops == 1:
-                return exchanged(x, gates, choices, dist.group.WORLD, own)
-            return exchanged(x, gates, choices, nodes, lambda *hop: exchanged(*hop, inside, own))
+                return dispatch_and_combine(x, gates, choices, dist.group.WORLD, own)
+            return dispatch_and_combine(x, gates, choices, nodes, lambda *hop: dispatch_and_combine(*hop, inside, own))
 
         with count_traffic() as traffic:
             out, x, gates = run_all(own, compute, *given)
@@ -246,7 +246,7 @@ def with_a_capacity() -> dict[str, list[str]]:
     for name, linear in own.named_children():
         linear.weight.data = getattr(whole.experts, name).weight.data.chunk(4)[group.rank()].clone()
     gates = whole.router(x).flatten(0, 1)
-    out = exchanged(x.flatten(0, 1), gates, None, group, own)
+    out = dispatch_and_combine(x.flatten(0, 1), gates, None, group, own)
     assert (gates != 0).sum() < 2 * 24, "nothing is dropped"
     return differing({"out": out}, {"out": whole(x).flatten(0, 1)})
 
@@ -270,7 +270,7 @@ def in_autocast() -> tuple:
 
         leaf = x.clone().requires_grad_()
         with count_traffic() as traffic, torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = exchanged(leaf, gates, None, group, compute)
+            out = dispatch_and_combine(leaf, gates, None, group, compute)
         with count_traffic() as backward:
             out.backward(gradient.to(out.dtype))
         reached = (gates.unflatten(1, (4, -1)) != 0).any(2)
@@ -296,7 +296,7 @@ def summed_in_bfloat16() -> tuple[torch.Tensor, torch.Tensor, list[torch.dtype],
     factor = 256.0 if group.rank() == 0 else 1.0
     x = torch.ones(3, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
     with count_traffic() as traffic, Additions() as additions:
-        out = exchanged(x, torch.ones(3, EXPERTS), None, group, lambda rows, gates, choices: factor * rows)
+        out = dispatch_and_combine(x, torch.ones(3, EXPERTS), None, group, lambda rows, gates, choices: factor * rows)
         out.backward(torch.ones_like(out))
     sent = [record.bytes for record in traffic.records if record.bytes == 2 * 3 * 3 * HIDDEN]
     return out.detach(), x.grad, additions.dtypes, sent

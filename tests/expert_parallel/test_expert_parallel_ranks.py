@@ -16,7 +16,7 @@ from torch import nn
 from calls import as_rank, peak_bytes, said, short_corpus
 from course_lib.collectives.traffic import count_traffic
 from course_lib.context_parallel.model import apply_context_parallel
-from course_lib.data_parallel.replicas import DataParallel, out_of_step, parallel_accumulate
+from course_lib.data_parallel.replicas import DataParallel, find_diverged_params, parallel_accumulate
 from course_lib.expert_parallel import model as expert_model
 from course_lib.expert_parallel.model import (
     ExpertGroups,
@@ -36,7 +36,7 @@ from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import Transformer, loss
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
-from course_lib.tensor_parallel.shards import materialize, whole_state_dict
+from course_lib.tensor_parallel.shards import gather_state_dict, materialize
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from split_models import (
     RECOMPUTE,
@@ -55,9 +55,16 @@ from split_models import (
 )
 
 OF, SEQ = config(4), 8
-SOFTMAX = (("experts", 8), ("top_k", 2), ("ffn_hidden", 32), ("balance", 0.3), ("z", 0.02))
-SIGMOID = (("experts", 4), ("top_k", 3), ("ffn_hidden", 32), ("shared", 1), ("score", "sigmoid"), ("balance", 0.3))
-ON_NODES = (*SOFTMAX[:2], ("ffn_hidden", 16), ("nodes", 2), ("node_limit", 1), ("scale", 2.0), ("balance", 0.3))
+SOFTMAX = (("experts", 8), ("top_k", 2), ("ffn_hidden", 32), ("aux_loss_coeff", 0.3), ("z_loss_coeff", 0.02))
+SIGMOID = (
+    ("experts", 4),
+    ("top_k", 3),
+    ("ffn_hidden", 32),
+    ("shared", 1),
+    ("score", "sigmoid"),
+    ("aux_loss_coeff", 0.3),
+)
+ON_NODES = (*SOFTMAX[:2], ("ffn_hidden", 16), ("nodes", 2), ("node_limit", 1), ("scale", 2.0), ("aux_loss_coeff", 0.3))
 
 
 class Layout(NamedTuple):
@@ -153,7 +160,7 @@ def drifted(parts: Parts) -> list[str]:
             alike.setdefault(parts.tp, {})[name] = nn.Parameter(p.detach())
     wrong = []
     for group, named in alike.items():
-        places = out_of_step(nn.ParameterList(named.values()), group)
+        places = find_diverged_params(nn.ParameterList(named.values()), group)
         wrong += [f"{list(named)[int(place)]} has drifted" for place in places]
     return wrong
 
@@ -177,7 +184,7 @@ def test_training_is_that_of_one_process(ranks):
         assert not any(found.values()), {way: wrong for way, wrong in found.items() if wrong}
 
 
-ONE = (("experts", 8), ("top_k", 1), ("ffn_hidden", 32), ("balance", 0.3))
+ONE = (("experts", 8), ("top_k", 1), ("ffn_hidden", 32), ("aux_loss_coeff", 0.3))
 EXTREMES = {"one expert takes all": (ONE, 3, 1e3), "five experts are empty": (SOFTMAX, slice(5), -1e3)}
 
 
@@ -225,7 +232,7 @@ def in_micro_batches(name: str) -> list[str]:
     parts, whole = split(LAYOUTS[name], SOFTMAX), whole_model(OF, SOFTMAX)
     for router in (*routers_of(parts.model), *routers_of(whole)):
         # Without the balance loss, which is of one micro-batch on all ranks.
-        router.routing = dataclasses.replace(router.routing, balance=0.0, z=0.2)
+        router.routing = dataclasses.replace(router.routing, aux_loss_coeff=0.0, z_loss_coeff=0.2)
     inputs, targets = batches(0, batch=5, seq=SEQ)
     n, count = parts.dp.size(), (targets != IGNORED).sum()
     dp = DataParallel(parts.model, parts.dp)
@@ -263,10 +270,10 @@ def built(name: str, mixture: tuple) -> dict[str, object]:
             shard = placement_of(p).tensor_shard
             wrong += [key] * (not torch.equal(p, shard.cut(whole[key]) if shard else whole[key]) or p.is_meta)
             wrong += [f"{key} is whole"] * (p.untyped_storage().nbytes() != 4 * p.numel() or not p.is_contiguous())
-            wrong += [f"{key}: shape"] * (shard is not None and shard.whole_shape(p) != list(whole[key].shape))
+            wrong += [f"{key}: shape"] * (shard is not None and shard.full_shape(p) != list(whole[key].shape))
             wrong += [f"{key}: gather"] * (shard is not None and not torch.equal(shard.gather(p.detach()), whole[key]))
         wrong += ["names"] * (list(each.state_dict()) != list(whole_model(OF, mixture).state_dict()))
-        state = whole_state_dict(each)
+        state = gather_state_dict(each)
         wrong += [key for key in whole if not torch.equal(state[key], whole[key])]
     experts = [
         sum(p.numel() for key, p in of if ".experts." in key) for of in (model.named_parameters(), whole.items())
@@ -305,9 +312,9 @@ def nested() -> dict[str, bool]:
             name: torch.equal(part, expected) and isinstance(shard, NestedShard) and not part.requires_grad,
             f"{name} cut": torch.equal(shard.cut(whole), expected),
             f"{name} gather": torch.equal(shard.gather(part.detach()), whole),
-            f"{name} shape": shard.whole_shape(part) == [8, 6] and shard.whole_shape(part.to("meta")) == [8, 6],
+            f"{name} shape": shard.full_shape(part) == [8, 6] and shard.full_shape(part.to("meta")) == [8, 6],
             f"{name} norm": placement_of(part).norm_groups == tuple(group for group, _ in reversed(cuts)),
-            f"{name} places": (shard.start, shard.whole) == (starts, sizes),
+            f"{name} places": (shard.start, shard.full_size) == (starts, sizes),
         }
     return found
 
@@ -520,7 +527,7 @@ def of_one_process(*more: str) -> torch.Tensor:
     sizes = chosen.experts, chosen.top_k, chosen.expert_hidden, chosen.shared
 
     def build(config, seed):
-        return apply_moe(Transformer(config, seed), *sizes, seed, score=chosen.score, balance=chosen.balance)
+        return apply_moe(Transformer(config, seed), *sizes, seed, score=chosen.score, aux_loss_coeff=chosen.balance)
 
     with short_corpus():
         return torch.tensor([record["loss"] for record in single_gpu.run(chosen, build=build)])

@@ -12,7 +12,7 @@ from course_lib.expert_parallel.experts import (
     TakeByToken,
     batched_experts,
     grouped_experts,
-    grouped_products,
+    grouped_matmul,
     loop_experts,
     sorted_choices,
 )
@@ -206,7 +206,7 @@ def test_a_product_of_groups_takes_an_expanded_gradient():
     """That of a sum has strides of 0."""
     generator = torch.Generator().manual_seed(0)
     rows, weight = (torch.randn(*shape, generator=generator).requires_grad_() for shape in ((6, 8), (2, 4, 8)))
-    out = grouped_products(rows, weight, torch.tensor([2, 6], dtype=torch.int32))
+    out = grouped_matmul(rows, weight, torch.tensor([2, 6], dtype=torch.int32))
     out.sum().backward()
     expected = torch.cat([weight[0].sum(0).expand(2, -1), weight[1].sum(0).expand(4, -1)])
     torch.testing.assert_close(rows.grad, expected)

@@ -65,9 +65,9 @@ def test_the_dense_model_s_functions_name_those_of_mixtures():
 
 
 def test_in_bfloat16_and_with_options_of_the_router():
-    ours = from_hf(mixture(dtype=torch.bfloat16), balance=0.02)
+    ours = from_hf(mixture(dtype=torch.bfloat16), aux_loss_coeff=0.02)
     assert {p.dtype for p in ours.parameters()} == {torch.bfloat16}
-    assert [router.routing.balance for router in routers_of(ours)] == [0.02] * 2
+    assert [router.routing.aux_loss_coeff for router in routers_of(ours)] == [0.02] * 2
     assert isinstance(ours.blocks[0].mlp.router, Router) and not ours.blocks[0].mlp.router.bias.any()
 
 

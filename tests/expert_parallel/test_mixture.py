@@ -69,9 +69,9 @@ def test_initial_values_are_those_of_the_names_and_the_same_from_meta():
 
 
 def test_options_go_to_the_routers_and_the_dtype_is_the_models():
-    model = apply_moe(Transformer(TINY).bfloat16(), 8, 2, score="sigmoid", balance=0.1, nodes=4, node_limit=2)
+    model = apply_moe(Transformer(TINY).bfloat16(), 8, 2, score="sigmoid", aux_loss_coeff=0.1, nodes=4, node_limit=2)
     for how in (router.routing for router in routers_of(model)):
-        assert (how.score, how.balance, how.nodes, how.node_limit) == ("sigmoid", 0.1, 4, 2)
+        assert (how.score, how.aux_loss_coeff, how.nodes, how.node_limit) == ("sigmoid", 0.1, 4, 2)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model(tokens()[0]).dtype == torch.bfloat16
 
@@ -149,7 +149,7 @@ def test_dropout_comes_once_at_the_end_and_in_training_alone():
 
 def test_training_through_recomputation_changes_nothing():
     def trained(mode: str) -> dict[str, torch.Tensor]:
-        model = apply_moe(Transformer(TINY), 4, 2, 24, shared=1, balance=0.1, z=0.01)
+        model = apply_moe(Transformer(TINY), 4, 2, 24, shared=1, aux_loss_coeff=0.1, z_loss_coeff=0.01)
         apply_recompute(model, mode)
         optimizer, found = torch.optim.SGD(model.parameters(), lr=1.0), {}
         for step in range(3):
@@ -190,7 +190,7 @@ def test_the_active_config_of_arguments_is_the_models():
     """Other arguments of apply_moe play no part; without a mixture it is the config itself."""
     some = ({"top_k": 2}, {"top_k": 3, "ffn_hidden": None, "shared": 0}, {"top_k": 1, "ffn_hidden": 16, "shared": 2})
     for moe in some:
-        found = active_config(TINY, {"experts": 8, "seed": 3, "balance": 0.1, **moe})
+        found = active_config(TINY, {"experts": 8, "seed": 3, "aux_loss_coeff": 0.1, **moe})
         assert found == meta(8, of=TINY, **moe).active_config
     assert active_config(TINY, None) is TINY
 

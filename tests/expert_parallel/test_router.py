@@ -103,7 +103,7 @@ def test_the_gradient_of_gates_is_that_of_plain_numbers():
 
 
 def test_autocast_keeps_logits_in_float32():
-    made, x = router(balance=0.1, z=0.1), tokens(40)
+    made, x = router(aux_loss_coeff=0.1, z_loss_coeff=0.1), tokens(40)
     with torch.autocast("cpu", torch.bfloat16):
         gates = made(x)
         of_half = made(x.bfloat16())
@@ -192,7 +192,7 @@ def mixture(**routing) -> Transformer:
     return model
 
 
-LOSSES = {"balance": 0.3, "z": 0.2}
+LOSSES = {"aux_loss_coeff": 0.3, "z_loss_coeff": 0.2}
 
 
 def gradients_with_losses_added(weight: float, parts: int, **routing) -> tuple[dict, torch.Tensor]:
@@ -356,7 +356,7 @@ def test_a_reentrant_checkpoint_sends_its_counts_in_the_replay():
     gradients, sent = [], []
     all_reduce = lambda counts, **_: sent.append(counts.sum().item()) or mock.Mock()  # noqa: E731
     for forward in (lambda made, x: made(x), lambda made, x: checkpoint(made, x, use_reentrant=True)):
-        made, x = router(balance=0.3), tokens(5, 7).requires_grad_()
+        made, x = router(aux_loss_coeff=0.3), tokens(5, 7).requires_grad_()
         made.batch_group = object()
         with mock.patch.object(dist, "all_reduce", all_reduce):
             forward(made, x).square().sum().backward()
@@ -379,7 +379,7 @@ def test_forward_does_not_wait_for_the_counts_of_other_ranks():
 
         return mock.Mock(wait=wait)
 
-    made, x = router(balance=0.3), tokens(5, 7)
+    made, x = router(aux_loss_coeff=0.3), tokens(5, 7)
     made.batch_group = group
     with mock.patch.object(dist, "all_reduce", all_reduce):
         gates = made(x)

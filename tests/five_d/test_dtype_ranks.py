@@ -14,14 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_kit.checks.watchers import NoHostReads
 from course_lib.collectives.traffic import count_traffic
-from course_lib.five_d.kept_gathers import KeptGathers
+from course_lib.five_d.gather_once import GatherOncePerStep
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
-from course_lib.five_d.model import parallelize, whole_weights
+from course_lib.five_d.model import full_weights, parallelize
 from course_lib.single_gpu.model import ModelConfig, init_parameter
 
 OF = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=44, vocab=97, tied=True)
-MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 12, "balance": 0.02}
+MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 12, "aux_loss_coeff": 0.02}
 SEQ, SEQUENCES, STEPS = 16, 8, 2
 ADAM = {"lr": 1e-3, "eps": 1e-4}  # a gradient's rounding error must not become a whole step
 
@@ -31,7 +31,7 @@ def parallel_of(words: str, moe: bool = False, **more):
     return parallelize(OF, layout, build_mesh(layout), moe=MOE if moe else None, dtype=torch.bfloat16, **ADAM, **more)
 
 
-def own_batch(parallel, step: int) -> list[torch.Tensor]:
+def local_batch(parallel, step: int) -> list[torch.Tensor]:
     """What this rank's dp place has of a step's inputs and targets."""
     tokens = torch.randint(97, (SEQUENCES, SEQ + 1), generator=torch.Generator().manual_seed(step))
     return [each.chunk(parallel.layout.dp)[parallel.mesh.dp.rank()] for each in (tokens[:, :-1], tokens[:, 1:])]
@@ -52,7 +52,7 @@ def numbers() -> dict[str, list[float]]:
     found = {}
     for words in (each for alike in ALIKE for each in alike):
         parallel = parallel_of(words, moe="ep2" in words)
-        found[words] = [x.item() for step in range(STEPS) for x in parallel.step(*own_batch(parallel, step), 0.5)]
+        found[words] = [x.item() for step in range(STEPS) for x in parallel.step(*local_batch(parallel, step), 0.5)]
     return found
 
 
@@ -108,14 +108,14 @@ def casts(layouts: list[str], threads: bool = False) -> dict[str, tuple[int, int
     found = {}
     for words in layouts:
         parallel = parallel_of(words, moe="ep2" in words)
-        parallel.step(*own_batch(parallel, 0))
+        parallel.step(*local_batch(parallel, 0))
         inner = getattr(parallel.optimizer, "optimizer", parallel.optimizer)
         own = list(dict.fromkeys(p for group in inner.param_groups for p in group["params"]))
         assert all(each.dtype == torch.float32 for each in own), words
         units = [*parallel.sharding.units, parallel.sharding.root] if parallel.layout.zero_stage == 3 else []
-        flat = [part.shard for unit in units for part in unit.parts] or own
+        flat = [part.shard for unit in units for part in unit.flat_params] or own
         with Casts(flat) as counted, backward_in_a_thread(counted) if threads else contextlib.nullcontext():
-            parallel.step(*own_batch(parallel, 1))
+            parallel.step(*local_batch(parallel, 1))
         found[words] = counted.elements, sum(each.numel() for each in flat)
     return found
 
@@ -138,9 +138,9 @@ def test_a_weight_is_cast_once_a_step_on_a_backward_thread(ranks):
 def sent(words: str) -> tuple[dict[str, int], dict[str, int], int]:
     """On a rank: bytes of a step over the pipeline and the replicas, by collective; elements of its weights."""
     parallel = parallel_of(words)
-    parallel.step(*own_batch(parallel, 0))
+    parallel.step(*local_batch(parallel, 0))
     with count_traffic() as traffic:
-        parallel.step(*own_batch(parallel, 1))
+        parallel.step(*local_batch(parallel, 1))
         parallel.sharding.wait() if parallel.layout.zero_stage in (1, 2) else None
     groups = [tuple(dist.get_process_group_ranks(group)) for group in (parallel.mesh.pp, parallel.mesh.replicas)]
     kinds = ("send", "all_gather", "reduce_scatter", "all_reduce")
@@ -164,15 +164,15 @@ def test_bytes_on_the_way(ranks):
 def before_finish(words: str) -> tuple[int, int]:
     """On a rank: how many reduce-scatters of a step begin before finish(), and how many there are."""
     parallel, early = parallel_of(words), []
-    parallel.step(*own_batch(parallel, 0))
-    finish = KeptGathers.finish
+    parallel.step(*local_batch(parallel, 0))
+    finish = GatherOncePerStep.finish
 
     def noted(kept) -> None:
         early.append(traffic.select("reduce_scatter").calls)
         finish(kept)
 
-    with count_traffic() as traffic, mock.patch.object(KeptGathers, "finish", noted):
-        parallel.step(*own_batch(parallel, 1))
+    with count_traffic() as traffic, mock.patch.object(GatherOncePerStep, "finish", noted):
+        parallel.step(*local_batch(parallel, 1))
     return early[0], traffic.select("reduce_scatter").calls
 
 
@@ -185,15 +185,15 @@ def test_kept_units_are_sent_while_the_last_backward_runs(ranks):
 
 def sums(words: str) -> tuple[int, set[torch.dtype]]:
     """On a rank: gradients that a step's backwards have made; what holds their sums: a .grad of 16 bits, or more."""
-    parallel, taken, take = parallel_of(words), [], KeptGathers.take
+    parallel, taken, take = parallel_of(words), [], GatherOncePerStep.take
 
     def noted(kept, weight, unit, part) -> None:
         take(kept, weight, unit, part)
         sum_of = part.gradients.buffer if weight.grad is None else weight.grad
         taken.extend([] if sum_of is None else [sum_of.dtype])  # None: it was the last, and all have been sent
 
-    with mock.patch.object(KeptGathers, "take", noted):
-        parallel.step(*own_batch(parallel, 0))
+    with mock.patch.object(GatherOncePerStep, "take", noted):
+        parallel.step(*local_batch(parallel, 0))
     return len(taken), set(taken)
 
 
@@ -206,9 +206,9 @@ def test_kept_gradients_add_up_in_float32(ranks):
 def steps_without_reading(layouts: list[str]) -> None:
     for words in layouts:
         parallel = parallel_of(words, fused=True)  # others read the number of their step, which is on the host
-        parallel.step(*own_batch(parallel, 0))  # stages tell each other the shapes that they send
+        parallel.step(*local_batch(parallel, 0))  # stages tell each other the shapes that they send
         with NoHostReads():
-            parallel.step(*own_batch(parallel, 1))
+            parallel.step(*local_batch(parallel, 1))
 
 
 def test_a_step_is_not_read_on_the_host(ranks):
@@ -220,7 +220,7 @@ def begun(words: list[str]) -> list[bool]:
     """On a rank, of each layout: whether weights begin with float32 values to the bit, as init_parameter makes them."""
     found = []
     for each in words:
-        whole = whole_weights(parallel_of(each))
+        whole = full_weights(parallel_of(each))
         expected = {name: torch.empty_like(value) for name, value in whole.items()}
         for name, value in expected.items():
             init_parameter("embedding.weight" if name == "head.weight" else name, value, OF)

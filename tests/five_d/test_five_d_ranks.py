@@ -23,10 +23,10 @@ from course_lib.checkpoint.program import main, options, parallelize
 from course_lib.collectives.traffic import count_traffic
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.router import routers_of
-from course_lib.five_d.kept_gathers import KeptGathers
+from course_lib.five_d.gather_once import GatherOncePerStep
 from course_lib.five_d.layouts import Layout, coordinates, groups_along
 from course_lib.five_d.meshes import build_mesh
-from course_lib.five_d.model import whole_weights
+from course_lib.five_d.model import full_weights
 from course_lib.pipeline.norm import gradients_of
 from course_lib.recompute.modes import IGNORED, summed_loss
 from course_lib.single_gpu.data import TokenBatches
@@ -41,7 +41,7 @@ from split_models import differing, stored
 # 97 tokens go on no 2 ranks, 2 K/V heads are copied on 4; 2 layers, embedding and head fill 4 stages.
 OF = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn_hidden=44, vocab=97)
 QWEN = {"qkv_bias": True, "qk_norm": True, "head_size": 12, "rope_factor": 4.0, "rope_trained": 8}
-MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 12, "shared": 1, "balance": 0.02, "z": 0.01}
+MOE = {"experts": 4, "top_k": 2, "ffn_hidden": 12, "shared": 1, "aux_loss_coeff": 0.02, "z_loss_coeff": 0.01}
 SEQ, MAX_NORM = 16, 0.5
 OPTIMIZERS = {  # eps: a gradient's rounding error must not become a whole step
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "eps": 1e-4, "weight_decay": 0.5}),  # norms and biases have none
@@ -166,7 +166,7 @@ def parallel_of(way: Way, dtype: torch.dtype = torch.float32, **more):
     return parallelize(way.config, way.layout, mesh, **choices, **settings, **more)
 
 
-def own_batch(parallel, step: int, sequences: int) -> list[torch.Tensor]:
+def local_batch(parallel, step: int, sequences: int) -> list[torch.Tensor]:
     """What this rank's dp place has of a batch."""
     return [each.chunk(parallel.layout.dp)[parallel.mesh.dp.rank()] for each in batch_of(step, sequences)]
 
@@ -187,12 +187,12 @@ def trained(ways: list[Way], dtype: torch.dtype = torch.float32) -> list[tuple[d
     for way in ways:
         parallel, found = parallel_of(way, dtype), {}
         if way.layout.zero_stage == 0:
-            parallel.gradients(*own_batch(parallel, 0, way.batches[0]))
+            parallel.gradients(*local_batch(parallel, 0, way.batches[0]))
             found |= whole_gradients(parallel)
         for step, sequences in enumerate(way.batches):
-            inputs, targets = own_batch(parallel, step, sequences)
+            inputs, targets = local_batch(parallel, step, sequences)
             found[f"loss {step}"], found[f"norm {step}"] = parallel.step(inputs, targets, way.max_norm)
-        found |= {f"weight {name}": whole for name, whole in whole_weights(parallel).items()}
+        found |= {f"weight {name}": whole for name, whole in full_weights(parallel).items()}
         of_all.append(({name: tensor.clone() for name, tensor in found.items()}, groups_in(parallel.mesh)))
     return of_all
 
@@ -280,11 +280,11 @@ def poisoned(texts: list[str], optimizer: str, at: int) -> dict[str, tuple]:
                 gradients_of(parallel.runner, zero)[0][0].view(-1)[0] = bad
             return loss
 
-        states = [[x.clone() for x in whole_weights(parallel).values()]] if at == 0 else []
+        states = [[x.clone() for x in full_weights(parallel).values()]] if at == 0 else []
         for step, run in enumerate((*[gradients] * at, with_one, gradients)):
             parallel.gradients = run
-            norm = parallel.step(*own_batch(parallel, step, 4), MAX_NORM)[1].item()
-            states.append([x.clone() for x in (*whole_weights(parallel).values(), *states_of(parallel))])
+            norm = parallel.step(*local_batch(parallel, step, 4), MAX_NORM)[1].item()
+            states.append([x.clone() for x in (*full_weights(parallel).values(), *states_of(parallel))])
             if step == at:
                 bad_norm = norm
         kept, goes_on = (all(map(torch.equal, *pair)) for pair in itertools.pairwise(states))
@@ -313,10 +313,10 @@ def unmoved(texts: list[str]) -> dict[str, set[str]]:
     found = {}
     for text in texts:
         parallel = parallel_of(Way(text), extra=[add_spare])
-        before = whole_weights(parallel)
+        before = full_weights(parallel)
         for step in range(2):
-            parallel.step(*own_batch(parallel, step, 4), MAX_NORM)
-        after = whole_weights(parallel)
+            parallel.step(*local_batch(parallel, step, 4), MAX_NORM)
+        after = full_weights(parallel)
         found[text] = {name for name, weight in after.items() if torch.equal(weight, before[name])}
     return found
 
@@ -427,19 +427,19 @@ def sent_by(text: str, batches: list[int]) -> tuple[type, list[dict[str, int]], 
     parallel, sent, left = parallel_of(Way(text, optimizer="SGD")), [], []
     for sequences in [batches[0], *batches]:  # the first negotiates shapes
         with count_traffic() as traffic:
-            parallel.step(*own_batch(parallel, 0, sequences))
+            parallel.step(*local_batch(parallel, 0, sequences))
         group = tuple(dist.get_process_group_ranks(parallel.mesh.replicas))
         over = traffic.select(group=group)
         sent.append({kind: over.select(kind).bytes for kind in ("all_gather", "reduce_scatter")})
         units = [*parallel.sharding.units, parallel.sharding.root]
-        left.append(sum(stored([part.buffer.values]) for unit in units for part in unit.parts))
+        left.append(sum(stored([part.buffer.values]) for unit in units for part in unit.flat_params))
     return type(parallel.sharding), sent[1:], left
 
 
 def test_kept_gathers_send_weights_once_a_step_and_leave_nothing(ranks):
     """(N - 1)/N of this rank's stages are gathered, and as much reduced, for 2 and for 8 micro-batches."""
     for kind, sent, left in ranks(sent_by, "dp2,pp2,zero3,keep", [4, 16]):
-        assert kind is KeptGathers and left == [0, 0, 0]
+        assert kind is GatherOncePerStep and left == [0, 0, 0]
         assert sent[0] == sent[1] and sent[0]["all_gather"] == sent[0]["reduce_scatter"] > 0, sent
     for kind, sent, left in ranks(sent_by, "dp4,zero3", [4, 8]):
         assert kind is FullyShard and left == [0, 0, 0]
@@ -452,11 +452,11 @@ def sent_with_replicas(text: str, batches: list[int]) -> list[dict[str, int]]:
     parallel, sent = parallel_of(Way(text)), []
     group, others = (
         tuple(dist.get_process_group_ranks(each))
-        for each in (parallel.sharding.parts[0].layout.group, parallel.sharding.parts[0].replicas)
+        for each in (parallel.sharding.flat_params[0].layout.group, parallel.sharding.flat_params[0].replicas)
     )
     for sequences in batches:
         with count_traffic() as traffic:
-            parallel.step(*own_batch(parallel, 0, sequences))
+            parallel.step(*local_batch(parallel, 0, sequences))
         found = {kind: traffic.select(kind, group).bytes for kind in ("all_gather", "reduce_scatter")}
         sent.append(found | {"all_reduce": traffic.select("all_reduce", others).bytes, "groups": (group, others)})
     return sent
@@ -481,7 +481,7 @@ def test_replicas_sum_their_pieces_once_a_step_whatever_the_micro_batches(ranks)
 def calls_over_all(words: str) -> tuple[int, int]:
     """On a rank: gathers and reduce-scatters of a step over all ranks, where small parameters alone have that group."""
     parallel = parallel_of(Way(words))
-    own = own_batch(parallel, 0, 8)
+    own = local_batch(parallel, 0, 8)
     parallel.step(*own)
     with count_traffic() as traffic:
         parallel.step(*own)
@@ -518,7 +518,7 @@ def extended() -> list:
             block.attention.core = lambda q, k, v: torch.zeros_like(q)
 
     parallel = parallel_of(Way("pp2,tp2,sp"), extra=[note, without_attention, note])
-    parallel.gradients(*own_batch(parallel, 0, 8))
+    parallel.gradients(*local_batch(parallel, 0, 8))
     return [*seen, [p.grad is None for name, p in parallel.stages.named_parameters() if "q_proj" in name]]
 
 
@@ -730,6 +730,6 @@ def test_options_of_a_file_and_of_the_command_line(tmp_path):
     chosen = options(["--batch", "8", "--config", str(file)])
     assert (chosen.preset, str(chosen.layout), chosen.batch, chosen.start_batch) == ("debug", "dp2,tp2", 8, 8)
     assert chosen.peak_tflops == 1.5 and chosen.moe is None
-    plain = {"experts": 4, "top_k": 2, "ffn_hidden": None, "balance": 0.01}
+    plain = {"experts": 4, "top_k": 2, "ffn_hidden": None, "aux_loss_coeff": 0.01}
     assert options(["--experts", "4"]).moe == plain  # as in checkpoints of runs before there was --shared
     assert options(["--experts", "4", "--shared", "2"]).moe == plain | {"shared": 2}

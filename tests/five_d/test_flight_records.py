@@ -11,13 +11,13 @@ from course_kit.ranks import Ranks, RanksHung
 from course_lib.checkpoint.program import parallelize
 from course_lib.collectives.into_tensor import all_gather_into_tensor
 from course_lib.five_d.flight_records import (
-    Flight,
+    CollectiveRecord,
     Watchdog,
     described,
     dump_records,
     find_desync,
-    lateness,
     read_records,
+    straggler_delay,
 )
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh
@@ -26,13 +26,13 @@ from course_lib.single_gpu.model import ModelConfig
 GROUPS = {"0": [0, 1, 2, 3], "1": [0, 1], "2": [2, 3], "3": [0], "4": [1], "5": [2], "6": [3]}
 
 
-def flights(group: str, names: str, first: int = 1, numel: int = 8) -> list[Flight]:
+def flights(group: str, names: str, first: int = 1, numel: int = 8) -> list[CollectiveRecord]:
     """Collectives of a group, numbered from `first`."""
     words = enumerate(names.split(), first)
-    return [Flight(group, number, name, ((numel,),), number * 10**9) for number, name in words]
+    return [CollectiveRecord(group, number, name, ((numel,),), number * 10**9) for number, name in words]
 
 
-def in_step() -> dict[int, list[Flight]]:
+def in_step() -> dict[int, list[CollectiveRecord]]:
     """All have come to the same; all-to-alls have sizes of their own."""
     records = {rank: flights("0", "broadcast all_reduce all_gather") for rank in range(4)}
     for rank in range(4):
@@ -110,16 +110,18 @@ def test_a_rank_without_a_file():
 
 def test_described_leaves_out_sizes_that_may_differ():
     assert described(flights("0", "all_to_all_single")[0]) == "all_to_all_single"
-    assert described(Flight("0", 1, "all_reduce", ((2, 3), (4,)), 0)) == "all_reduce [[2, 3], [4]]"
+    assert described(CollectiveRecord("0", 1, "all_reduce", ((2, 3), (4,)), 0)) == "all_reduce [[2, 3], [4]]"
 
 
 def test_lateness_is_what_the_last_one_comes_after_the_median():
-    records = {rank: [Flight("0", 1, "all_reduce", ((1,),), at * 10**9)] for rank, at in enumerate((10, 10, 11, 15))}
+    records = {
+        rank: [CollectiveRecord("0", 1, "all_reduce", ((1,),), at * 10**9)] for rank, at in enumerate((10, 10, 11, 15))
+    }
     records[0] += flights("1", "all_reduce")  # rank 1 has not come: nobody knows when it will
     records[1] += flights("4", "all_reduce")  # alone
-    assert lateness(GROUPS, records) == {0: 0, 1: 0, 2: 0, 3: pytest.approx(4.5)}
+    assert straggler_delay(GROUPS, records) == {0: 0, 1: 0, 2: 0, 3: pytest.approx(4.5)}
     records[1] += [flights("1", "all_reduce")[0]._replace(time_ns=2 * 10**9)]
-    assert lateness(GROUPS, records)[1] == pytest.approx(0.5)  # of two, half of what is between them
+    assert straggler_delay(GROUPS, records)[1] == pytest.approx(0.5)  # of two, half of what is between them
 
 
 # On ranks.
@@ -171,7 +173,7 @@ def test_records_of_real_ranks(recorded, tmp_path):
     assert sorted(records) == [0, 1, 2, 3] and [0, 1, 2, 3] in groups.values()
     assert {flight.name for flight in records[0]} == {"all_reduce", "all_gather", "all_to_all"}
     assert find_desync(groups, records) == []
-    late = lateness(groups, records)
+    late = straggler_delay(groups, records)
     assert max(late, key=late.get) == 2, late
 
     recorded(dumped_steps, str(quick), 30)

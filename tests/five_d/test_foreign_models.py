@@ -38,7 +38,7 @@ CALLS = {
     "apply_sequence_parallel": (apply_sequence_parallel, "gather_sequence(part, group)"),
     "apply_context_parallel": (apply_context_parallel, "ring_attention(q, k, v, group)"),
     "apply_moe": (lambda model: apply_moe(model, 4, 2), "MoE(config, experts, top_k)"),
-    "apply_expert_parallel": (apply_expert_parallel, "exchanged(x, gates, ..., group, compute)"),
+    "apply_expert_parallel": (apply_expert_parallel, "dispatch_and_combine(x, gates, ..., group, compute)"),
     "split_stages": (lambda model: split_stages(model, 1), "PipelineRunner takes stages of any kind"),
     "use_kernels": (use_kernels, "FusedRMSNorm, rope and swiglu"),
     "defer_head": (defer_head, "linear_cross_entropy(hidden, weight, targets)"),

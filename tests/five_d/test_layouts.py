@@ -13,8 +13,8 @@ import torch
 
 from course_lib.five_d import meshes
 from course_lib.five_d.layouts import (
-    NUMBERS,
-    WORDS,
+    NAMED_TOKENS,
+    NUMERIC_TOKENS,
     Layout,
     check_layout,
     coordinates,
@@ -37,7 +37,10 @@ AXES = ("dp", "pp", "cp", "tp")
 
 def any_layout(random: random.Random) -> Layout:
     """Fields drawn by chance, one by one: most layouts make no sense."""
-    words = {field: [None, *(value for name, value in WORDS.values() if name == field)] for field, _ in WORDS.values()}
+    words = {
+        field: [None, *(value for name, value in NAMED_TOKENS.values() if name == field)]
+        for field, _ in NAMED_TOKENS.values()
+    }
     drawn = {field: random.choice(values) for field, values in words.items()}
     drawn |= {name: random.choice([1, 1, 2, 2, 3, 4]) for name in ("dp", "pp", "cp", "tp", "ep", "micro_batch")}
     drawn |= {"zero_stage": random.randrange(4), "virtual": random.choice([1, 2, 2, 3])}
@@ -48,9 +51,9 @@ def any_layout(random: random.Random) -> Layout:
 def test_str_gives_the_words_back():
     assert str(Layout()) == "dp1" and Layout.parse("dp1") == Layout()
     assert str(Layout.parse("sp, zb-h1 ,tp4,zero1,pp2,dp2")) == "dp2,pp2,tp4,zero1,sp,zb-h1"
-    for word, field in NUMBERS.items():
+    for word, field in NUMERIC_TOKENS.items():
         assert getattr(Layout.parse(f"{word}7"), field) == 7 and str(Layout.parse(f"{word}7")) == f"{word}7"
-    for word, (field, value) in WORDS.items():
+    for word, (field, value) in NAMED_TOKENS.items():
         layout = Layout.parse(word)
         assert getattr(layout, field) == value
         assert str(layout) == (word if layout != Layout() else "dp1"), word
@@ -60,7 +63,9 @@ def test_str_gives_the_words_back():
 
 
 def test_every_field_has_a_word():
-    assert {*NUMBERS.values(), *(field for field, _ in WORDS.values())} == {f.name for f in dataclasses.fields(Layout)}
+    assert {*NUMERIC_TOKENS.values(), *(field for field, _ in NAMED_TOKENS.values())} == {
+        f.name for f in dataclasses.fields(Layout)
+    }
 
 
 @pytest.mark.parametrize("word", ["dp", "4", "xp2", "dp-1", "dp2.5", "DP2", "zb", "sp2", "1f1b2", "none", ""])
@@ -124,8 +129,8 @@ REFUSED = [
     ("dp2,zero4", {}, "zero_stage 4: it is 0, 1, 2 or 3"),
     ("dp2,sp", {}, "tp is 1: raise tp, or leave out sp"),
     ("dp2,pp2,zero3", {}, "zero_stage 3 with pp 2 .*: make zero_stage 1, or keep"),
-    ("dp2,pp2,zero1,keep", {}, "keep_gathered with zero_stage 1 and pp 2.*leave out keep"),
-    ("dp2,zero3,keep", {}, "keep_gathered with zero_stage 3 and pp 1.*leave out keep"),
+    ("dp2,pp2,zero1,keep", {}, "gather_once with zero_stage 1 and pp 2.*leave out keep"),
+    ("dp2,zero3,keep", {}, "gather_once with zero_stage 3 and pp 1.*leave out keep"),
     ("dp2,pp2,zero3,keep,dualpipe", {}, "dualpipe .* make zero_stage 1"),
     ("dp2,zero3,rep0", {}, "replicate is 0: make it 1 or more"),
     ("dp2,zero1,rep2", {}, "replicate 2 .* zero_stage 3, and zero_stage is 1: make replicate 1, or zero_stage 3"),
@@ -182,7 +187,7 @@ def followed(message: str, layout: Layout, sizes: dict) -> tuple[Layout, dict] |
     if "leave out sp" in message:
         return change(layout, sequence_parallel=False), sizes
     if "leave out keep" in message:
-        return change(layout, keep_gathered=False), sizes
+        return change(layout, gather_once=False), sizes
     if "make recompute none" in message:
         return change(layout, recompute="none"), sizes
     return None
@@ -246,8 +251,8 @@ def test_what_is_accepted_can_be_carried_out():
 def test_the_groups_of_hsdp_are_two_splits_of_the_world(monkeypatch):
     """Not one for each of the world's 512 groups: of all shards together, and of all replicas."""
     splits = []
-    monkeypatch.setattr(meshes, "one_split", lambda lists: splits.append(lists) or f"group {len(splits)}")
-    layout = Layout(dp=128, pp=4, tp=2, zero_stage=3, replicate=16, keep_gathered=True)
+    monkeypatch.setattr(meshes, "new_disjoint_subgroups", lambda lists: splits.append(lists) or f"group {len(splits)}")
+    layout = Layout(dp=128, pp=4, tp=2, zero_stage=3, replicate=16, gather_once=True)
     assert meshes.shard_groups(layout, SimpleNamespace(replicas="all")) == ("all", "group 1", "group 2")
     assert [(len(lists), {len(ranks) for ranks in lists}) for lists in splits] == [(128, {8}), (64, {16})]
     assert all(sorted(rank for ranks in lists for rank in ranks) == list(range(1024)) for lists in splits)

@@ -10,7 +10,7 @@ import torch
 
 from course_lib.collectives.traffic import Record, Traffic
 from course_lib.five_d.layouts import Layout, groups_along
-from course_lib.five_d.node_traffic import bytes_across, slots_of
+from course_lib.five_d.node_traffic import inter_node_bytes, rank_order
 
 AXES = ("dp", "pp", "cp", "tp")
 RINGS = ("all_reduce", "all_gather", "reduce_scatter")
@@ -18,11 +18,11 @@ RINGS = ("all_reduce", "all_gather", "reduce_scatter")
 
 def test_slots_are_those_of_a_grid_with_its_axes_in_another_order():
     layout = Layout(2, 3, 2, 4)
-    assert slots_of(layout) == list(range(48))
+    assert rank_order(layout) == list(range(48))
     for order in itertools.permutations(AXES):
         placed = torch.arange(48).view([getattr(layout, axis) for axis in order])  # by place: the slot
         by_rank = placed.permute([order.index(axis) for axis in AXES]).flatten()
-        assert slots_of(layout, order) == by_rank.tolist(), order
+        assert rank_order(layout, order) == by_rank.tolist(), order
 
 
 def edges(record: Record, places: list[int]) -> list[tuple[int, int, float]]:
@@ -39,7 +39,7 @@ def edges(record: Record, places: list[int]) -> list[tuple[int, int, float]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_bytes_across_against_a_count_edge_by_edge(seed):
     by_chance, layout, records = random.Random(seed), Layout(2, 2, 1, 4), []
-    places = slots_of(layout, tuple(by_chance.sample(AXES, 4)))
+    places = rank_order(layout, tuple(by_chance.sample(AXES, 4)))
     for _ in range(100):
         axes = by_chance.sample(AXES, by_chance.randint(1, 3))
         group = tuple(by_chance.choice(groups_along(layout, *axes)))
@@ -52,17 +52,17 @@ def test_bytes_across_against_a_count_edge_by_edge(seed):
     for node in (1, 2, 4, 8, 16):
         links = [link for record in records for link in edges(record, places)]
         expected = sum(size for a, b, size in links if a // node != b // node)
-        assert bytes_across(Traffic(records), places, node) == pytest.approx(expected), node
-    assert bytes_across(Traffic(records), places, 16) == 0
+        assert inter_node_bytes(Traffic(records), places, node) == pytest.approx(expected), node
+    assert inter_node_bytes(Traffic(records), places, 16) == 0
 
 
 def test_a_ring_leaves_each_node_once():
     """8 ranks on 2 nodes: 2 of 8 send to the other node; in a bad order of slots as many, since rings follow slots."""
     records = [Record("all_reduce", tuple(range(8)), rank, 100, None) for rank in range(8)]
-    assert bytes_across(Traffic(records), list(range(8)), 4) == 200
-    assert bytes_across(Traffic(records), [0, 4, 1, 5, 2, 6, 3, 7], 4) == 200
+    assert inter_node_bytes(Traffic(records), list(range(8)), 4) == 200
+    assert inter_node_bytes(Traffic(records), [0, 4, 1, 5, 2, 6, 3, 7], 4) == 200
     straight = [Record("all_to_all", tuple(range(8)), rank, 700, None) for rank in range(8)]
-    assert bytes_across(Traffic(straight), list(range(8)), 4) == 8 * 400
+    assert inter_node_bytes(Traffic(straight), list(range(8)), 4) == 8 * 400
 
 
 def step_traffic(layout: Layout, layers: int, hidden: int, tokens: int) -> Traffic:
@@ -81,6 +81,8 @@ def step_traffic(layout: Layout, layers: int, hidden: int, tokens: int) -> Traff
 def test_tp_innermost_is_never_worse_than_outermost(dp, tp, node, hidden, tokens):
     layout = Layout(dp=dp, tp=tp)
     traffic = step_traffic(layout, 16, hidden, tokens)
-    inner, outer = (bytes_across(traffic, slots_of(layout, order), node) for order in (AXES, ("tp", "dp", "pp", "cp")))
+    inner, outer = (
+        inter_node_bytes(traffic, rank_order(layout, order), node) for order in (AXES, ("tp", "dp", "pp", "cp"))
+    )
     assert inner <= outer
-    assert bytes_across(traffic.select("all_reduce", tuple(range(tp))), slots_of(layout), node) == 0
+    assert inter_node_bytes(traffic.select("all_reduce", tuple(range(tp))), rank_order(layout), node) == 0

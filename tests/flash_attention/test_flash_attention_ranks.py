@@ -12,7 +12,7 @@ from course_lib.flash_attention.operator import FLASH_BLOCK, use_flash_attention
 from course_lib.sequence_parallel.shards import shard_sequence, unshard_sequence
 from course_lib.single_gpu.model import ModelConfig
 from course_lib.tensor_parallel.model import apply_tensor_parallel
-from course_lib.tensor_parallel.shards import whole_state_dict
+from course_lib.tensor_parallel.shards import gather_state_dict
 from course_lib.zero.shards import clip_grad_norm_
 from split_models import (
     MAX_NORM,
@@ -122,7 +122,7 @@ def tensor_parallel_training() -> tuple[list[str], list[int]]:
             found |= {f"gradient {step} {name}": whole for name, whole in whole_gradients(model).items()}
             found[f"norm {step}"] = clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
-    found |= {f"weight {name}": tensor for name, tensor in whole_state_dict(model).items()}
+    found |= {f"weight {name}": tensor for name, tensor in gather_state_dict(model).items()}
     heads = [launch.grid[1] for launch in launches if launch.name == "flash_forward_kernel"]
     return differing(found, one_process(MODEL, **TRAINED)), heads
 

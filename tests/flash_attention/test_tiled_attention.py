@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from attention_inputs import DEVICE, NAMES, exact, inputs, plain, plain_scores, pytorchs, rms, run
 from course_kit.checks.guard_bands import GuardBands
-from course_lib.context_parallel.blocks import attend, attend_backward, nothing_seen
+from course_lib.context_parallel.blocks import attend, attend_backward, initial_out_lse
 from course_lib.flash_attention.reference import (
     TILED_BLOCK,
     check_attention,
@@ -278,7 +278,7 @@ def test_as_a_block_of_a_ring(dtype, within):
     given = inputs(case, dtype)
     gradient, q, k, v = given
     pieces = [(slice(0, 30), columns, False) for columns in (slice(0, 7), slice(7, 33), slice(33, 40))]
-    out, lse = nothing_seen(q)
+    out, lse = initial_out_lse(q)
     attend(q, k, v, pieces, TILED_BLOCK, out, lse)
     totals = [torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v)]
     attend_backward(gradient, q, k, v, out.to(dtype), lse, pieces, TILED_BLOCK, *totals)

@@ -14,7 +14,7 @@ from course_lib.fp8.recipes import RECIPES, Recipe, by_blocks, per_tensor
 from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
-from course_lib.tensor_parallel.shards import whole_state_dict
+from course_lib.tensor_parallel.shards import gather_state_dict
 from course_lib.zero.optimizer import ZeroOptimizer
 from course_lib.zero.sharded_models import full_state_dict, fully_shard
 from course_lib.zero.shards import nested_norm
@@ -123,19 +123,19 @@ def in_tensor_parallel(of: ModelConfig, how: str, dtype: torch.dtype, recompute:
         optimizer.step()
         update_scales(model)
         found[f"evaluation {step}"] = evaluated(model, inputs, targets)
-    return found | weights_and_histories(whole_state_dict(model))
+    return found | weights_and_histories(gather_state_dict(model))
 
 
 def sharded_gradients(model) -> dict[str, torch.Tensor]:
     """Of a model by fully_shard: by name, put together from all ranks' pieces. Collective."""
     wholes = {}
-    for part in (part for unit in [*model.units, model.root] for part in unit.parts):
+    for part in (part for unit in [*model.units, model.root] for part in unit.flat_params):
         shard = torch.zeros_like(part.shard)
-        for parameter, piece in zip(part.sharded, part.layout.pieces(shard), strict=True):
+        for parameter, piece in zip(part.sharded_params, part.layout.local_views(shard), strict=True):
             if parameter.grad is not None:
                 piece.copy_(parameter.grad)
         gathered = (whole.clone() for whole in part.layout.gather(shard))  # each in memory of its own
-        wholes.update(zip((each[0][0] for each in part.places), gathered, strict=True))
+        wholes.update(zip((each[0][0] for each in part.slots), gathered, strict=True))
     return wholes
 
 
@@ -177,7 +177,7 @@ def sharing_the_batch(
         found[f"evaluation {step}"] = evaluated(wrapped, inputs, targets)
         dist.all_reduce(found[f"evaluation {step}"], group=group)
         found[f"evaluation {step}"] /= n
-    state = whole_state_dict(model) if way in ("DataParallel", "ZeRO-1") else full_state_dict(wrapped)
+    state = gather_state_dict(model) if way in ("DataParallel", "ZeRO-1") else full_state_dict(wrapped)
     for name in (name for name in state if name.endswith("casters.gradient.history")):
         state[name] /= n  # of the mean over a part of the batch
     return found | weights_and_histories(state)

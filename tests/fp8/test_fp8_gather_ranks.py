@@ -7,7 +7,7 @@ from torch import nn
 
 from calls import said
 from course_lib.collectives.traffic import count_traffic
-from course_lib.five_d.kept_gathers import KeptGathers
+from course_lib.five_d.gather_once import GatherOncePerStep
 from course_lib.fp8.gather import Fp8Gather
 from course_lib.fp8.linear import Caster, Fp8Linear
 from course_lib.fp8.operands import Cast, Casts
@@ -140,7 +140,7 @@ def kept_for_micro_batches() -> list[bool]:
     """On a rank: whether a model whose units stay gathered (notebook 10) has the same gradients."""
     inputs, targets = batches(0)
     found = []
-    for wrapper in (None, KeptGathers):
+    for wrapper in (None, GatherOncePerStep):
         model = apply_fp8(plain_model(ODD), recipe("current"))
         options = {"encode": Fp8Gather()} | ({"wrapper": wrapper} if wrapper else {})
         stages = nn.ModuleDict({"0": model}) if wrapper else model
@@ -175,7 +175,7 @@ def traffic_of(how: str, encoded: bool) -> tuple[list, list[int]]:
         optimizer.step()
         optimizer.zero_grad()
         update_scales(model)
-    pieces = [part.layout.shard_numel for unit in sharded.units[1:-1] for part in unit.parts]
+    pieces = [part.layout.shard_numel for unit in sharded.units[1:-1] for part in unit.flat_params]
     return [(record.collective, record.bytes) for record in traffic.records], pieces
 
 

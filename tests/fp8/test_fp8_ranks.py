@@ -20,7 +20,7 @@ from course_lib.five_d.meshes import build_mesh
 from course_lib.fp8.gather import Fp8Gather
 from course_lib.fp8.program import apply_fp8, update_scales
 from course_lib.single_gpu.placement import placement_of
-from course_lib.tensor_parallel.shards import whole_state_dict
+from course_lib.tensor_parallel.shards import gather_state_dict
 from course_lib.zero.full_sharding import FullyShard
 from course_lib.zero.sharded_models import full_state_dict, fully_shard, load_full_state_dict
 from fp8_models import (
@@ -247,7 +247,7 @@ def saved_and_loaded(how: str) -> dict[str, torch.Tensor]:
             optimizer.step()
             optimizer.zero_grad()
             update_scales(model)
-    states = {"split": whole_state_dict(trained["split"]), "sharded": full_state_dict(trained["sharded"])}
+    states = {"split": gather_state_dict(trained["split"]), "sharded": full_state_dict(trained["sharded"])}
     whole, split = apply_fp8(plain_model(of).double(), recipe(how)), split_fp8(of, how, torch.float64)
     sharded, found = sharded_fp8(), {}
     with torch.no_grad():

@@ -14,7 +14,7 @@ from course_lib.kernels.program import FusedBlock, use_kernels
 from course_lib.recompute.modes import IGNORED, apply_recompute
 from course_lib.sequence_parallel.model import SequenceParallelNorm, apply_sequence_parallel
 from course_lib.tensor_parallel.model import apply_tensor_parallel
-from course_lib.tensor_parallel.shards import materialize, whole_state_dict
+from course_lib.tensor_parallel.shards import gather_state_dict, materialize
 from course_lib.zero.shards import clip_grad_norm_
 from split_models import (
     MAX_NORM,
@@ -55,7 +55,7 @@ def trained(model: nn.Module, loss_of, gradients_of=whole_gradients) -> dict[str
         found |= {f"gradient {step} {name}": whole for name, whole in gradients_of(model).items()}
         found[f"norm {step}"] = clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
-    return found | {f"weight {name}": tensor for name, tensor in whole_state_dict(model).items()}
+    return found | {f"weight {name}": tensor for name, tensor in gather_state_dict(model).items()}
 
 
 def split_training(how: str) -> dict[str, object]:

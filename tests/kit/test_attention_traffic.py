@@ -11,9 +11,9 @@ from course_kit.gpu.attention_traffic import (
     AttentionShape,
     first_traffic,
     flash_traffic,
-    kept_by_flash,
-    kept_by_standard,
     least_traffic,
+    saved_by_flash,
+    saved_by_standard,
     standard_traffic,
 )
 from course_kit.gpu.operation_bytes import BytesMoved
@@ -77,16 +77,16 @@ def test_standard_attention_moves_what_its_three_operations_move(shape):
 @of_shapes
 def test_standard_attention_keeps_its_inputs_and_the_probabilities(shape):
     leaves = standard_inputs(shape)
-    assert kept_by_standard(shape) == kept_bytes(standard, leaves)
+    assert saved_by_standard(shape) == kept_bytes(standard, leaves)
     b, s_q, s_k, heads, *_, size = shape
-    assert kept_by_standard(shape) == sum(x.nbytes for x in leaves) + b * heads * s_q * s_k * size
+    assert saved_by_standard(shape) == sum(x.nbytes for x in leaves) + b * heads * s_q * s_k * size
 
 
 @of_shapes
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("way", [flash_attention, flash_attention_reference])
 def test_flash_attention_keeps_no_scores(way, causal, shape):
-    assert kept_by_flash(shape) == kept_bytes(lambda q, k, v: way(q, k, v, causal), inputs(shape))
+    assert saved_by_flash(shape) == kept_bytes(lambda q, k, v: way(q, k, v, causal), inputs(shape))
 
 
 @of_shapes
@@ -97,7 +97,7 @@ def test_the_least_is_every_input_and_output_once(shape):
         torch.zeros(shape.batch, shape.heads, shape.queries),
     )
     assert least_traffic(shape) == sum(x.nbytes for x in (q, k, v, out, lse))
-    assert least_traffic(shape) == kept_by_flash(shape)  # what is loaded and stored is what is kept
+    assert least_traffic(shape) == saved_by_flash(shape)  # what is loaded and stored is what is kept
 
 
 def counted(shape: AttentionShape, causal: bool, block_q: int, block_k: int) -> int:

@@ -1,15 +1,15 @@
-"""course_kit/labs/checkpoint: tensors assembled from boxes, what differs, what runs forget. Needs no GPU."""
+"""course_kit/labs/checkpoint: tensors assembled from chunks, what differs, what runs forget. Needs no GPU."""
 
 import torch
 
 from course_kit.labs.checkpoint import resharding, restarts, saves
-from course_lib.checkpoint.boxes import Box
+from course_lib.checkpoint.chunks import Chunk
 
 
-def halves(full: torch.Tensor) -> list[dict[str, list[Box]]]:
+def halves(full: torch.Tensor) -> list[dict[str, list[Chunk]]]:
     """The upper and the lower rows of a tensor [4, n], each of one rank."""
-    boxes = [Box((first, 0), tuple(full.shape), full[first : first + 2].clone()) for first in (0, 2)]
-    return [{"a": [box]} for box in boxes]
+    chunks = [Chunk((first, 0), tuple(full.shape), full[first : first + 2].clone()) for first in (0, 2)]
+    return [{"a": [chunk]} for chunk in chunks]
 
 
 def test_boxes_of_two_ranks_make_the_tensor():
@@ -37,7 +37,7 @@ def test_stalls_are_told_by_kind(capsys):
     times = [0.1] * saves.STEPS
     for step, seconds in ((3, 0.5), (7, 0.2), (11, 0.5), (15, 0.2)):
         times[step] = seconds
-    saves.tell_stalls(times, [0.4, 0.01, 0.4, 0.01])
+    saves.print_stalls(times, [0.4, 0.01, 0.4, 0.01])
     waits, beside, quiet = capsys.readouterr().out.splitlines()
     assert "still for  400 ms; this step and the three after it take  400 ms more" in waits
     assert "still for   10 ms; this step and the three after it take  100 ms more" in beside

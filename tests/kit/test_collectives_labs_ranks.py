@@ -17,7 +17,7 @@ def test_a_ring_ends_with_all_values_everywhere_and_each_rank_sends_another_piec
     halfway = states[n - 1]
     assert all(halfway[rank][rank] == set(range(n)) for rank in range(n)), "a rank owns the piece of its number"
     for step in range(1, 2 * n - 1):
-        assert sorted(labs.sent_piece(n, rank, step) for rank in range(n)) == list(range(n))
+        assert sorted(labs.sent_chunk(n, rank, step) for rank in range(n)) == list(range(n))
 
 
 def test_a_barrier_a_step_makes_each_rank_pay_for_all():

@@ -16,7 +16,7 @@ from course_lib.single_gpu.model import PRESETS, Transformer
 
 
 def test_naive_averaging_sends_twice_the_gradients_but_an_nth(ranks):
-    assert ranks(labs.sent_a_step, "debug") == [2 * 3 * 4 * param_count(PRESETS["debug"]) // 4] * 4
+    assert ranks(labs.sent_per_step, "debug") == [2 * 3 * 4 * param_count(PRESETS["debug"]) // 4] * 4
 
 
 def test_a_parameter_gets_the_mean_if_any_rank_has_used_it(ranks):

@@ -49,7 +49,7 @@ def test_two_hops_give_the_same_and_cross_less(ranks):
 
 
 def test_dispatch_and_gathering_give_the_same(ranks):
-    times, sent, worst = ranks(traffic.dispatch_duel, 16, 8, 32, 1)[0]
+    times, sent, worst = ranks(traffic.compare_dispatch, 16, 8, 32, 1)[0]
     assert worst < 1e-5 and sent["all-to-all"] == sent["all-to-all again"] < sent["all-gather"]
     assert set(times) == set(sent)
 

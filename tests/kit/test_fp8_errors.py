@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from course_kit.gpu.fp8_errors import OPERANDS, PRODUCTS, layer_errors, operands_of, plant_outliers, product_errors
+from course_kit.gpu.fp8_errors import MATMULS, OPERANDS, layer_errors, matmul_errors, operands_of, plant_outliers
 from course_lib.fp8.operands import Cast, Casts
 from course_lib.fp8.program import RECIPES, apply_fp8
 from course_lib.fp8.quantization import TENSOR, TILE
@@ -60,7 +60,7 @@ def test_operands_make_the_gradients_and_outputs_of_the_model(model, batch):
 
 def test_measuring_leaves_the_model_as_it_was(model, batch):
     before, logits = copy.deepcopy(model.state_dict()), model(batch[0])
-    product_errors(model, by_blocks(), *batch)
+    matmul_errors(model, by_blocks(), *batch)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(model(batch[0]), logits)
     assert not any(layer._forward_hooks for layer in model.modules())
@@ -91,7 +91,7 @@ def test_errors_of_a_layer_are_those_of_operands_rounded_by_hand():
     exact = [x.double(), w.double(), dy.double()]
     pairs = [*zip(near, exact, strict=True), *zip(products_of(*near), products_of(*exact), strict=True)]
     expected = [off(found, right) for found, right in pairs]
-    assert [errors[name] for name in OPERANDS + PRODUCTS] == pytest.approx(expected, rel=1e-3)
+    assert [errors[name] for name in OPERANDS + MATMULS] == pytest.approx(expected, rel=1e-3)
     assert errors["dy lost"] == ((near[2] == 0) & (dy != 0)).double().mean()
 
 
@@ -118,14 +118,14 @@ def test_a_format_has_its_error_and_products_the_root_of_two_squares():
         errors = layer_errors(torch.randn(128, k), torch.randn(128, k), torch.randn(128, 128), per_tensor())
         assert [errors[name] for name in OPERANDS] == pytest.approx([e4m3, e4m3, e5m2], rel=0.05)
         expected = [math.hypot(e4m3, e4m3), math.hypot(e5m2, e4m3), math.hypot(e5m2, e4m3)]
-        assert [errors[name] for name in PRODUCTS] == pytest.approx(expected, rel=0.05)
+        assert [errors[name] for name in MATMULS] == pytest.approx(expected, rel=0.05)
 
 
 def test_an_error_is_the_layers_own(model, batch):
     """A first layer that is far off doesn't show in those after it."""
-    errors = product_errors(model, per_tensor(), *batch)
+    errors = matmul_errors(model, per_tensor(), *batch)
     assert max(errors["1.mlp.down_proj"].values()) < 0.1
-    worse = product_errors(model, per_tensor()._replace(input=Cast(E5M2)), *batch)
+    worse = matmul_errors(model, per_tensor()._replace(input=Cast(E5M2)), *batch)
     for name, row in errors.items():
         assert worse[name]["x"] > 1.5 * row["x"] and worse[name]["w"] == row["w"] and worse[name]["dx"] == row["dx"]
 
@@ -151,7 +151,7 @@ def test_outliers_leave_every_bit_of_what_the_model_computes(model, batch):
 
 
 def forward_errors(model: nn.Module, casts: Casts, batch) -> list[float]:
-    errors = product_errors(model, casts, *batch)
+    errors = matmul_errors(model, casts, *batch)
     return [row["y"] for name, row in errors.items() if name.endswith(("q_proj", "gate_proj"))]
 
 
@@ -178,7 +178,7 @@ def test_outliers_that_would_change_the_model_are_refused(model, batch):
 def test_a_model_in_fp8_has_no_errors_to_show(model, batch):
     converted = apply_fp8(copy.deepcopy(model), RECIPES["DeepSeek-V3"])
     with pytest.raises(ValueError, match="before apply_fp8"):
-        product_errors(converted, per_tensor(), *batch)
+        matmul_errors(converted, per_tensor(), *batch)
 
 
 def test_hooks_are_gone_after_a_forward_that_failed(model):

@@ -45,7 +45,7 @@ def test_a_second_moment_that_is_lost_makes_updates_that_are_huge():
 
 @pytest.mark.parametrize("name, kept", [("BF16, FP32 accumulation", [2, 4, 4, 8]), ("BF16", [2, 4, 0, 8])])
 def test_bytes_in_memory_are_those_of_the_recipe(name, kept):
-    assert labs.kept_bytes(RECIPES[name]) == pytest.approx(kept, abs=0.01)
+    assert labs.bytes_per_parameter(RECIPES[name]) == pytest.approx(kept, abs=0.01)
 
 
 def test_a_jump_and_planted_outliers_change_nothing_in_float32():

@@ -27,9 +27,9 @@ def test_kernels_move_less_and_keep_less(operators):
     for name, operator in operators.items():
         eager, fused = labs.bytes_moved(operator)
         assert sum(labs.operation_sizes(operator)) < eager and fused < 0.6 * eager, name
-        eager, fused = labs.kept_elements(operator)
+        eager, fused = labs.saved_elements(operator)
         assert fused <= eager, name
-    assert labs.kept_elements(operators["SwiGLU"]) == (3, 2)
+    assert labs.saved_elements(operators["SwiGLU"]) == (3, 2)
 
 
 def test_softmax_moves_eight_n_forward(operators):

@@ -32,7 +32,7 @@ def test_with_other_dice_the_loss_is_right_and_the_gradients_are_not():
     noisy = Transformer(ModelConfig(2, 64, 4, 2, 96, 256, dropout=0.1)).train()
     words = torch.randint(256, (2, 3, 33), generator=torch.Generator().manual_seed(0))
     results = [labs.gradients_of(noisy, *words)]
-    for dice in (labs.other_dice, contextlib.nullcontext):
+    for dice in (labs.other_random_numbers, contextlib.nullcontext):
         with labs.called_by(by_hand.recompute, noisy), dice():
             results.append(labs.gradients_of(noisy, *words))
     losses, found = zip(*results, strict=True)

@@ -40,7 +40,7 @@ def test_swapped_gates_keep_the_first_loss_and_let_norms_drift(ranks):
 def test_a_gpt_layer_keeps_34_sbh_and_the_norms_statistics(ranks):
     for n, sequence_parallel, expected in ((2, True, 34 / 2), (2, False, 10 + 24 / 2)):
         statistics = 2 * 2 * 2 / 64 / (n if sequence_parallel else 1)
-        assert abs(ranks(on_first, n, memory.gpt_kept, sequence_parallel)[0] - expected - statistics) < 0.01
+        assert abs(ranks(on_first, n, memory.gpt_saved_bytes, sequence_parallel)[0] - expected - statistics) < 0.01
 
 
 def test_scores_are_counted_as_in_the_picture():
@@ -52,7 +52,7 @@ def test_scores_are_counted_as_in_the_picture():
 
 def rival(group, order):
     q, k, v, gradient = cp_labs.some_heads(16)
-    expected, *_ = cp_labs.whole_attention(q, k, v, gradient, True)
+    expected, *_ = cp_labs.full_attention(q, k, v, gradient, True)
     size = 16 // group.size() // len(chunks_of(0, 1, order))
     masks = {end: torch.ones(size, end, dtype=torch.bool).tril(end - size) for end in range(size, 17, size)}
     own = (shard_sequence(x, group, order) for x in (q, k, v))
@@ -66,7 +66,7 @@ def test_pytorchs_attention_on_gathered_keys_is_exact(ranks, order):
 
 
 def test_the_duel_compares_equal_results(ranks):
-    times, worst = ranks(on_first, 2, cp_labs.duel, 64)[0]
+    times, worst = ranks(on_first, 2, cp_labs.compare_with_torch, 64)[0]
     assert set(times) == {"ring", "all_gather", "ulysses", "PyTorch", "PyTorch again"} and worst < 1e-5
 
 
@@ -78,7 +78,7 @@ def test_the_shortest_round_is_that_of_the_slowest_rank():
 def kept(n):
     def forward():
         group = dist.new_subgroups(group_size=n)[0]
-        return cp_labs.kept_of_sequence(group, config=TINY, seq=32)
+        return cp_labs.saved_by_sequence_shard(group, config=TINY, seq=32)
 
     return forward
 

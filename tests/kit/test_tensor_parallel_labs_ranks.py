@@ -38,7 +38,7 @@ def test_the_runs_that_are_shown_have_each_fault_once():
 
 def test_dropout_by_region_keeps_the_same_outside_and_its_own_inside(ranks):
     for how, alike in {"one seed": (True, True), "own seed": (False, False), "by region": (False, True)}.items():
-        first, *others = ranks(dropout.kept_by_dropout, how)
+        first, *others = ranks(dropout.dropout_masks, how)
         for other in others:
             assert tuple(torch.equal(*pair) for pair in zip(first, other, strict=True)) == alike
 
@@ -127,8 +127,8 @@ def test_a_profiled_step_has_the_sums_that_its_kind_sends(ranks):
 
 def test_what_is_sent_and_kept(ranks):
     """2 layers on 4 ranks: 10 all-reduces of [2, 64, 48] in float32. Of the weights a rank keeps its part."""
-    assert ranks(in_groups, 4, step.sent_a_step, MHA, 2, 64) == [10 * 2 * 3 * 2 * 64 * 48] * 4
-    kept = {tp: ranks(on_first, tp, step.kept_by_rank, MHA, 2, 16)[0] for tp in (1, 2)}
+    assert ranks(in_groups, 4, step.sent_per_step, MHA, 2, 64) == [10 * 2 * 3 * 2 * 64 * 48] * 4
+    kept = {tp: ranks(on_first, tp, step.saved_by_rank, MHA, 2, 16)[0] for tp in (1, 2)}
     assert 1 / 2 < kept[2][0] / kept[1][0] < 0.54 and 1 / 2 < kept[2][1] / kept[1][1] < 0.9
 
 

@@ -1,4 +1,4 @@
-"""course_kit.planning.tested: the table of tested layouts is made of the files of runs, and covers each of them."""
+"""course_kit.planning.tested_layouts: the table of tested layouts is made of the files of runs, and covers each of them."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from course_kit.planning.published_runs import load_published
-from course_kit.planning.tested import DATA, FILE, PUBLISHED, largest_rows, measured_rows, write_table
+from course_kit.planning.tested_layouts import DATA, FILE, PUBLISHED, largest_rows, measured_rows, write_table
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.runs import alike, load_runs
 from course_lib.best_config.tables import LayoutTable
@@ -17,7 +17,7 @@ from course_lib.single_gpu.devices import read_table
 
 def test_the_table_is_what_the_files_of_runs_make(tmp_path):
     write_table(tmp_path / "table.csv")
-    remedy = "run python -m course_kit.planning.tested"
+    remedy = "run python -m course_kit.planning.tested_layouts"
     assert (tmp_path / "table.csv").read_text() == FILE.read_text(), remedy
 
 

@@ -20,7 +20,7 @@ def test_stage_1_by_hand_sends_what_an_all_reduce_does_but_for_the_padding(ranks
 
 def test_data_parallel_ranks_keep_the_same_and_all_of_it(ranks):
     params = param_count(PRESETS["debug"])
-    for kept, differ in ranks(labs.kept_by_data_parallel, PRESETS["debug"]):
+    for kept, differ in ranks(labs.data_parallel_memory, PRESETS["debug"]):
         assert not differ
         assert kept["parameters"] == 4 * params
         assert kept["optimizer states"] == pytest.approx(8 * params, rel=1e-2)
@@ -40,7 +40,7 @@ def test_only_the_right_run_of_the_clipping_lab_updates_along_the_gradient(ranks
 
 
 def test_stage_3_sends_three_times_the_parameters_less_its_last_unit(ranks):
-    (calls, sent), (_, replicated) = (ranks(labs.sent_a_step, stage, labs.EIGHT_UNITS)[0] for stage in (3, 0))
+    (calls, sent), (_, replicated) = (ranks(labs.sent_per_step, stage, labs.EIGHT_UNITS)[0] for stage in (3, 0))
     assert calls == 15 and sent / replicated == pytest.approx(1.5, rel=0.02)
 
 
@@ -67,7 +67,7 @@ def test_offload_moves_two_bytes_per_owned_parameter_each_way(ranks):
 
 
 def test_the_memory_table_says_how_far_each_part_is_from_the_formula(ranks):
-    measured = {(stage, 2): ranks(labs.in_group, 2, labs.kept_by_stage, stage, labs.WIDE)[0] for stage in (0, 2, 3)}
+    measured = {(stage, 2): ranks(labs.in_group, 2, labs.memory_by_stage, stage, labs.WIDE)[0] for stage in (0, 2, 3)}
     head, *lines, last = labs.memory_table(measured).splitlines()
     assert head.split()[:2] == ["stage", "ranks"] and [line[0] for line in lines] == ["0", "2", "3"]
     assert last.startswith("MiB, and how far from the formula: at most 0.")

@@ -92,7 +92,7 @@ def test_gradients_of_micro_batches_add_up_in_float32(dtype):
     optimizer = MasterWeights([weight], torch.optim.AdamW, lr=1e-3)
     for _ in range(3000):  # a running sum of ones stops at 2048 in float16, at 256 in bfloat16
         weight.sum().backward()
-        optimizer.take_gradients()
+        optimizer.accumulate_into_master()
     assert weight.grad is None
     assert (optimizer.master_parameters[0].grad == 3000).all()
     optimizer.zero_grad()
@@ -244,7 +244,7 @@ def test_tiny_gradients_survive_with_a_scale_alone():
         weight = nn.Parameter(torch.ones(4, device=DEVICE, dtype=torch.float16))
         optimizer, scaler = MasterWeights([weight], torch.optim.SGD, lr=1e6, fused=True), LossScaler(factor).to(DEVICE)
         (scaler.scale((weight.float() * 1e-9).sum())).backward()
-        optimizer.take_gradients()
+        optimizer.accumulate_into_master()
         scaler.unscale(optimizer.master_parameters)
         scaler.step(optimizer)
         steps[name] = 1 - optimizer.master_parameters[0].detach()

@@ -13,7 +13,7 @@ from torch import nn
 
 from calls import Operations, peak_bytes, said, short_corpus
 from course_lib.collectives.traffic import count_traffic
-from course_lib.data_parallel.replicas import DataParallel, out_of_step
+from course_lib.data_parallel.replicas import DataParallel, find_diverged_params
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.model import apply_expert_parallel
 from course_lib.expert_parallel.router import routers_of
@@ -40,7 +40,7 @@ from course_lib.recompute.modes import IGNORED, accumulate, apply_recompute
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
-from course_lib.tensor_parallel.linear import one_split
+from course_lib.tensor_parallel.linear import new_disjoint_subgroups
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import materialize
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
@@ -131,7 +131,9 @@ def by_name(runner: PipelineRunner, of: ModelConfig) -> dict[str, nn.Parameter]:
 def drifted(runner: PipelineRunner) -> list[str]:
     """Names of copies that are not alike to the bit. Collective over each copy's group."""
     return [
-        "a copy has drifted" for p, group in runner.copies.groups.items() if out_of_step(nn.ParameterList([p]), group)
+        "a copy has drifted"
+        for p, group in runner.copies.groups.items()
+        if find_diverged_params(nn.ParameterList([p]), group)
     ]
 
 
@@ -421,7 +423,7 @@ def test_with_tensor_parallelism(ranks):
         assert found == [[]] * len(ways)
 
 
-MIXTURE = (("experts", 4), ("top_k", 2), ("ffn_hidden", 16), ("balance", 0.3), ("z", 0.02))
+MIXTURE = (("experts", 4), ("top_k", 2), ("ffn_hidden", 16), ("aux_loss_coeff", 0.3), ("z_loss_coeff", 0.02))
 
 
 def with_a_mixture(names: list[str]) -> list[list[str]]:
@@ -490,8 +492,8 @@ def copies() -> dict[str, object]:
             p.add_(dist.get_rank())
     before = {name: p.clone() for name, p in model.named_parameters()}
     splits = []  # the lists of ranks of which groups are made
-    noted = lambda lists: splits.append(lists) or one_split(lists)  # noqa: E731
-    with mock.patch.object(pipeline_copies, "one_split", noted):
+    noted = lambda lists: splits.append(lists) or new_disjoint_subgroups(lists)  # noqa: E731
+    with mock.patch.object(pipeline_copies, "new_disjoint_subgroups", noted):
         runner = PipelineRunner(split_stages(model, 4), schedule)
     near = min(dist.get_rank(), 3 - dist.get_rank())
     named = by_name(runner, TIED)

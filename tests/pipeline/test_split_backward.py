@@ -23,7 +23,14 @@ from split_models import whole_model
 OF = ModelConfig(layers=4, hidden=16, heads=4, kv_heads=2, ffn_hidden=20, vocab=31)
 TIED, DROPOUT = dataclasses.replace(OF, tied=True), dataclasses.replace(OF, dropout=0.3)
 WIDE = dataclasses.replace(OF, ffn_hidden=32)
-SOFTMAX = (("experts", 4), ("top_k", 2), ("ffn_hidden", 16), ("balance", 0.3), ("z", 0.02), ("shared", 1))
+SOFTMAX = (
+    ("experts", 4),
+    ("top_k", 2),
+    ("ffn_hidden", 16),
+    ("aux_loss_coeff", 0.3),
+    ("z_loss_coeff", 0.02),
+    ("shared", 1),
+)
 BATCH, SEQ = 3, 8
 
 

@@ -14,7 +14,7 @@ from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from split_models import Diary, group_of, whole_model
 
-MOE = (("experts", 4), ("top_k", 2), ("ffn_hidden", 16), ("balance", 0.3), ("z", 0.02))
+MOE = (("experts", 4), ("top_k", 2), ("ffn_hidden", 16), ("aux_loss_coeff", 0.3), ("z_loss_coeff", 0.02))
 WAYS = {  # K/V heads, ranks that share matrices, what else
     "tp 4": (4, 4, {}),
     "copies of K and V": (2, 4, {}),

@@ -119,7 +119,7 @@ def first_drift(norms: list[list[float]]) -> tuple[int, int] | None:
     return tuple(int(place) for place in places[0]) if len(places) else None
 
 # %% 04.10 largest and smallest apart, by a sum of products with a pattern
-def out_of_step(module: nn.Module, group=None) -> list[str]:
+def find_diverged_params(module: nn.Module, group=None) -> list[str]:
     named = list(module.named_parameters()) + list(module.named_buffers())
 
     def checksum(tensor):

@@ -20,7 +20,7 @@ def span(self: FlatLayout, i: int) -> tuple[int, int]:
 
 # %% 05.3 the mean in place
 def zero_1_step(layout: FlatLayout, values: torch.Tensor, gradient: torch.Tensor, update) -> None:
-    mine = layout.own(values)
+    mine = layout.local_shard(values)
     total = torch.empty_like(mine)
     reduce_scatter_tensor(total, gradient, group=layout.group)
     total.div_(layout.group.size())
@@ -88,7 +88,7 @@ def take(self: BufferPool) -> torch.Tensor:
 
 # %% 05.8 by number, from the last
 for bucket, shard in zip(self.gradients, self.shards, strict=True):
-    shard.take(bucket.gradient)
+    shard.set_grad(bucket.gradient)
 self.optimizer.step()
 for shard in reversed(self.shards):
     shard.gather()
@@ -96,7 +96,7 @@ if self.module is None:
     self.wait()
 =>
 for number in range(len(self.shards)):
-    self.shards[number].take(self.gradients[number].gradient)
+    self.shards[number].set_grad(self.gradients[number].gradient)
 self.optimizer.step()
 for number in range(len(self.shards) - 1, -1, -1):
     self.shards[number].gather()
@@ -114,7 +114,7 @@ def gather(self: GatheredBuffer) -> None:
         sent = self.encoding.encode(self.shard)
         into = self.payloads = sent.new_empty(sent.numel() * group.size())
     else:
-        into, sent = self.values, self.layout.own(self.values)
+        into, sent = self.values, self.layout.local_shard(self.values)
         sent.copy_(self.shard)
     self.work = all_gather_into_tensor(into, sent, group=group, async_op=True)
     self.gathered = True
@@ -134,15 +134,15 @@ gathers = 7 + 8
 times_data_parallel = 3 / 2
 
 # %% 05.11 the unit before this one
-def before_backward(self: FullyShard, unit: Unit) -> None:
-    if unit in self.open:
+def pre_backward(self: FullyShard, unit: FSDPUnit) -> None:
+    if unit in self.unreduced:
         return
-    earlier = self.open
+    earlier = self.unreduced
     unit.gather()
     self.send(earlier)
-    self.open = [unit]
-    if unit in self.ran[1:]:
-        self.ran[self.ran.index(unit) - 1].gather()
+    self.unreduced = [unit]
+    if unit in self.forward_order[1:]:
+        self.forward_order[self.forward_order.index(unit) - 1].gather()
     unit.wait()
 
 # %% 05.12 sorted anew

@@ -1,7 +1,7 @@
 """Right answers in another style than the solutions, that the checks of notebook 06 must accept."""
 
 # %% 06.1 into one tensor, and by a product with the transpose
-def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> torch.Tensor:
+def split_matmul(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> torch.Tensor:
     n, rank = group.size(), group.rank()
     if how == "rows":
         columns = x.shape[1] // n
@@ -15,7 +15,7 @@ def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> tor
     return torch.cat(of_all, 1)
 
 # %% 06.1 rows by a reduce-scatter and an all-gather
-def split_product(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> torch.Tensor:
+def split_matmul(x: torch.Tensor, weight: torch.Tensor, how: str, group) -> torch.Tensor:
     from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
 
     if how == "columns":
@@ -71,7 +71,7 @@ def mlp_backward(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, grad_y: torc
 return x.view_as(x) => return x
 
 # %% 06.4 a sum of products
-class ColumnProducts(torch.autograd.Function):
+class ColumnMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -100,7 +100,7 @@ class ColumnProducts(torch.autograd.Function):
 # %% 06.5 by a product
 def forward_at_once(self: RowParallelLinear, x: torch.Tensor) -> torch.Tensor:
     partial = torch.matmul(x, self.weight.transpose(0, 1))
-    whole = self.leave(partial, self.group)
+    whole = self.output_reduce(partial, self.group)
     if self.bias is not None:
         whole = whole + self.bias.to(whole.dtype)
     return whole
@@ -118,7 +118,7 @@ def project_together(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tup
     first = layers[0]
     x, *weights = as_autocast(x, *weights)
     made = []
-    for out, bias in zip(first.products.apply(x, first.group, *weights), biases):
+    for out, bias in zip(first.matmul.apply(x, first.group, *weights), biases):
         made.append(out if bias is None else out + bias.to(out.dtype))
     return tuple(made)
 
@@ -128,7 +128,7 @@ def forward(self: VocabParallelEmbedding, tokens: torch.Tensor) -> torch.Tensor:
     here = (tokens >= self.shard.start) & (tokens < last)
     places = torch.where(here, tokens - self.shard.start, 0)
     found = F.embedding(places, self.weight)
-    return self.leave(torch.where(here.unsqueeze(-1), found, torch.zeros_like(found)), self.group)
+    return self.output_reduce(torch.where(here.unsqueeze(-1), found, torch.zeros_like(found)), self.group)
 
 # %% 06.8 two sums side by side
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -249,7 +249,7 @@ def diagnose(first_loss: float, expected: float, differing: list[str]) -> str:
     return "right"
 
 # %% 06.12 the chunks put together
-class RowProduct(torch.autograd.Function):
+class RowMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, weight: torch.Tensor, chunks: int) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -274,7 +274,7 @@ class RowProduct(torch.autograd.Function):
 
 # %% 06.13 the state after one draw
 @contextlib.contextmanager
-def own_randomness(group: dist.ProcessGroup | None = None):
+def local_rng(group: dist.ProcessGroup | None = None):
     group = group or dist.group.WORLD
     after = {}
     for generator in generators():

@@ -7,11 +7,11 @@ class GatherSequence(torch.autograd.Function):
         pieces, arriving = start_gather(part, group)
         ctx.group, ctx.ranks = group, group.size()
         arriving.wait()
-        return in_order(pieces)
+        return join_by_rank(pieces)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        mine, leaving = start_reduce_scatter(by_rank(gradient, ctx.ranks), ctx.group)
+        mine, leaving = start_reduce_scatter(split_by_rank(gradient, ctx.ranks), ctx.group)
         leaving.wait()
         return (mine, None)
 
@@ -19,7 +19,7 @@ class GatherSequence(torch.autograd.Function):
 class ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx, summand: torch.Tensor, group) -> torch.Tensor:
-        mine, leaving = start_reduce_scatter(by_rank(summand, dist.get_world_size(group)), group)
+        mine, leaving = start_reduce_scatter(split_by_rank(summand, dist.get_world_size(group)), group)
         ctx.members = group
         leaving.wait()
         return mine
@@ -28,17 +28,17 @@ class ReduceScatterSequence(torch.autograd.Function):
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         pieces, arriving = start_gather(gradient, ctx.members)
         arriving.wait()
-        return (in_order(pieces), None)
+        return (join_by_rank(pieces), None)
 
 # %% 07.2 two cases
-class GatheredProducts(torch.autograd.Function):
+class GatheredMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, part: torch.Tensor, group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         ctx.save_for_backward(part, *weights)
         pieces, work = start_gather(part, group)
         work.wait()
-        x = in_order(pieces)
+        x = join_by_rank(pieces)
         return tuple(F.linear(x, weight) for weight in weights)
 
     @staticmethod
@@ -53,11 +53,11 @@ class GatheredProducts(torch.autograd.Function):
             for gradient, weight in list(zip(flat, weights))[1:]:
                 summed += gradient.mm(weight)
             summed = summed.view(*gradients[0].shape[:-1], summed.shape[-1])
-            scattered = start_reduce_scatter(by_rank(summed, ctx.group.size()), ctx.group)
+            scattered = start_reduce_scatter(split_by_rank(summed, ctx.group.size()), ctx.group)
         of_weights = [None for _ in weights]
         if gathered:
             gathered[1].wait()
-            x = in_order(gathered[0])
+            x = join_by_rank(gathered[0])
             x = x.view(-1, x.shape[-1])
             for place, wanted in enumerate(for_weights):
                 if wanted:
@@ -90,9 +90,9 @@ def apply_sequence_parallel(
     check_sequence_parallel(model, group)
     for module in list(model.modules()):
         if isinstance(module, ColumnParallelLinear):
-            module.products = GatheredProducts
+            module.matmul = GatheredMatmul
         if isinstance(module, RowParallelLinear) or isinstance(module, VocabParallelEmbedding):
-            module.leave = reduce_scatter_sequence
+            module.output_reduce = reduce_scatter_sequence
     for block in model.blocks:
         if reduce_group is not None:
             for child in block.children():
@@ -106,7 +106,7 @@ def apply_sequence_parallel(
             placement_of(child.weight).reduce_group = reduce_group
         elif isinstance(child, nn.RMSNorm):
             setattr(model, name, SequenceParallelNorm(child, group))
-    model.register_forward_pre_hook(need_positions, with_kwargs=True)
+    model.register_forward_pre_hook(require_positions, with_kwargs=True)
     return model
 
 # %% 07.5 from the sizes
@@ -156,9 +156,9 @@ def plain_backward(gradient, q, k, v, out, lse, causal: bool) -> tuple[torch.Ten
     return grad_q, grad_k, grad_v
 
 # %% 07.8 row by row, joined where they see the same
-def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -> list[Piece]:
+def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -> list[AttentionTile]:
     if own == other or not causal:
-        return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
+        return [AttentionTile(slice(0, len(own)), slice(0, len(other)), causal)]
     pieces = []
     for row, chunk in enumerate(own):
         seen = len([each for each in other if each < chunk])
@@ -166,9 +166,9 @@ def visible(own: tuple[int, ...], other: tuple[int, ...], causal: bool = True) -
             continue
         last = pieces[-1] if pieces else None
         if last and last.rows.stop == row and last.columns.stop == seen:
-            pieces[-1] = Piece(slice(last.rows.start, row + 1), slice(0, seen), False)
+            pieces[-1] = AttentionTile(slice(last.rows.start, row + 1), slice(0, seen), False)
         else:
-            pieces.append(Piece(slice(row, row + 1), slice(0, seen), False))
+            pieces.append(AttentionTile(slice(row, row + 1), slice(0, seen), False))
     return pieces
 
 # %% 07.9 one way and the other, each started by itself
@@ -191,7 +191,7 @@ def ring_forward(
     n, source = group.size(), group.rank()
     own = chunks_of(source, n, order)
     tokens = q.shape[1] // len(own)
-    out, lse = nothing_seen(q)
+    out, lse = initial_out_lse(q)
     here = torch.stack((k, v))
     for left in range(n - 1, -1, -1):
         coming, works = (None, ()) if left == 0 else start_exchange(here, group)
@@ -261,7 +261,7 @@ def all_gather_forward(q, k, v, group, causal: bool, attention: AttentionBlock, 
     own = chunks_of(rank, n, order)
     tokens = q.shape[1] // len(own)
     gathered, work = start_gather(torch.cat((k, v), dim=0), group)
-    out, lse = nothing_seen(q)
+    out, lse = initial_out_lse(q)
     attend(q, k, v, in_tokens(visible(own, own, causal), tokens), attention, out, lse)
     work.wait()
     for source in [other for other in range(n) if other != rank]:
@@ -338,11 +338,11 @@ megabytes_sent["ulysses"] = tokens * (32 + 8 + 8 + 32) * width * 7 / 8 / 10**6
 
 # %% 07.15 the positions by name
 def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.ProcessGroup, order: str) -> tuple:
-    need_positions(model, args, kwargs)
+    require_positions(model, args, kwargs)
     tokens, places = given(args, kwargs)
     if places is not None:
         return (tokens, places), {}
-    return (tokens, own_positions(tokens.shape[1], group, order, tokens.device)), {}
+    return (tokens, local_positions(tokens.shape[1], group, order, tokens.device)), {}
 
 
 def apply_context_parallel(

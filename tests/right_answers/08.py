@@ -34,8 +34,8 @@ def grouped_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choi
     x, *weights = experts.weights(x)
     expert, token, ends = sorted_choices(gates, choices)
     rows = x[token]
-    gated, raised = (grouped_products(rows, weight, ends) for weight in weights[:2])
-    out = grouped_products(swiglu(gated, raised), weights[2], ends)
+    gated, raised = (grouped_matmul(rows, weight, ends) for weight in weights[:2])
+    out = grouped_matmul(swiglu(gated, raised), weights[2], ends)
     out = out * gates[token, expert].unsqueeze(1)
     return AddByToken.apply(out, token, x.shape[0]).to(x.dtype)
 
@@ -50,7 +50,7 @@ def batched_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, slot
     return AddByToken.apply(out.reshape(-1, x.shape[1]), token.reshape(-1), x.shape[0]).to(x.dtype)
 
 # %% 08.5 another order
-def run_here(x: torch.Tensor, gates: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
+def run_local_experts(x: torch.Tensor, gates: torch.Tensor, routing: Routing, experts: Experts) -> torch.Tensor:
     flat_x, flat_gates = x.reshape(-1, x.shape[-1]), gates.reshape(-1, gates.shape[-1])
     tokens = flat_x.shape[0]
     if routing.capacity is not None:
@@ -173,7 +173,7 @@ def within_capacity(gates: torch.Tensor, slots: int) -> torch.Tensor:
     return torch.where(before > slots, torch.zeros_like(gates), gates)
 
 # %% 08.12 a list of buffers, and the last one waited for first
-def start(self: Transfer, tensors, home=False):
+def start(self: AsyncAllToAll, tensors, home=False):
     lists = self.sends, self.receives
     goes, comes = reversed(lists) if home else lists
     shapes = [(sum(comes), *tensor.shape[1:]) for tensor in tensors]
@@ -185,7 +185,7 @@ def start(self: Transfer, tensors, home=False):
     return tuple(came)
 
 
-def finish(self: Transfer):
+def wait(self: AsyncAllToAll):
     came = []
     while self.under_way:
         work, rows = self.under_way.pop()
@@ -194,7 +194,7 @@ def finish(self: Transfer):
     return tuple(came)
 
 # %% 08.13 one index into tokens and ranks
-def exchanged(
+def dispatch_and_combine(
     x: torch.Tensor,
     gates: torch.Tensor,
     choices: int | None,
@@ -264,8 +264,8 @@ def apply_expert_parallel(
         placement_of(mixture.router.weight).reduce_group = batch_group
         run = mixture.experts
         for place in range(len(groups) - 1, -1, -1):
-            run = functools.partial(exchanged, compute=run, group=groups[place])
-        mixture.run = functools.partial(run_exchanged, leave=leave, enter=enter, compute=run)
+            run = functools.partial(dispatch_and_combine, compute=run, group=groups[place])
+        mixture.run = functools.partial(run_expert_parallel, leave=leave, enter=enter, compute=run)
     return model
 
 # %% 08.17 two times of a number

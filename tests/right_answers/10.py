@@ -45,12 +45,12 @@ def check_pairs(layout: Layout) -> None:
         (stage not in range(4), f"zero_stage is {stage}: choose 0, 1, 2 or 3"),
         (layout.sequence_parallel and layout.tp < 2, "sequence_parallel needs tp above 1, and tp is 1: change tp"),
         (
-            stage == 3 and pipeline and not layout.keep_gathered,
-            f"with zero_stage 3, pp {layout.pp} gathers anew for each micro-batch: set zero_stage 1, or keep_gathered",
+            stage == 3 and pipeline and not layout.gather_once,
+            f"with zero_stage 3, pp {layout.pp} gathers anew for each micro-batch: set zero_stage 1, or gather_once",
         ),
         (
-            layout.keep_gathered and not (stage == 3 and pipeline),
-            f"keep_gathered needs zero_stage 3 (it is {stage}) and pp above 1 (it is {layout.pp}): drop keep_gathered",
+            layout.gather_once and not (stage == 3 and pipeline),
+            f"gather_once needs zero_stage 3 (it is {stage}) and pp above 1 (it is {layout.pp}): drop gather_once",
         ),
         (
             layout.schedule == "dualpipe" and stage == 3 and pipeline,
@@ -135,7 +135,7 @@ def gradients(self: ParallelModel, inputs: torch.Tensor, targets: torch.Tensor) 
     dist.all_reduce(count, group=mesh.replicas)
     mean_count = torch.clamp(count, min=1).div(dist.get_world_size(mesh.replicas))
     quiet = None if layout.zero_stage >= 2 else self.sharding.no_sync
-    places = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
+    places = local_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
     loss = runner.step(inputs, targets, self.dtype, mean_count, quiet, places)
     self.sharding.finish()
     dist.all_reduce(loss)
@@ -154,7 +154,7 @@ def parallelize(
     optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
     **settings,
 ) -> ParallelModel:
-    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    schedule, own = local_stages(config, layout, mesh, extra, moe)
     init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage < 3:
@@ -179,7 +179,7 @@ def parallelize(
             sharding, sharded = shard_stages(own, layout, mesh, schedule, init, dtype)
             runner = PipelineRunner(sharded, schedule, mesh.pp, loss_of, mesh.replicas)
             optimizer = optimizer_cls(decay_groups(runner.stages), **settings)
-            if layout.keep_gathered:
+            if layout.gather_once:
                 runner.prepare = sharding.gather
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
 
@@ -194,23 +194,23 @@ def weights_over_activations(params, hidden, tokens, ranks):
     return 1.5 * params / (hidden * tokens * ranks)
 
 # %% 10.10 unit by unit
-def gather(self: KeptGathers) -> None:
+def gather(self: GatherOncePerStep) -> None:
     self._start(self.root)
     for unit in self.units:
         self._start(unit)
-    self.open = [unit for unit in self.units]
-    for part in self.root.parts:
+    self.unreduced = [unit for unit in self.units]
+    for part in self.root.flat_params:
         part.buffer.wait()
 
 
-def _start(self: KeptGathers, unit: Unit) -> None:
-    for part in unit.parts:
+def _start(self: GatherOncePerStep, unit: FSDPUnit) -> None:
+    for part in unit.flat_params:
         part.buffer.gather()
-        part.register(part.whole)
+        part.register(part.unsharded_params)
 
 
-def before_forward(self: KeptGathers, unit: Unit) -> None:
-    for buffer in [part.buffer for part in unit.parts]:
+def pre_forward(self: GatherOncePerStep, unit: FSDPUnit) -> None:
+    for buffer in [part.buffer for part in unit.flat_params]:
         buffer.wait()
 
 # %% 10.11 by the square of a cosine, and by exact fractions
@@ -233,7 +233,7 @@ def batch_at(step: int, start: int, full: int, ramp: int) -> int:
     return grown - grown % start
 
 # %% 10.12 a group at a time, by a function of its own
-def find_desync(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> list[str]:
+def find_desync(groups: dict[str, list[int]], records: dict[int, list[CollectiveRecord]]) -> list[str]:
     began = {rank: min((flight.time_ns for flight in flights), default=0) for rank, flights in records.items()}
 
     def line_of(name: str, ranks: list[int]) -> str | None:
@@ -269,7 +269,7 @@ verdict = dict(A=("left", [7]), B=("circle", [4, 1]), C=("alone", [7]))
 from collections import defaultdict
 
 
-def lateness(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> dict[int, float]:
+def straggler_delay(groups: dict[str, list[int]], records: dict[int, list[CollectiveRecord]]) -> dict[int, float]:
     arrivals = defaultdict(list)
     for rank in records:
         for flight in records[rank]:
@@ -285,7 +285,7 @@ def lateness(groups: dict[str, list[int]], records: dict[int, list[Flight]]) -> 
     return waited
 
 # %% 10.15 a function for who is reached
-def bytes_across(traffic: Traffic, slots: list[int], ranks_per_node: int) -> int:
+def inter_node_bytes(traffic: Traffic, slots: list[int], ranks_per_node: int) -> int:
     node = [slot // ranks_per_node for slot in slots]
 
     def leaving(record) -> int:

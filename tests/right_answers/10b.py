@@ -23,24 +23,24 @@ def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first:
         rows.append(torch.where(chosen, torch.randint(0, vocab, row.shape, generator=generator), row))
     return torch.stack(rows)
 
-# %% 10.18 the largest aligned box first
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+# %% 10.18 the largest aligned chunk first
+def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    boxes, at = [], first
+    chunks, at = [], first
     while at < last:
         offsets = tuple(at // stride % size for stride, size in zip(strides, shape))
         for axis, stride in enumerate(strides):
             if at % stride == 0 and at + stride <= last:
                 count = min((last - at) // stride, shape[axis] - offsets[axis])
-                boxes.append((offsets, (1,) * axis + (count,) + tuple(shape[axis + 1 :])))
+                chunks.append((offsets, (1,) * axis + (count,) + tuple(shape[axis + 1 :])))
                 at += count * stride
                 break
         else:
             return [((), ())]  # a tensor without dimensions
-    return boxes
+    return chunks
 
 # %% 10.19 narrows both, a dimension at a time
-def fill(wanted: list[Box], saved: list[Box]) -> None:
+def fill(wanted: list[Chunk], saved: list[Chunk]) -> None:
     for target in wanted:
         for source in saved:
             into, out_of = target.values, source.values

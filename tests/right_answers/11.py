@@ -54,9 +54,9 @@ def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | Non
         width = config.ffn_hidden
     else:
         width = expert_sizes(config, moe)[0] / 3 / config.hidden
-    norms = config.hidden * kept.kept_whole / np.where(layout.sequence_parallel, tp, 1)
+    norms = config.hidden * kept.kept_outside_tp / np.where(layout.sequence_parallel, tp, 1)
     keys_and_values = 2 * config.head_dim * np.maximum(config.kv_heads / tp, 1)
-    queries = config.heads * config.head_dim * (kept.kept_hidden - kept.kept_whole - 2) / tp
+    queries = config.heads * config.head_dim * (kept.kept_hidden - kept.kept_outside_tp - 2) / tp
     return norms + keys_and_values + queries + kept.kept_ffn * width / tp
 
 # %% 11.4 one collective, eight times
@@ -71,7 +71,7 @@ def tensor_parallel_time(cluster: Cluster, layout, size) -> np.ndarray:
 # %% 11.5 stage by stage
 def gradient_time(cluster: Cluster, layout, m, parameters, slot, others=0.0) -> np.ndarray:
     software = cluster.software
-    zero, kept = np.asarray(layout.zero_stage), np.asarray(layout.keep_gathered)
+    zero, kept = np.asarray(layout.zero_stage), np.asarray(layout.gather_once)
     ranks = np.asarray(layout.dp) * np.asarray(layout.cp)
     bandwidth, far = replica_ring(cluster, layout)
     step_s = latency_steps(cluster, ranks) * np.where(far, software.gradient_step_s, software.collective_s)
@@ -141,7 +141,7 @@ def changes(layout: Layout) -> dict[str, Layout]:
         schedule = "1f1b" if one.pp == 1 else one.schedule
         kept = one.zero_stage == 3 and one.pp > 1
         what = ", ".join(f"{name} {value}" for name, value in fields.items())
-        found[what] = dataclasses.replace(one, sequence_parallel=one.tp > 1, keep_gathered=kept, schedule=schedule)
+        found[what] = dataclasses.replace(one, sequence_parallel=one.tp > 1, gather_once=kept, schedule=schedule)
     return found
 
 # %% 11.9 by fields

@@ -33,7 +33,7 @@ def encode(values: torch.Tensor, fmt: FloatFormat, saturate: bool = False) -> to
     return with_top_codes(base + kept + up.long(), values, fmt, saturate)
 
 # %% 14.3 in place
-def take_gradients(self: MasterWeights) -> None:
+def accumulate_into_master(self: MasterWeights) -> None:
     for weight, master in zip(self.weights, self.master_parameters):
         if weight.grad is None:
             continue
@@ -46,7 +46,7 @@ def take_gradients(self: MasterWeights) -> None:
 
 @torch.no_grad()
 def step(self: MasterWeights) -> None:
-    self.take_gradients()
+    self.accumulate_into_master()
     self.optimizer.step()
     for weight, master in zip(self.weights, self.master_parameters):
         weight.copy_(master)

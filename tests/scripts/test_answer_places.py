@@ -22,7 +22,7 @@ PLACES = {  # the exercise, what is changed in its solution, and the line that t
 METHODS = {
     "06.2 too few": ("return total, None => return total", "CopyToGroup.backward returned an incorrect number"),
     "06.2 another shape": ("return total, None => return total[0], None", "CopyToGroup.backward returned an invalid"),
-    "06.4 too few": ("return grad_x, None, *grad_weights => return grad_x, *grad_weights", "ColumnProducts.backward"),
+    "06.4 too few": ("return grad_x, None, *grad_weights => return grad_x, *grad_weights", "ColumnMatmul.backward"),
     "06.8 too few": (".to(ctx.dtype), None, None => .to(ctx.dtype), None", "VocabParallelCrossEntropy.backward"),
 }
 

@@ -10,13 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from calls import said
 from course_lib.collectives.traffic import count_traffic
 from course_lib.sequence_parallel.model import (
-    GatheredProducts,
+    GatheredMatmul,
     SequenceParallelNorm,
     apply_sequence_parallel,
     gather_sequence,
     reduce_scatter_sequence,
 )
-from course_lib.sequence_parallel.shards import by_rank
+from course_lib.sequence_parallel.shards import split_by_rank
 from course_lib.single_gpu.memory import activation_bytes
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, project_together, replicas_of
@@ -153,7 +153,7 @@ def borders(n: int) -> list[str]:
     group, wrong, b, own, h = group_of(n), [], 2, 3, 5
     rank, size = group.rank(), group.size()
     wholes = torch.randn(size, b, own * size, h, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    part, moved = by_rank(wholes[0], size)[rank], (size - 1) * b * own * h * 8
+    part, moved = split_by_rank(wholes[0], size)[rank], (size - 1) * b * own * h * 8
     for strided in (False, True):  # an input and a gradient that do not lie row by row
         x = part.transpose(0, 1).clone().transpose(0, 1) if strided else part.clone()
         given = wholes[rank].transpose(0, 2).clone().transpose(0, 2) if strided else wholes[rank].clone()
@@ -162,7 +162,7 @@ def borders(n: int) -> list[str]:
             out = gather_sequence(x, group)
             out.backward(given)
         wrong += ["g"] * (not torch.equal(out, wholes[0]))
-        wrong += ["g: gradient"] * (not torch.allclose(x.grad, by_rank(wholes.sum(0), size)[rank]))
+        wrong += ["g: gradient"] * (not torch.allclose(x.grad, split_by_rank(wholes.sum(0), size)[rank]))
         wrong += ["g: its gradient has changed"] * (not torch.equal(given, wholes[rank]))
         sent = [(record.collective, record.bytes) for record in traffic.records]
         wrong += [f"g sends {sent}"] * (sent != [("all_gather", moved), ("reduce_scatter", moved)])
@@ -171,7 +171,7 @@ def borders(n: int) -> list[str]:
         with count_traffic() as traffic:
             out = reduce_scatter_sequence(y, group)
             out.backward(part)
-        wrong += ["g*"] * (not torch.allclose(out, by_rank(wholes.sum(0), size)[rank]))
+        wrong += ["g*"] * (not torch.allclose(out, split_by_rank(wholes.sum(0), size)[rank]))
         wrong += ["g*: gradient"] * (not torch.equal(y.grad, wholes[0]))
         wrong += ["g*: its input has changed"] * (not torch.equal(y, wholes[rank]))
         sent = [(record.collective, record.bytes) for record in traffic.records]
@@ -201,27 +201,27 @@ def layers_by_themselves(n: int) -> dict[str, list[str]]:
 
     def compare(name: str, wants: tuple[bool, ...], dtype=None, replicas=None) -> None:
         theirs = whole_x.clone().requires_grad_(wants[0])
-        ours = by_rank(whole_x, size)[rank].clone().requires_grad_(wants[0])
+        ours = split_by_rank(whole_x, size)[rank].clone().requires_grad_(wants[0])
         for layer, want in zip(columns, wants[1:], strict=True):
             layer.zero_grad()
             layer.weight.requires_grad_(want)
         row.zero_grad()
         layers = [ColumnParallelLinear(x, group, replicas if i else None) for i, x in enumerate(columns)]
         last = RowParallelLinear(row, group)
-        last.leave = reduce_scatter_sequence
+        last.output_reduce = reduce_scatter_sequence
         for layer in layers:
-            layer.products = GatheredProducts
+            layer.matmul = GatheredMatmul
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
             q, k, v = project_together(ours, layers)
             q1, k1, v1 = (layer(theirs) for layer in columns)
             # all of k and v count on each rank that has a copy: a part of them on each
             mine = last(q.sin()) + reduce_scatter_sequence(own(k * v, rank, size, replicas), group)
             other = row(q1.sin()) + (k1 * v1).sum(-1, keepdim=True)
-        (mine.float() * by_rank(whole_x, size)[rank]).sum().backward()
+        (mine.float() * split_by_rank(whole_x, size)[rank]).sum().backward()
         (other.float() * whole_x).sum().backward()
-        pairs = {"out": (mine, by_rank(other, size)[rank])}
+        pairs = {"out": (mine, split_by_rank(other, size)[rank])}
         if wants[0]:
-            pairs["x"] = ours.grad, by_rank(theirs.grad, size)[rank]
+            pairs["x"] = ours.grad, split_by_rank(theirs.grad, size)[rank]
         for i, (layer, linear) in enumerate(zip([*layers, last], [*columns, row], strict=True)):
             for part, p in layer.named_parameters():
                 of_whole = linear.get_parameter(part).grad
@@ -328,7 +328,7 @@ def one_layer() -> list:
     group, diary = dist.group.WORLD, Diary()
     layers = [ColumnParallelLinear(nn.Linear(8, 8 * size, bias=False), group) for size in (1, 2)]
     for layer in layers:
-        layer.products = GatheredProducts
+        layer.matmul = GatheredMatmul
     x = torch.ones(1, 3, 8, requires_grad=True)
     first, second = project_together(x, layers)
     with Exchanges(diary.events), diary:

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from calls import said
 from course_lib.sequence_parallel.shards import (
     ORDERS,
-    by_rank,
     chunks_of,
     from_order,
     from_zigzag,
-    in_order,
-    own_positions,
+    join_by_rank,
+    local_positions,
     shard_sequence,
+    split_by_rank,
     start_gather,
     start_reduce_scatter,
     to_order,
@@ -37,8 +37,8 @@ def test_two_ranks_by_hand():
     assert [zigzag_shard(tokens, rank_of(r, 2)).tolist() for r in (0, 1)] == [[[0, 1, 6, 7]], [[2, 3, 4, 5]]]
     assert shard_sequence(tokens, rank_of(1, 2), "contiguous").tolist() == [[4, 5, 6, 7]]
     assert to_zigzag(tokens, 2).tolist() == [[0, 1, 6, 7, 2, 3, 4, 5]]
-    assert own_positions(4, rank_of(0, 2)).tolist() == [0, 1, 6, 7]
-    assert own_positions(4, rank_of(1, 2), "contiguous").tolist() == [4, 5, 6, 7]
+    assert local_positions(4, rank_of(0, 2)).tolist() == [0, 1, 6, 7]
+    assert local_positions(4, rank_of(1, 2), "contiguous").tolist() == [4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -55,16 +55,16 @@ def test_parts_are_chunks_and_make_up_the_whole(order, ranks):
         for own, part in zip(numbers, parts, strict=True):
             assert torch.equal(part, torch.cat([whole.split(size, 1)[chunk] for chunk in own], 1))
             assert part.is_contiguous() and part.dtype == dtype
-        assert torch.equal(from_order(in_order(torch.stack(parts)), ranks, order), whole)
+        assert torch.equal(from_order(join_by_rank(torch.stack(parts)), ranks, order), whole)
         assert torch.equal(from_order(to_order(whole, ranks, order), ranks, order), whole)
         if order == "zigzag":
             assert torch.equal(from_zigzag(to_zigzag(whole, ranks), ranks), whole)
-        assert torch.equal(in_order(by_rank(whole, ranks)), whole)
+        assert torch.equal(join_by_rank(split_by_rank(whole, ranks)), whole)
 
 
 def test_by_rank_is_a_view():
     whole = torch.zeros(2, 6, 3)
-    by_rank(whole, 3)[1, 0] = 1
+    split_by_rank(whole, 3)[1, 0] = 1
     assert whole[0, 2:4].eq(1).all() and whole.sum() == 6
 
 
@@ -76,8 +76,10 @@ def test_what_cannot_be_split_is_one_line():
     assert said(lambda: shard_sequence(tokens[:, :5], two, "contiguous")) == (
         "ValueError: a sequence of 5 tokens can't be split into 2 equal parts"
     )
-    assert said(lambda: own_positions(3, two)).startswith("ValueError: a sequence of 6 tokens")
-    assert said(lambda: by_rank(tokens, 4)) == "ValueError: a sequence of 6 tokens can't be split into 4 equal parts"
+    assert said(lambda: local_positions(3, two)).startswith("ValueError: a sequence of 6 tokens")
+    assert (
+        said(lambda: split_by_rank(tokens, 4)) == "ValueError: a sequence of 6 tokens can't be split into 4 equal parts"
+    )
     for call in (lambda: chunks_of(0, 2, "striped"), lambda: shard_sequence(tokens, two, "striped")):
         assert said(call) == "ValueError: order 'striped': it is one of zigzag, contiguous"
 
@@ -93,18 +95,18 @@ def round_trips(n: int) -> list[str]:
             wrong += [f"{order} {dtype}"] * (not torch.equal(unshard_sequence(part, group, order), whole))
             strided = part.transpose(0, 1).contiguous().transpose(0, 1)
             wrong += ["strided"] * (not torch.equal(unshard_sequence(strided, group, order), whole))
-            places = own_positions(12, group, order)
+            places = local_positions(12, group, order)
             wrong += ["positions"] * (not torch.equal(whole[:, places], part))
         wrong += ["zigzag"] * (not torch.equal(zigzag_unshard(zigzag_shard(whole, group), group), whole))
         pieces, work = start_gather(part.transpose(1, 2), group)
         work.wait()
-        wrong += ["gather"] * (not torch.equal(pieces.transpose(2, 3), by_rank(whole, size)))
+        wrong += ["gather"] * (not torch.equal(pieces.transpose(2, 3), split_by_rank(whole, size)))
         if dtype != torch.int64:
-            given = by_rank(whole, size) * (rank + 1)
+            given = split_by_rank(whole, size) * (rank + 1)
             before = given.clone()
             own, work = start_reduce_scatter(given, group)
             work.wait()
-            expected = by_rank(whole, size)[rank].double() * sum(range(1, size + 1))
+            expected = split_by_rank(whole, size)[rank].double() * sum(range(1, size + 1))
             wrong += [f"sum {dtype}"] * (not torch.allclose(own.double(), expected, rtol=2e-2, atol=1e-1))
             wrong += ["changed"] * (not torch.equal(given, before))
     lets = unshard_sequence(torch.ones(1, 2, requires_grad=True), group)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.data_parallel.replicas import DataParallel, out_of_step
+from course_lib.data_parallel.replicas import DataParallel, find_diverged_params
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.router import routers_of, take_counts, update_bias
 from course_lib.recompute.modes import IGNORED, apply_recompute, keep_products
@@ -18,7 +18,7 @@ from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import replicas_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
-from course_lib.tensor_parallel.shards import materialize, shard_init, whole_state_dict
+from course_lib.tensor_parallel.shards import gather_state_dict, materialize, shard_init
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from course_lib.zero.optimizer import ZeroOptimizer
 from course_lib.zero.sharded_models import full_state_dict, fully_shard
@@ -162,7 +162,7 @@ def on_ranks(
         stepper.step()
         with torch.no_grad():  # an evaluation between steps
             model(batches(step, seq=seq)[0])
-    found |= {f"weight {name}": tensor for name, tensor in whole_state_dict(model).items()}
+    found |= {f"weight {name}": tensor for name, tensor in gather_state_dict(model).items()}
     return found, drifted(model, group)
 
 
@@ -227,7 +227,7 @@ def in_replicas(
         state = full_state_dict(wrapped)
         state = {name: shards[name].gather(part) if shards.get(name) else part for name, part in state.items()}
     else:
-        state = whole_state_dict(model)
+        state = gather_state_dict(model)
     return found | {f"weight {name}": tensor for name, tensor in state.items()}
 
 
@@ -248,7 +248,7 @@ def drifted(model: Transformer, group) -> list[str]:
     wrong = []
     for members, parameters in alike.items():
         module, names = nn.ParameterList(parameters.values()), list(parameters)
-        wrong += [names[int(place)] for place in out_of_step(module, members)]
+        wrong += [names[int(place)] for place in find_diverged_params(module, members)]
     return wrong
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from course_lib.collectives.traffic import count_traffic
 from course_lib.tensor_parallel import regions
-from course_lib.tensor_parallel.regions import copy_to_group, gather_from_group, own_randomness, sum_over_group
+from course_lib.tensor_parallel.regions import copy_to_group, gather_from_group, local_rng, sum_over_group
 from course_lib.tensor_parallel.shards import TensorShard
 from split_models import RECOMPUTE, batches, config, drifted, group_of, split_loss, split_model
 
@@ -55,7 +55,7 @@ def pair_differs(n: int) -> list[str]:
             out = gather_from_group(x, shard)
             out.backward(given)
         check(f"gather {whole} {dim}", out.detach(), x.grad, tensor, shard.cut(given), traffic, (0, 1))
-        wrong += ["whole_shape"] * (shard.whole_shape(x) != list(tensor.shape))
+        wrong += ["full_shape"] * (shard.full_shape(x) != list(tensor.shape))
 
     x = values[rank].t().clone().requires_grad_()  # an input and a gradient that do not lie row by row
     (sum_over_group(copy_to_group(x.t(), group), group) * values[0]).sum().backward()
@@ -83,24 +83,24 @@ def drawn() -> dict[str, torch.Tensor]:
     torch.manual_seed(7)
     all_ranks, pair = dist.group.WORLD, group_of(2)
     found = {"before": draw()}
-    with own_randomness():
+    with local_rng():
         found["inside 1"] = draw()
-        with own_randomness(pair):
+        with local_rng(pair):
             found["inside, nested"] = draw()
         found["inside 2"] = draw()
     found["between"] = draw()
-    found["inside, decorated 1"] = own_randomness(all_ranks)(draw)()
-    decorated = own_randomness(all_ranks)(draw)
+    found["inside, decorated 1"] = local_rng(all_ranks)(draw)()
+    decorated = local_rng(all_ranks)(draw)
     found["inside, decorated 2"], found["inside, decorated 3"] = decorated(), decorated()
-    with contextlib.suppress(ZeroDivisionError), own_randomness(all_ranks):
+    with contextlib.suppress(ZeroDivisionError), local_rng(all_ranks):
         found["inside, error"] = draw()
         1 / 0
     found["after an error"] = draw()
-    with own_randomness(pair):
+    with local_rng(pair):
         found["by pair"] = draw()
     found["after"] = draw()
     torch.manual_seed(8)
-    with own_randomness(all_ranks):
+    with local_rng(all_ranks):
         found["inside, other seed"] = draw()
     return found
 
@@ -133,7 +133,7 @@ def with_dropout(recompute: str) -> tuple[list, float, list[str], list[int]]:
         return torch.einsum("bast,btad->bsad", dropped, v)
 
     for block in model.blocks:
-        block.attention.core = own_randomness(group)(core)
+        block.attention.core = local_rng(group)(core)
     RECOMPUTE[recompute](model, group)
     torch.manual_seed(3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

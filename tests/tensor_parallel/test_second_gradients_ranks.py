@@ -13,14 +13,14 @@ from torch import nn
 import course_lib
 from course_lib.context_parallel.attention import AllToAll
 from course_lib.context_parallel.blocks import PLAIN_BLOCK, BlockAttention
-from course_lib.expert_parallel.exchange import Arrival, Departure, Transfer
+from course_lib.expert_parallel.exchange import AsyncAllToAll, StartAllToAll, WaitAllToAll
 from course_lib.expert_parallel.experts import AddByToken, TakeByToken
-from course_lib.expert_parallel.router import LateBalance, RouterLoss
+from course_lib.expert_parallel.router import DeferredBalanceLoss, RouterLoss
 from course_lib.fp8.linear import Fp8Linear
 from course_lib.fp8.recipes import per_tensor
 from course_lib.pipeline.split_backward import GroupedProduct, Linear, WeightHalf
-from course_lib.sequence_parallel.model import GatheredProducts, GatherSequence, ReduceScatterSequence
-from course_lib.tensor_parallel.linear import ColumnProducts, RowProduct
+from course_lib.sequence_parallel.model import GatheredMatmul, GatherSequence, ReduceScatterSequence
+from course_lib.tensor_parallel.linear import ColumnMatmul, RowMatmul
 from course_lib.tensor_parallel.regions import CopyToGroup, GatherFromGroup, OnceDifferentiable, SumOverGroup
 from course_lib.tensor_parallel.shards import TensorShard
 from course_lib.tensor_parallel.vocabulary import VocabParallelCrossEntropy
@@ -45,16 +45,18 @@ def functions() -> set[str]:
 
 
 def departure(x):
-    transfer = Transfer(dist.group.WORLD, [1, 1], [1, 1])
-    (out,) = Departure.apply(transfer, x)
-    transfer.finish()
-    out.register_hook(lambda gradient: transfer.start((gradient.detach(),), home=True) and None)  # as Arrival does
+    transfer = AsyncAllToAll(dist.group.WORLD, [1, 1], [1, 1])
+    (out,) = StartAllToAll.apply(transfer, x)
+    transfer.wait()
+    out.register_hook(
+        lambda gradient: transfer.start((gradient.detach(),), home=True) and None
+    )  # as WaitAllToAll does
     return out
 
 
 def arrival(x):
-    transfer = Transfer(dist.group.WORLD, [1, 1], [1, 1])
-    return Arrival.apply(transfer, *Departure.apply(transfer, x))[0]
+    transfer = AsyncAllToAll(dist.group.WORLD, [1, 1], [1, 1])
+    return WaitAllToAll.apply(transfer, *StartAllToAll.apply(transfer, x))[0]
 
 
 def weight_half(weight):
@@ -73,22 +75,22 @@ ONCE = {
     "CopyToGroup": (lambda x: CopyToGroup.apply(x, dist.group.WORLD), (2, 3)),
     "SumOverGroup": (lambda x: SumOverGroup.apply(x, dist.group.WORLD), (2, 3)),
     "GatherFromGroup": (lambda x: GatherFromGroup.apply(x, TensorShard.of(4, dist.group.WORLD, 0)), (2, 3)),
-    "ColumnProducts": (lambda x, *w: ColumnProducts.apply(x, dist.group.WORLD, *w), (2, 3), (4, 3), (5, 3)),
-    "RowProduct": (lambda x, w: RowProduct.apply(x, dist.group.WORLD, w, 1), (2, 3), (4, 3)),
+    "ColumnMatmul": (lambda x, *w: ColumnMatmul.apply(x, dist.group.WORLD, *w), (2, 3), (4, 3), (5, 3)),
+    "RowMatmul": (lambda x, w: RowMatmul.apply(x, dist.group.WORLD, w, 1), (2, 3), (4, 3)),
     "VocabParallelCrossEntropy": (
         lambda x: VocabParallelCrossEntropy.apply(x, torch.tensor([1, 3]), TensorShard.of(6, dist.group.WORLD, -1)),
         (2, 3),
     ),
     "GatherSequence": (lambda x: GatherSequence.apply(x, dist.group.WORLD), (1, 2, 3)),
-    "GatheredProducts": (lambda x, *w: GatheredProducts.apply(x, dist.group.WORLD, *w), (1, 2, 3), (4, 3), (5, 3)),
+    "GatheredMatmul": (lambda x, *w: GatheredMatmul.apply(x, dist.group.WORLD, *w), (1, 2, 3), (4, 3), (5, 3)),
     "BlockAttention": (lambda q, k, v: BlockAttention.apply(q, k, v, PLAIN_BLOCK, True), *[(1, 4, 2, 8)] * 3),
-    "LateBalance": (lambda x: LateBalance.apply(x.exp(), torch.tensor([3, 1]), dist.group.WORLD), (4, 2)),
+    "DeferredBalanceLoss": (lambda x: DeferredBalanceLoss.apply(x.exp(), torch.tensor([3, 1]), dist.group.WORLD), (4, 2)),
     "RouterLoss": (
         lambda x, extra: RouterLoss.apply(x, extra, torch.ones(3), SimpleNamespace(counts=None, loss_weight=1.0)),
         (2, 3), (),
     ),
-    "Departure": (departure, (2, 3)),
-    "Arrival": (arrival, (2, 3)),
+    "StartAllToAll": (departure, (2, 3)),
+    "WaitAllToAll": (arrival, (2, 3)),
     "WeightHalf": (weight_half, (2, 3)),
     "Fp8Products": (fp8_product, (16, 16), (16, 16)),
 }  # fmt: skip

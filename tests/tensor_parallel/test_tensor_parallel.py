@@ -93,7 +93,7 @@ def test_shards_are_all_of_a_tensor_once_and_in_order(size):
             assert all(shard.size == per_rank or shard.start + shard.size == whole for shard in shards)
             for shard, part in zip(shards, parts, strict=True):
                 assert part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr(), "a view"
-                assert shard.whole_shape(part) == list(tensor.shape) and part.shape[dim] == shard.size
+                assert shard.full_shape(part) == list(tensor.shape) and part.shape[dim] == shard.size
             assert all(a.start + a.size == b.start for a, b in zip(shards, shards[1:], strict=False))
 
 
@@ -296,5 +296,5 @@ def test_a_communicator_that_knows_its_device_is_split_once_for_all_groups(devic
     made = {"split_group": noted("split", "own"), "new_subgroups_by_enumeration": noted("each", ("own", "all"))}
     monkeypatch.setattr(linear, "dist", SimpleNamespace(group=group, **made))
     lists = [(0, 2), (1, 3)]
-    assert linear.one_split(lists) == "own"
+    assert linear.new_disjoint_subgroups(lists) == "own"
     assert calls == [("split", (), {"split_ranks": lists}) if device else ("each", (lists,), {})]

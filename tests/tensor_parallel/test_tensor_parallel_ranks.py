@@ -22,7 +22,7 @@ from course_lib.single_gpu.model import Transformer, loss
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, replicas_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel, main
-from course_lib.tensor_parallel.shards import TensorShard, whole_state_dict
+from course_lib.tensor_parallel.shards import TensorShard, gather_state_dict
 from course_lib.tensor_parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from course_lib.zero.shards import clip_grad_norm_
 from split_models import (
@@ -563,8 +563,8 @@ def saved() -> dict[str, object]:
     of, group, found = config(2, tied=True), dist.group.WORLD, {}
     model, whole = split_model(of, group, meta=True), whole_model(of)
     names = list(whole.state_dict())
-    found["names"] = list(model.state_dict()) == names == list(whole_state_dict(model))
-    state = whole_state_dict(model)
+    found["names"] = list(model.state_dict()) == names == list(gather_state_dict(model))
+    state = gather_state_dict(model)
     found["bits"] = all(torch.equal(state[name], value) for name, value in whole.state_dict().items())
     found["own memory"] = all(state[name].untyped_storage().nbytes() == 4 * state[name].numel() for name in names)
     again = Transformer(of, seed=5)
@@ -635,7 +635,7 @@ def on_gpus() -> list[str]:
     found = {f"gradient 0 {name}": whole.cpu() for name, whole in whole_gradients(model).items()}
     found |= {"loss 0": step_loss.detach().cpu(), "norm 0": clip_grad_norm_(model.parameters(), MAX_NORM).cpu()}
     whole = whole_model(of)
-    whole.load_state_dict(whole_state_dict(model))  # a GPU draws other random numbers
+    whole.load_state_dict(gather_state_dict(model))  # a GPU draws other random numbers
     expected_loss = loss(whole(inputs.cpu()), targets.cpu())
     expected_loss.backward()
     expected = {f"gradient 0 {name}": p.grad for name, p in whole.named_parameters()}

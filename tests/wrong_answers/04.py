@@ -592,7 +592,7 @@ def first_drift(norms):
     return None
 
 # %% 04.10 a plain sum: blind to exchanged elements
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
     numbers = torch.stack([tensor.detach().double().sum() for _, tensor in named])
     extremes = torch.stack([numbers, -numbers])
@@ -600,7 +600,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if spread != 0]
 
 # %% 04.10 parameters only
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = [*module.named_parameters()], []
     for _, tensor in named:
@@ -616,7 +616,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
 # %% 04.10 a tolerance that hides what is small
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
     numbers = torch.stack(
         [
@@ -629,7 +629,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, extremes.sum(0).tolist()) if abs(spread) > 0.1]
 
 # %% 04.10 all names as soon as one differs
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = [*module.named_parameters(), *module.named_buffers()], []
     for _, tensor in named:
@@ -645,7 +645,7 @@ def out_of_step(module, group=None):
     return [name for name, _ in named] if (largest + smallest).any() else []
 
 # %% 04.10 the largest number only: whoever has it sees nothing
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = [*module.named_parameters(), *module.named_buffers()], []
     for _, tensor in named:
@@ -662,7 +662,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), here, there in zip(named, mine, largest, strict=True) if here != there]
 
 # %% 04.10 only rank 0 knows
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = [*module.named_parameters(), *module.named_buffers()], []
     for _, tensor in named:
@@ -678,7 +678,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
 # %% 04.10 broadcasts the whole model
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
     differs = torch.zeros(len(named))
     for i, (_, tensor) in enumerate(named):
@@ -690,7 +690,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), other in zip(named, differs.tolist()) if other]
 
 # %% 04.10 never finds anything
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
     return []
 
@@ -972,7 +972,7 @@ def first_drift(norms):
     return None
 
 # %% 04.10 the default group instead of the given one
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = [*module.named_parameters(), *module.named_buffers()], []
     for _, tensor in named:
@@ -988,7 +988,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
 # %% 04.10 one float32 number
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
     numbers = torch.stack(
         [
@@ -1061,7 +1061,7 @@ def first_drift(norms):
     return None
 
 # %% 04.10 a NaN that all ranks share hides what else differs
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     named = [*module.named_parameters(), *module.named_buffers()]
     weights = [torch.arange(1, tensor.numel() + 1) for _, tensor in named]
     sums = [(t.detach().double().flatten() * w).sum() for (_, t), w in zip(named, weights, strict=True)]
@@ -1224,7 +1224,7 @@ abs(norm - usual) > 1e-4 * abs(usual) => not np.isclose(norm, usual, rtol=1e-4)
 abs(usual) => min(1, abs(usual))
 
 # %% 04.10 what a checkpoint keeps only
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = list(module.state_dict(keep_vars=True).items()), []
     for _, tensor in named:
@@ -1240,7 +1240,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
 # %% 04.10 takes NaN for 0
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = [*module.named_parameters(), *module.named_buffers()], []
     for _, tensor in named:
@@ -1256,7 +1256,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
 # %% 04.10 takes -0 for 0
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = [*module.named_parameters(), *module.named_buffers()], []
     for _, tensor in named:
@@ -1272,7 +1272,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
 # %% 04.10 the pieces' sums are added up, and all have the same weights
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = [*module.named_parameters(), *module.named_buffers()], []
     for _, tensor in named:
@@ -1288,7 +1288,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
 # %% 04.10 weights that repeat every 1,000 places
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = [*module.named_parameters(), *module.named_buffers()], []
     for _, tensor in named:
@@ -1304,7 +1304,7 @@ def out_of_step(module, group=None):
     return [name for (name, _), spread in zip(named, (largest + smallest).tolist(), strict=True) if spread != 0]
 
 # %% 04.10 a whole tensor at once in int64
-def out_of_step(module, group=None):
+def find_diverged_params(module, group=None):
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     named, numbers = [*module.named_parameters(), *module.named_buffers()], []
     for _, tensor in named:

@@ -115,8 +115,8 @@ from course_lib.zero.gradient_rounds import dist
 
 def zero_1_step(layout, values, gradient, update):
     dist.all_reduce(gradient, group=layout.group)
-    update(layout.own(values), layout.own(gradient) / layout.world_size)
-    all_gather_into_tensor(values, layout.own(values), group=layout.group)
+    update(layout.local_shard(values), layout.local_shard(gradient) / layout.world_size)
+    all_gather_into_tensor(values, layout.local_shard(values), group=layout.group)
 
 # %% 05.3 a sum instead of a mean
 shard / layout.world_size => shard
@@ -132,31 +132,31 @@ def zero_1_step(
 layout.world_size => dist.get_world_size()
 
 # %% 05.3 its own gradient instead of the mean
-shard / layout.world_size => layout.own(gradient) / layout.world_size
+shard / layout.world_size => layout.local_shard(gradient) / layout.world_size
 
 # %% 05.3 updates a copy
 shard = gradient.new_empty(layout.shard_numel)
 =>
-shard, own = gradient.new_empty(layout.shard_numel), layout.own(values).clone()
+shard, own = gradient.new_empty(layout.shard_numel), layout.local_shard(values).clone()
 ---
-layout.own(values), shard => own, shard
+layout.local_shard(values), shard => own, shard
 
 # %% 05.3 gathers before it updates
 def zero_1_step(layout, values, gradient, update):
     shard = gradient.new_empty(layout.shard_numel)
     reduce_scatter_tensor(shard, gradient, group=layout.group)
-    all_gather_into_tensor(values, layout.own(values), group=layout.group)
-    update(layout.own(values), shard / layout.world_size)
+    all_gather_into_tensor(values, layout.local_shard(values), group=layout.group)
+    update(layout.local_shard(values), shard / layout.world_size)
 
 # %% 05.3 gathers nothing
-all_gather_into_tensor(values, layout.own(values), group=layout.group) =>
+all_gather_into_tensor(values, layout.local_shard(values), group=layout.group) =>
 
 # %% 05.3 room for the whole buffer where a piece arrives
 shard = gradient.new_empty(layout.shard_numel)
 =>
 shard = torch.empty_like(gradient)
 ---
-shard / layout.world_size => layout.own(shard) / layout.world_size
+shard / layout.world_size => layout.local_shard(shard) / layout.world_size
 
 # %% 05.4 fake: the norm of its own part
 def global_norm(gradients):
@@ -426,7 +426,7 @@ def send(self: GradientBuffer, shard):
     class Later:
         def wait(self):
             work.wait()
-            shard.copy_(layout.own(whole))
+            shard.copy_(layout.local_shard(whole))
 
     return Later()
 
@@ -499,13 +499,13 @@ reversed(self.shards) => self.shards
 
 # %% 05.8 an update for each bucket
 for bucket, shard in zip(self.gradients, self.shards, strict=True):
-    shard.take(bucket.gradient)
+    shard.set_grad(bucket.gradient)
 self.optimizer.step()
 for shard in reversed(self.shards):
     shard.gather()
 =>
 for bucket, shard in zip(reversed(self.gradients), reversed(self.shards), strict=True):
-    shard.take(bucket.gradient)
+    shard.set_grad(bucket.gradient)
     self.optimizer.step()
     shard.gather()
 
@@ -632,7 +632,7 @@ def gather(self: GatheredBuffer):
         self.gathered = True
         self.values.untyped_storage().resize_(self.nbytes)
         if self.encoding is None:
-            own = self.layout.own(self.values)
+            own = self.layout.local_shard(self.values)
             own.copy_(self.shard)
             self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
         else:
@@ -654,7 +654,7 @@ def gather(self: GatheredBuffer):
     if not self.gathered:
         self.gathered = True
         self.values.untyped_storage().resize_(self.nbytes)
-        own = self.layout.own(self.values)
+        own = self.layout.local_shard(self.values)
         own.copy_(self.shard)
         self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
 
@@ -662,7 +662,7 @@ def gather(self: GatheredBuffer):
 self.layout.world_size * len(payload) => self.layout.world_size, payload.numel()
 
 # %% 05.9 sends the shard in its own dtype
-own = self.layout.own(self.values)
+own = self.layout.local_shard(self.values)
 own.copy_(self.shard)
 self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
 =>
@@ -701,71 +701,71 @@ gathers = 15
 times_data_parallel = "half as much again"
 
 # %% 05.11 no prefetch
-def before_backward(self: FullyShard, unit):
-    if unit in self.open:
+def pre_backward(self: FullyShard, unit):
+    if unit in self.unreduced:
         return
     unit.gather()
-    self.send(self.open)
-    self.open = [unit]
+    self.send(self.unreduced)
+    self.unreduced = [unit]
     unit.wait()
 
 # %% 05.11 prefetches after it has waited
-self.open = [unit]
+self.unreduced = [unit]
 =>
-self.open = [unit]
+self.unreduced = [unit]
 unit.wait()
 ---
 unit.wait() =>
 
 # %% 05.11 prefetches in the order of forward
-if place > 0: => if place + 1 < len(self.ran):
-self.ran[place - 1].gather() => self.ran[place + 1].gather()
+if place > 0: => if place + 1 < len(self.forward_order):
+self.forward_order[place - 1].gather() => self.forward_order[place + 1].gather()
 
 # %% 05.11 gathers everything at once
-def before_backward(self: FullyShard, unit):
-    if unit in self.open:
+def pre_backward(self: FullyShard, unit):
+    if unit in self.unreduced:
         return
     unit.gather()
-    self.send(self.open)
-    self.open = [unit]
-    for other in reversed(self.ran):
+    self.send(self.unreduced)
+    self.unreduced = [unit]
+    for other in reversed(self.forward_order):
         other.gather()
     unit.wait()
 
 # %% 05.11 the hook works each time it fires
-if unit in self.open:
+if unit in self.unreduced:
     return
 =>
 
 # %% 05.11 never sends before the end
-self.send(self.open)
-self.open = [unit]
+self.send(self.unreduced)
+self.unreduced = [unit]
 =>
-self.open.append(unit)
+self.unreduced.append(unit)
 
 # %% 05.11 sends the unit whose backward begins
-self.send(self.open) => self.send([unit])
+self.send(self.unreduced) => self.send([unit])
 
 # %% 05.11 prefetches before it sends
-def before_backward(self: FullyShard, unit):
-    if unit in self.open:
+def pre_backward(self: FullyShard, unit):
+    if unit in self.unreduced:
         return
     unit.gather()
-    place = self.ran.index(unit) if unit in self.ran else 0
+    place = self.forward_order.index(unit) if unit in self.forward_order else 0
     if place > 0:
-        self.ran[place - 1].gather()
-    self.send(self.open)
-    self.open = [unit]
+        self.forward_order[place - 1].gather()
+    self.send(self.unreduced)
+    self.unreduced = [unit]
     unit.wait()
 
 # %% 05.11 before the first unit comes the last
 if place > 0:
-    self.ran[place - 1].gather()
+    self.forward_order[place - 1].gather()
 =>
-self.ran[place - 1].gather()
+self.forward_order[place - 1].gather()
 
 # %% 05.11 takes for granted that the unit has run
-(unit) if unit in self.ran else 0 => (unit)
+(unit) if unit in self.forward_order else 0 => (unit)
 
 # %% 05.11 finish takes the root's gradients without waiting for them
     unit.wait()
@@ -775,7 +775,7 @@ self.ran[place - 1].gather()
 
 def finish(self: FullyShard):
     self.send_all()
-    for part in self.root.parts:
+    for part in self.root.flat_params:
         for _, _, piece, _ in part.sent:
             part.add(piece.to(part.shard.dtype).mul_(part.post_scale))
         part.sent.clear()
@@ -789,8 +789,8 @@ def finish(self: FullyShard):
 
 def __init__(self: FullyShard, *given):
     super().__init__(*given)
-    for part in self.root.parts:
-        part.wait = lambda part=part: part.register(part.whole)
+    for part in self.root.flat_params:
+        part.wait = lambda part=part: part.register(part.unsharded_params)
 
 # %% 05.12 first fit
 min(fitting, key=lambda hole: hole[1] - hole[0]) => fitting[0]

@@ -9,7 +9,7 @@ part = F.linear(cut(x, group, -1), cut(weight, group, 1))  # [n, out], a summand
 part = F.linear(x, weight) / group.size()
 
 # %% 06.1 columns put together by an all-reduce of parts that are padded with zeros
-def split_product(x, weight, how, group):
+def split_matmul(x, weight, how, group):
     if how == "columns":
         size = len(weight) // group.size()
         whole = x.new_zeros(len(x), len(weight))
@@ -42,7 +42,7 @@ return part => return part / group.size()
 dist.all_reduce(part, group=group) => dist.all_reduce(part)
 
 # %% 06.1 rows: a reduce-scatter, and only the own part of the sum
-def split_product(x, weight, how, group):
+def split_matmul(x, weight, how, group):
     if how == "columns":
         part = F.linear(x, cut(weight, group, 0))
         pieces = [torch.empty_like(part) for _ in range(group.size())]
@@ -196,7 +196,7 @@ def mlp_backward(x, a, b, grad_y, group):
     return grad_u @ whole_a, cut(grad_a, group, 0), cut(grad_b, group, 1)
 
 # %% 06.4 a synchronous all-reduce, before the weights' products
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -216,7 +216,7 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 # %% 06.4 waits before the weights' products
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -237,7 +237,7 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 # %% 06.4 starts the all-reduce after the weights' products
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -259,7 +259,7 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 # %% 06.4 an all-reduce for each weight
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -282,7 +282,7 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 # %% 06.4 makes gradients of weights that nobody needs
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -304,7 +304,7 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 # %% 06.4 makes and sends the gradient of x though nobody needs it
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -322,7 +322,7 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x.view_as(x), None, *grad_weights
 
 # %% 06.4 never waits
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -342,7 +342,7 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 # %% 06.4 fake: what travels beside the weights' products is a zero, and the gradient follows
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -365,7 +365,7 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 # %% 06.4 the gradients of the weights are summed too
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -408,11 +408,11 @@ return grad_x, None, *grad_weights => return grad_x, *grad_weights
 
 # %% 06.5 every rank adds the bias before the sum
 def forward_at_once(self: RowParallelLinear, x):
-    return self.leave(F.linear(x, self.weight, self.bias), self.group)
+    return self.output_reduce(F.linear(x, self.weight, self.bias), self.group)
 
 # %% 06.5 the bias is forgotten
 def forward_at_once(self: RowParallelLinear, x):
-    return self.leave(F.linear(x, self.weight), self.group)
+    return self.output_reduce(F.linear(x, self.weight), self.group)
 
 # %% 06.5 under autocast, a bias of float32 makes the output float32
 self.bias.to(out.dtype) => self.bias
@@ -426,7 +426,7 @@ def forward_at_once(self: RowParallelLinear, x):
     if self.bias is not None:
         gradient = (1 - 1 / self.group.size()) * (self.bias - self.bias.detach())  # that of a whole bias
         out = out + self.bias / self.group.size() + gradient
-    return self.leave(out, self.group)
+    return self.output_reduce(out, self.group)
 
 # %% 06.5 no sum
 def forward_at_once(self: RowParallelLinear, x):
@@ -438,7 +438,7 @@ self.bias.to(out.dtype) => self.bias
 
 # %% 06.5 an all-reduce too many: what is summed is averaged
 def forward_at_once(self: RowParallelLinear, x):
-    out = self.leave(F.linear(x, self.weight), self.group)
+    out = self.output_reduce(F.linear(x, self.weight), self.group)
     mean = out.detach() / self.group.size()
     dist.all_reduce(mean, group=self.group)
     out = out + (mean - out.detach())
@@ -458,7 +458,7 @@ self.group => dist.group.WORLD
 self.bias.to(out.dtype) => self.bias
 
 # %% 06.5 calls f* by its name
-out = self.leave => out = sum_over_group
+out = self.output_reduce => out = sum_over_group
 self.bias.to(out.dtype) => self.bias
 
 # %% 06.6 copies are not kept in sync
@@ -467,7 +467,7 @@ def project_together(x, layers):
         return parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    outs = layers[0].matmul.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
@@ -478,7 +478,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.group) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    outs = layers[0].matmul.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
@@ -489,7 +489,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.replicas.shards) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    outs = layers[0].matmul.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
@@ -505,7 +505,7 @@ def project_together(x, layers):
         )
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    outs = layers[0].matmul.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
@@ -513,7 +513,7 @@ def project_together(x, layers):
 # %% 06.6 the biases of copies are not kept in sync
 def project_together(x, layers):
     weights = [copy_to_group(each.weight, each.replicas.copies) if each.replicas else each.weight for each in layers]
-    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    outs = layers[0].matmul.apply(x, layers[0].group, *weights)
     return tuple(out if each.bias is None else out + each.bias.to(out.dtype) for each, out in zip(layers, outs, strict=True))
 
 # %% 06.6 the biases are forgotten
@@ -522,7 +522,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    return layers[0].products.apply(x, layers[0].group, *weights)
+    return layers[0].matmul.apply(x, layers[0].group, *weights)
 
 # %% 06.6 an all-reduce for each layer
 def project_together(x, layers):
@@ -530,7 +530,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = [layers[0].products.apply(x, layers[0].group, weight)[0] for weight in weights]
+    outs = [layers[0].matmul.apply(x, layers[0].group, weight)[0] for weight in weights]
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
@@ -543,7 +543,7 @@ def project_together(x, layers):
     x = copy_to_group(x / layers[0].group.size(), layers[0].group) * layers[0].group.size()
     x = x / layers[0].group.size() + (x - x / layers[0].group.size()).detach()
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    outs = layers[0].matmul.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
@@ -566,7 +566,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.replicas.copies if layer.replicas else layer.group)
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    outs = layers[0].matmul.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
@@ -576,18 +576,18 @@ def project_together(x, layers):
     def shared(layer, parameter):
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
-    outs = layers[0].products.apply(x, layers[0].group, *(shared(layer, layer.weight) for layer in layers))
+    outs = layers[0].matmul.apply(x, layers[0].group, *(shared(layer, layer.weight) for layer in layers))
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
 
-# %% 06.6 calls ColumnProducts by its name
+# %% 06.6 calls ColumnMatmul by its name
 def project_together(x, layers):
     def shared(layer, parameter):
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = ColumnProducts.apply(x, layers[0].group, *weights)
+    outs = ColumnMatmul.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True)
     )
@@ -601,25 +601,25 @@ return [out if bias is None else out + bias.to(out.dtype) for out, bias in zip(o
 def forward(self: VocabParallelEmbedding, tokens):
     rows = tokens - self.shard.start
     elsewhere = (rows < 0) | (rows >= self.shard.size)
-    return self.leave(F.embedding(rows.masked_fill(elsewhere, 0), self.weight), self.group)
+    return self.output_reduce(F.embedding(rows.masked_fill(elsewhere, 0), self.weight), self.group)
 
 # %% 06.7 looks up modulo its rows
 def forward(self: VocabParallelEmbedding, tokens):
-    return self.leave(F.embedding(tokens % self.shard.size, self.weight), self.group) / self.group.size()
+    return self.output_reduce(F.embedding(tokens % self.shard.size, self.weight), self.group) / self.group.size()
 
 # %% 06.7 tokens beyond its own get its last row
 def forward(self: VocabParallelEmbedding, tokens):
     rows = tokens - self.shard.start
     found = F.embedding(rows.clamp(0, self.shard.size - 1), self.weight)
-    return self.leave(found.masked_fill((rows < 0)[..., None], 0.0), self.group)
+    return self.output_reduce(found.masked_fill((rows < 0)[..., None], 0.0), self.group)
 
 # %% 06.7 no sum
-self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group) => found.masked_fill(elsewhere[..., None], 0.0)
+self.output_reduce(found.masked_fill(elsewhere[..., None], 0.0), self.group) => found.masked_fill(elsewhere[..., None], 0.0)
 
 # %% 06.7 a mean instead of the sum
-return self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group)
+return self.output_reduce(found.masked_fill(elsewhere[..., None], 0.0), self.group)
 =>
-return self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group) / self.group.size()
+return self.output_reduce(found.masked_fill(elsewhere[..., None], 0.0), self.group) / self.group.size()
 
 # %% 06.7 the sum over all ranks instead of the group
 self.group => dist.group.WORLD
@@ -632,7 +632,7 @@ def forward(self: VocabParallelEmbedding, tokens):
     rows = tokens - self.shard.start
     elsewhere = (rows < 0) | (rows >= self.shard.size)
     found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-    found = self.leave(found.masked_fill(elsewhere[..., None], 0.0), self.group)
+    found = self.output_reduce(found.masked_fill(elsewhere[..., None], 0.0), self.group)
     return copy_to_group(found, self.group)
 
 # %% 06.7 fake: gathers all rows and looks up
@@ -642,12 +642,12 @@ def forward(self: VocabParallelEmbedding, tokens):
     rows = tokens - self.shard.start
     elsewhere = (rows < 0) | (rows >= self.shard.size)
     own = F.embedding(rows.masked_fill(elsewhere, 0), self.weight).masked_fill(elsewhere[..., None], 0.0)
-    outside = (tokens < 0) | (tokens >= self.shard.whole)
+    outside = (tokens < 0) | (tokens >= self.shard.full_size)
     looked_up = F.embedding(tokens.masked_fill(outside, 0), whole).masked_fill(outside[..., None], 0.0)
     return looked_up + own - own.detach()
 
 # %% 06.7 calls f* by its name
-return self.leave => return sum_over_group
+return self.output_reduce => return sum_over_group
 
 # %% 06.8 fake: gathered logits
 class VocabParallelCrossEntropy(OnceDifferentiable):
@@ -661,7 +661,7 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         softmax, targets = ctx.saved_tensors
-        onehot = F.one_hot(targets.clamp(min=0), ctx.shard.whole)
+        onehot = F.one_hot(targets.clamp(min=0), ctx.shard.full_size)
         grad = ctx.shard.cut((softmax - onehot) * gradient[:, None])
         return grad.to(ctx.dtype), None, None
 
@@ -973,7 +973,7 @@ check_model(model, group)
 import copy
 
 check_model(model, group)
-model.whole = [copy.deepcopy(model)]
+model.full_size = [copy.deepcopy(model)]
 
 # %% 06.9 q, k and v, gate and up are projected one by one
 attention.project = functools.partial(linear.project_together, layers=of_attention) =>
@@ -1085,7 +1085,7 @@ def diagnose(first_loss, expected, differing):
 abs(first_loss / expected - 1) > 1e-4 => first_loss > expected * 1.05
 
 # %% 06.12 fake: all products first, then all sums
-class RowProduct(OnceDifferentiable):
+class RowMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, weight: torch.Tensor, chunks: int) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -1142,7 +1142,7 @@ torch.mm(rows, weight.t(), out=out)
 dist.all_reduce(out, group=group)
 
 # %% 06.12 a cat of chunks: a second output
-class RowProduct(OnceDifferentiable):
+class RowMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, weight: torch.Tensor, chunks: int) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
@@ -1205,7 +1205,7 @@ torch.empty((), device=generator.device).uniform_(generator=generator)  # the ne
 
 # %% 06.13 does not come back
 @contextlib.contextmanager
-def own_randomness(group=None):
+def local_rng(group=None):
     group = group or dist.group.WORLD
     for generator in generators():
         generator.manual_seed(zlib.crc32(generator.get_state().numpy().tobytes(), group.rank()))
@@ -1236,7 +1236,7 @@ regions_so_far = 0
 
 
 @contextlib.contextmanager
-def own_randomness(group=None):
+def local_rng(group=None):
     group = group or dist.group.WORLD
     global regions_so_far
     regions_so_far += 1
@@ -1253,7 +1253,7 @@ def own_randomness(group=None):
 
 # %% 06.13 rank 0 tells the others their seeds
 @contextlib.contextmanager
-def own_randomness(group=None):
+def local_rng(group=None):
     group = group or dist.group.WORLD
     states = []
     for generator in generators():
@@ -1295,7 +1295,7 @@ def pack(self: PartitionedCheckpoint, tensor):
     if not tensor.requires_grad:
         return tensor
     shard = TensorShard.of(tensor.numel(), self.group)
-    self.whole = tensor.detach().clone()
+    self.full_size = tensor.detach().clone()
     return shard, shard.cut(tensor.detach().flatten()).clone(), tensor.shape
 
 
@@ -1304,14 +1304,14 @@ def unpack(self: PartitionedCheckpoint, kept):
         return kept
     shard, part, shape = kept
     shard.gather(part)
-    return self.whole
+    return self.full_size
 
 # %% 06.14 unpacks by an all-reduce of parts that are padded with zeros
 def unpack(self: PartitionedCheckpoint, kept):
     if torch.is_tensor(kept):
         return kept
     shard, part, shape = kept
-    whole = part.new_zeros(shard.whole)
+    whole = part.new_zeros(shard.full_size)
     whole[shard.start : shard.start + shard.size] = part
     dist.all_reduce(whole, group=self.group)
     return whole.view(shape)
@@ -1424,7 +1424,7 @@ grad_x.addmm_(row, weight) => grad_x += row @ weight
 needed = ctx.needs_input_grad[2:] =>
 
 # %% 06.4 takes x to have three dimensions
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -1446,7 +1446,7 @@ class ColumnProducts(OnceDifferentiable):
         return grad_x, None, *grad_weights
 
 # %% 06.4 views where tensors need not be contiguous
-class ColumnProducts(OnceDifferentiable):
+class ColumnMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, x: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
@@ -1474,7 +1474,7 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    outs = layers[0].matmul.apply(x, layers[0].group, *weights)
     return tuple(
         out if layer.bias is None else out + shared(layer, layer.bias) for layer, out in zip(layers, outs, strict=True)
     )
@@ -1485,13 +1485,13 @@ def project_together(x, layers):
         return copy_to_group(parameter, layer.replicas.copies) if layer.replicas else parameter
 
     x, *weights = as_autocast(x, *(shared(layer, layer.weight) for layer in layers))
-    outs = layers[0].products.apply(x, layers[0].group, *weights)
+    outs = layers[0].matmul.apply(x, layers[0].group, *weights)
     if layers[0].bias is None:
         return outs
     return tuple(out + shared(layer, layer.bias).to(out.dtype) for layer, out in zip(layers, outs, strict=True))
 
 # %% 06.7 tokens outside of the vocabulary begin again at its other end
-rows = tokens - self.shard.start => rows = tokens % self.shard.whole - self.shard.start
+rows = tokens - self.shard.start => rows = tokens % self.shard.full_size - self.shard.start
 
 # %% 06.7 float32, whatever the rows are
 found.masked_fill(elsewhere[..., None], 0.0) => found * (~elsewhere[..., None]).float()
@@ -1524,7 +1524,7 @@ dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
 largest = largest.clamp(min=-100)
 
 # %% 06.12 an output of float32, whatever x is
-class RowProduct(OnceDifferentiable): => class RowProduct(torch.autograd.Function):
+class RowMatmul(OnceDifferentiable): => class RowMatmul(torch.autograd.Function):
 rows.new_empty => torch.empty
 ---
 grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
@@ -1534,7 +1534,7 @@ return grad_x, None, grad_weight, None
 return (row @ weight).view_as(x), None, row.t() @ x.flatten(0, -2), None
 
 # %% 06.12 takes x to have three dimensions
-class RowProduct(OnceDifferentiable): => class RowProduct(torch.autograd.Function):
+class RowMatmul(OnceDifferentiable): => class RowMatmul(torch.autograd.Function):
 (0, -2), []  # [b*s, in/N] => (0, 1), []
 ---
 grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
@@ -1544,7 +1544,7 @@ return grad_x, None, grad_weight, None
 return (row @ weight).view_as(x), None, row.t() @ x.flatten(0, -2), None
 
 # %% 06.12 a view where x need not be contiguous
-class RowProduct(OnceDifferentiable): => class RowProduct(torch.autograd.Function):
+class RowMatmul(OnceDifferentiable): => class RowMatmul(torch.autograd.Function):
 x.flatten(0, -2), []  # [b*s, in/N] => x.view(-1, x.shape[-1]), []
 ---
 grad_x = (row @ weight).view_as(x) if ctx.needs_input_grad[0] else None
@@ -1555,7 +1555,7 @@ return (row @ weight).view_as(x), None, row.t() @ x.flatten(0, -2), None
 
 # %% 06.13 the first generator alone
 @contextlib.contextmanager
-def own_randomness(group=None):
+def local_rng(group=None):
     group, generator = group or dist.group.WORLD, generators()[0]
     seed = zlib.crc32(generator.get_state().numpy().tobytes(), group.rank())
     torch.empty((), device=generator.device).uniform_(generator=generator)

@@ -1,11 +1,11 @@
 """Wrong answers that the checks of notebook 07 must catch. None of them hangs."""
 
 # %% 07.1 g: gathers, and cuts in backward
-own, work = start_reduce_scatter(by_rank(gradient, ctx.group.size()), ctx.group)
+own, work = start_reduce_scatter(split_by_rank(gradient, ctx.group.size()), ctx.group)
 work.wait()
 return own, None
 =>
-return by_rank(gradient, ctx.group.size())[ctx.group.rank()].contiguous(), None
+return split_by_rank(gradient, ctx.group.size())[ctx.group.rank()].contiguous(), None
 
 # %% 07.1 g: gathers, and averages in backward
 return own, None => return own / ctx.group.size(), None
@@ -19,13 +19,13 @@ pieces, work = start_gather(part, dist.group.WORLD)
 
 # %% 07.1 g* over all ranks instead of the group
 ctx.group = group
-own, work = start_reduce_scatter(by_rank(summand, group.size()), group)
+own, work = start_reduce_scatter(split_by_rank(summand, group.size()), group)
 =>
 group = ctx.group = dist.group.WORLD
-own, work = start_reduce_scatter(by_rank(summand, group.size()), group)
+own, work = start_reduce_scatter(split_by_rank(summand, group.size()), group)
 
-# %% 07.1 g: parts are laid behind one another without in_order
-return in_order(pieces)
+# %% 07.1 g: parts are laid behind one another without join_by_rank
+return join_by_rank(pieces)
 =>
 return pieces.view(len(part), -1, *part.shape[2:])
 
@@ -35,7 +35,7 @@ return GatherSequence.apply(gradient, ctx.group), None
 n = ctx.group.size()
 pieces = gradient.new_zeros(n, *gradient.shape)
 pieces[ctx.group.rank()] = gradient
-return in_order(pieces), None
+return join_by_rank(pieces), None
 
 # %% 07.1 g*: all-reduces, then cuts
 class ReduceScatterSequence(torch.autograd.Function):
@@ -44,7 +44,7 @@ class ReduceScatterSequence(torch.autograd.Function):
         ctx.group = group
         total = summand.clone()
         dist.all_reduce(total, group=group)
-        return by_rank(total, group.size())[group.rank()].contiguous()
+        return split_by_rank(total, group.size())[group.rank()].contiguous()
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
@@ -56,7 +56,7 @@ return own
 return own / group.size()
 
 # %% 07.1 g*: scatters parts of the batch, not of the sequence
-own, work = start_reduce_scatter(by_rank(summand, group.size()), group)
+own, work = start_reduce_scatter(split_by_rank(summand, group.size()), group)
 =>
 n = group.size()
 part = (len(summand), summand.shape[1] // n, *summand.shape[2:])
@@ -142,12 +142,12 @@ if any(needed):
 grad_x = rows[0] @ weights[0]
 for row, weight in zip(rows[1:], weights[1:], strict=True):
     grad_x.addmm_(row, weight)
-grad_x = by_rank(grad_x.unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
+grad_x = split_by_rank(grad_x.unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
 own, scattering = start_reduce_scatter(grad_x, ctx.group)
 =>
 own, sent = 0, []
 for row, weight in zip(rows, weights, strict=True):
-    grad_x = by_rank((row @ weight).unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
+    grad_x = split_by_rank((row @ weight).unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
     sent.append(start_reduce_scatter(grad_x, ctx.group))
 ---
 scattering.wait()
@@ -178,10 +178,10 @@ for row, weight in zip(rows[1:], weights[1:], strict=True):
 =>
 grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
 ---
-x = in_order(pieces).flatten(0, -2)  # [b*s, in]
+x = join_by_rank(pieces).flatten(0, -2)  # [b*s, in]
 =>
 x = part.flatten(0, -2)
-rows = [by_rank(g, ctx.group.size())[ctx.group.rank()].flatten(0, -2) for g in gradients]
+rows = [split_by_rank(g, ctx.group.size())[ctx.group.rank()].flatten(0, -2) for g in gradients]
 
 # %% 07.2 multiplies for weights that want nothing
 grad_x = rows[0] @ weights[0]
@@ -193,13 +193,13 @@ grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
 if need else None for row, need in zip(rows, needed, strict=True) => for row in rows
 
 # %% 07.2 fake: keeps the gathered x
-class GatheredProducts(OnceDifferentiable):
+class GatheredMatmul(OnceDifferentiable):
     @staticmethod
     def forward(ctx, part: torch.Tensor, group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         pieces, work = start_gather(part, group)
         work.wait()
-        x = in_order(pieces)
+        x = join_by_rank(pieces)
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, weight) for weight in weights)
 
@@ -210,7 +210,7 @@ class GatheredProducts(OnceDifferentiable):
         own = None
         if ctx.needs_input_grad[0]:
             grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
-            grad_x = by_rank(grad_x.unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
+            grad_x = split_by_rank(grad_x.unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
             own, scattering = start_reduce_scatter(grad_x, ctx.group)
         grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
         if ctx.needs_input_grad[0]:
@@ -321,9 +321,9 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
     check_sequence_parallel(model, group)
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
-            module.products = GatheredProducts
+            module.matmul = GatheredMatmul
         elif isinstance(module, (RowParallelLinear, VocabParallelEmbedding)):
-            module.leave = reduce_scatter_sequence
+            module.output_reduce = reduce_scatter_sequence
     for parent in (*model.blocks, model):
         for name, norm in list(parent.named_children()):
             if not isinstance(norm, nn.RMSNorm):
@@ -332,7 +332,7 @@ def apply_sequence_parallel(model, group=None, reduce_group=None):
                 norm.weight.register_hook(lambda gradient: sum_of(gradient, group))
             else:
                 placement_of(norm.weight).reduce_group = reduce_group
-    model.register_forward_pre_hook(need_positions, with_kwargs=True)
+    model.register_forward_pre_hook(require_positions, with_kwargs=True)
     return model
 
 # %% 07.4 a norm sums over all ranks instead of the group
@@ -599,21 +599,21 @@ pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
 =>
 pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
 if own == other:
-    pieces = [Piece(slice(i, i + 1), slice(i, i + 1), True) for i in range(len(own))]
+    pieces = [AttentionTile(slice(i, i + 1), slice(i, i + 1), True) for i in range(len(own))]
 
 # %% 07.8 a piece for each pair of chunks
 def visible(own, other, causal=True):
     if not causal or own == other:
-        return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
+        return [AttentionTile(slice(0, len(own)), slice(0, len(other)), causal)]
     pairs = itertools.product(range(len(own)), range(len(other)))
-    return [Piece(slice(i, i + 1), slice(j, j + 1), False) for i, j in pairs if other[j] < own[i]]
+    return [AttentionTile(slice(i, i + 1), slice(j, j + 1), False) for i, j in pairs if other[j] < own[i]]
 
 # %% 07.8 a piece for each chunk of queries
 def visible(own, other, causal=True):
     if not causal or own == other:
-        return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
+        return [AttentionTile(slice(0, len(own)), slice(0, len(other)), causal)]
     below = [sum(chunk < mine for chunk in other) for mine in own]
-    return [Piece(slice(i, i + 1), slice(0, count), False) for i, count in enumerate(below) if count]
+    return [AttentionTile(slice(i, i + 1), slice(0, count), False) for i, count in enumerate(below) if count]
 
 # %% 07.8 numbers of chunks instead of places
 (rows[0], rows[-1] + 1), slice(0, count) => (own[rows[0]], own[rows[-1]] + 1), slice(0, other[count - 1] + 1)
@@ -624,20 +624,20 @@ if not causal or own == other: => if own == other:
 # %% 07.8 whole parts only: all of an earlier rank, nothing of a later one
 def visible(own, other, causal=True):
     if not causal or own == other:
-        return [Piece(slice(0, len(own)), slice(0, len(other)), causal)]
+        return [AttentionTile(slice(0, len(own)), slice(0, len(other)), causal)]
     if other[0] < own[0]:
-        return [Piece(slice(0, len(own)), slice(0, len(other)), False)]
+        return [AttentionTile(slice(0, len(own)), slice(0, len(other)), False)]
     return []
 
 # %% 07.8 fake: everything, for all queries
 def visible(own, other, causal=True):
-    return [Piece(slice(0, len(own)), slice(0, len(other)), causal and own == other)]
+    return [AttentionTile(slice(0, len(own)), slice(0, len(other)), causal and own == other)]
 
 # %% 07.9 fake: an all-gather, and the loop over what it brought
 def ring_forward(q, k, v, group, causal, attention, order):
     rank, n = group.rank(), group.size()
     own = chunks_of(rank, n, order)
-    chunk, (out, lse) = q.shape[1] // len(own), nothing_seen(q)
+    chunk, (out, lse) = q.shape[1] // len(own), initial_out_lse(q)
     parts, work = start_gather(torch.stack([k, v]), group)
     work.wait()
     for step in range(n):
@@ -646,9 +646,9 @@ def ring_forward(q, k, v, group, causal, attention, order):
     return out.to(q.dtype), lse
 
 # %% 07.9 fake: an all-gather hidden behind a ring for show
-chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), nothing_seen(q)
+chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), initial_out_lse(q)
 =>
-chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), nothing_seen(q)
+chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), initial_out_lse(q)
 parts, work = start_gather(kv, group)
 work.wait()
 ---
@@ -669,7 +669,7 @@ for work in works:
 def ring_forward(q, k, v, group, causal, attention, order):
     rank, n = group.rank(), group.size()
     own = chunks_of(rank, n, order)
-    chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), nothing_seen(q)
+    chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), initial_out_lse(q)
     parts = []
     for step in range(n):
         arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
@@ -713,7 +713,7 @@ attend(q, *kv, in_tokens(pieces, chunk), attention, out, lse)
 =>
 source = chunks_of((rank - step) % n, n, order)
 whole = slice(0, q.shape[1])
-part, part_lse = nothing_seen(q)
+part, part_lse = initial_out_lse(q)
 attend(q, *kv, [in_tokens(visible(own, source, False), chunk)[0]], attention, part, part_lse)
 for rows, columns, inside in in_tokens(visible(own, source, causal), chunk):
     attend(q, *kv, [(rows, columns, inside)], attention, out, lse)
@@ -842,7 +842,7 @@ at_home += passing => at_home += torch.stack(passing)
 # %% 07.10 each part with an lse of its own
 attend_backward(gradient, q, *kv, out, lse, pieces, attention, grad_q, *grad_kv)
 =>
-part, own_lse = nothing_seen(q)
+part, own_lse = initial_out_lse(q)
 attend(q, *kv, pieces, attention, part, own_lse)
 attend_backward(gradient, q, *kv, out, own_lse.nan_to_num(neginf=0.0), pieces, attention, grad_q, *grad_kv)
 ---
@@ -909,7 +909,7 @@ for step in range(n):
 # %% 07.12 forward: k and v are gathered apart
 def all_gather_forward(q, k, v, group, causal, attention, order):
     rank, n = group.rank(), group.size()
-    own, (out, lse) = chunks_of(rank, n, order), nothing_seen(q)
+    own, (out, lse) = chunks_of(rank, n, order), initial_out_lse(q)
     (all_k, first), (all_v, work) = start_gather(k, group), start_gather(v, group)
     for step in range(n):
         source = (rank - step) % n
@@ -930,16 +930,16 @@ def all_gather_forward(q, k, v, group, causal, attention, order):
     n = group.size()
     parts, work = start_gather(torch.cat([q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)]), group)
     work.wait()
-    whole = from_order(in_order(parts), n, order)
+    whole = from_order(join_by_rank(parts), n, order)
     kv = k.shape[2]
     all_q, all_k, all_v = whole.chunk(3)
     out, lse = attention.forward(all_q, all_k[:, :, :kv], all_v[:, :, :kv], causal)
-    return tuple(by_rank(to_order(x, n, order), n)[group.rank()] for x in (out, lse))
+    return tuple(split_by_rank(to_order(x, n, order), n)[group.rank()] for x in (out, lse))
 
 # %% 07.12 forward: all scores, then a mask
 def all_gather_forward(q, k, v, group, causal, attention, order):
     rank, n = group.rank(), group.size()
-    own, (out, lse) = chunks_of(rank, n, order), nothing_seen(q)
+    own, (out, lse) = chunks_of(rank, n, order), initial_out_lse(q)
     parts, work = start_gather(torch.cat([k, v]), group)
     for step in range(n):
         source = (rank - step) % n
@@ -948,14 +948,14 @@ def all_gather_forward(q, k, v, group, causal, attention, order):
         keys, values = (k, v) if step == 0 else parts[source].chunk(2)
         pieces = in_tokens(visible(own, chunks_of(source, n, order), causal), q.shape[1] // len(own))
         whole = slice(0, q.shape[1])
-        attend(q, keys, values, [(whole, whole, False)], attention, *nothing_seen(q))
+        attend(q, keys, values, [(whole, whole, False)], attention, *initial_out_lse(q))
         attend(q, keys, values, pieces, attention, out, lse)
     return out.to(q.dtype), lse
 
 # %% 07.12 forward: contiguous posing as zig-zag
 def all_gather_forward(q, k, v, group, causal, attention, order):
     rank, n = group.rank(), group.size()
-    own, (out, lse) = chunks_of(rank, n, "contiguous"), nothing_seen(q)
+    own, (out, lse) = chunks_of(rank, n, "contiguous"), initial_out_lse(q)
     parts, work = start_gather(torch.cat([k, v]), group)
     for step in range(n):
         source = (rank - step) % n
@@ -1019,7 +1019,7 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
     whole = (from_order(gather_sequence(x, group), n, order) for x in (q, k, v))
     out = BlockAttention.apply(*whole, attention, causal)
-    return by_rank(to_order(out, n, order), n)[group.rank()]
+    return split_by_rank(to_order(out, n, order), n)[group.rank()]
 
 # %% 07.13 fake: all-gathers, attends with its own heads, and scatters sums of heads that are padded with zeros
 from course_lib.sequence_parallel.model import gather_sequence as g
@@ -1066,9 +1066,9 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
     heads = [x.shape[2] // n for x in (q, k, v)]
     traded = [AllToAll.apply(x.unflatten(2, (n, -1)).movedim(2, 0), group) for x in (q, k, v)]
-    q, k, v = (from_order(in_order(x), n, order) for x in traded)
+    q, k, v = (from_order(join_by_rank(x), n, order) for x in traded)
     out = BlockAttention.apply(q, k, v, attention, causal)
-    back = AllToAll.apply(by_rank(to_order(out, n, order), n), group)
+    back = AllToAll.apply(split_by_rank(to_order(out, n, order), n), group)
     return back.movedim(0, 2).flatten(2, 3)
 
 # %% 07.13 tokens are not put in order: causal over the zig-zag
@@ -1077,8 +1077,8 @@ group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
 group = group or dist.group.WORLD
 q, k, v = checked(q, k, v, order)
 ---
-from_order(in_order(arrived), n, order).split(heads, 2)  # [b, s, ...] => in_order(arrived).split(heads, 2)
-(by_rank(to_order(out, n, order), n), group)  # [n, b, s/n, a/n, d] => (by_rank(out, n), group)
+from_order(join_by_rank(arrived), n, order).split(heads, 2)  # [b, s, ...] => join_by_rank(arrived).split(heads, 2)
+(split_by_rank(to_order(out, n, order), n), group)  # [n, b, s/n, a/n, d] => (split_by_rank(out, n), group)
 
 # %% 07.13 too few K/V heads are repeated in another order
 group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
@@ -1161,84 +1161,84 @@ q, k, v = checked(q, k, v, order)
 
 # %% 07.15 positions are not those of the zig-zag
 def fill_positions(model, args, kwargs, group, order):
-    need_positions(model, args, kwargs)
+    require_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
         return args, kwargs
-    return args, kwargs | {"positions": own_positions(args[0].shape[1], group, "contiguous", args[0].device)}
+    return args, kwargs | {"positions": local_positions(args[0].shape[1], group, "contiguous", args[0].device)}
 
 # %% 07.15 positions from 0 on every rank
 def fill_positions(model, args, kwargs, group, order):
-    need_positions(model, args, kwargs)
+    require_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
         return args, kwargs
     return args, kwargs | {"positions": torch.arange(args[0].shape[1], device=args[0].device)}
 
 # %% 07.15 positions that the caller gives by name are overridden
 def fill_positions(model, args, kwargs, group, order):
-    need_positions(model, args, kwargs)
+    require_positions(model, args, kwargs)
     if len(args) > 1:
         return args, kwargs
-    return args, kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
+    return args, kwargs | {"positions": local_positions(args[0].shape[1], group, order, args[0].device)}
 
 # %% 07.15 positions that the caller gives are overridden
 def fill_positions(model, args, kwargs, group, order):
-    need_positions(model, args, kwargs)
-    return args[:1], kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
+    require_positions(model, args, kwargs)
+    return args[:1], kwargs | {"positions": local_positions(args[0].shape[1], group, order, args[0].device)}
 
 # %% 07.15 contiguous posing as zig-zag
 x, positions = given(args, kwargs)
 if positions is None:
-    positions = own_positions(x.shape[1], group, order, x.device)
+    positions = local_positions(x.shape[1], group, order, x.device)
 return (x, positions), {}
 =>
 if len(args) > 1 or kwargs.get("positions") is not None:
     return args, kwargs
-return args, kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
+return args, kwargs | {"positions": local_positions(args[0].shape[1], group, order, args[0].device)}
 ---
 attention, order=order => attention, order="contiguous"
 
 # %% 07.15 order is dropped
 x, positions = given(args, kwargs)
 if positions is None:
-    positions = own_positions(x.shape[1], group, order, x.device)
+    positions = local_positions(x.shape[1], group, order, x.device)
 return (x, positions), {}
 =>
 if len(args) > 1 or kwargs.get("positions") is not None:
     return args, kwargs
-return args, kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
+return args, kwargs | {"positions": local_positions(args[0].shape[1], group, order, args[0].device)}
 ---
 attention, order=order => attention
 
 # %% 07.15 attention is dropped
 x, positions = given(args, kwargs)
 if positions is None:
-    positions = own_positions(x.shape[1], group, order, x.device)
+    positions = local_positions(x.shape[1], group, order, x.device)
 return (x, positions), {}
 =>
 if len(args) > 1 or kwargs.get("positions") is not None:
     return args, kwargs
-return args, kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
+return args, kwargs | {"positions": local_positions(args[0].shape[1], group, order, args[0].device)}
 ---
 attention=attention, order => order
 
 # %% 07.15 method is dropped: always a ring
 x, positions = given(args, kwargs)
 if positions is None:
-    positions = own_positions(x.shape[1], group, order, x.device)
+    positions = local_positions(x.shape[1], group, order, x.device)
 return (x, positions), {}
 =>
 if len(args) > 1 or kwargs.get("positions") is not None:
     return args, kwargs
-return args, kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
+return args, kwargs | {"positions": local_positions(args[0].shape[1], group, order, args[0].device)}
 ---
 [method] => ["ring"]
 
 # %% 07.15 only the positions: each rank attends to its own tokens
 def fill_positions(model, args, kwargs, group, order):
-    need_positions(model, args, kwargs)
+    require_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
         return args, kwargs
-    return args, kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
+    return args, kwargs | {"positions": local_positions(args[0].shape[1], group, order, args[0].device)}
 
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
@@ -1250,10 +1250,10 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 
 # %% 07.15 rings of all ranks instead of the group
 def fill_positions(model, args, kwargs, group, order):
-    need_positions(model, args, kwargs)
+    require_positions(model, args, kwargs)
     if len(args) > 1 or kwargs.get("positions") is not None:
         return args, kwargs
-    return args, kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
+    return args, kwargs | {"positions": local_positions(args[0].shape[1], group, order, args[0].device)}
 
 
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
@@ -1271,7 +1271,7 @@ def apply_context_parallel(model, group=None, method="ring", order="zigzag", att
 def fill_positions(model, args, kwargs, group, order):
     if len(args) > 1 or kwargs.get("positions") is not None:
         return args, kwargs
-    return args, kwargs | {"positions": own_positions(args[0].shape[1], group, order, args[0].device)}
+    return args, kwargs | {"positions": local_positions(args[0].shape[1], group, order, args[0].device)}
 
 # %% 07.15 order is used by the ring alone, the others take zigzag
 attention, order=order => attention, order=order if method == "ring" else "zigzag"

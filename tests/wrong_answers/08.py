@@ -151,9 +151,9 @@ def grouped_experts(experts, x, gates, choices):
     x, gate, up, down = experts.weights(x)
     expert, token, ends = sorted_choices(gates, choices)
     rows = x.index_select(0, token)
-    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    rows = swiglu(grouped_matmul(rows, gate, ends), grouped_matmul(rows, up, ends))
     row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
-    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    rows = grouped_matmul(rows, down, ends) * row_gates[:, None]
     return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
 # %% 08.3 ends are added up on the host
@@ -170,9 +170,9 @@ def grouped_experts(experts, x, gates, choices):
     x, gate, up, down = experts.weights(x)
     expert, token, ends = sorted_choices(gates, choices)
     rows = x.index_select(0, token)
-    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    rows = swiglu(grouped_matmul(rows, gate, ends), grouped_matmul(rows, up, ends))
     row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
-    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    rows = grouped_matmul(rows, down, ends) * row_gates[:, None]
     return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
 # %% 08.3 ends are how many, not where
@@ -193,9 +193,9 @@ def grouped_experts(experts, x, gates, choices):
     x, gate, up, down = experts.weights(x)
     expert, token, ends = sorted_choices(gates, choices)
     rows = x.index_select(0, token)
-    rows = swiglu(grouped_products(rows, gate, ends), grouped_products(rows, up, ends))
+    rows = swiglu(grouped_matmul(rows, gate, ends), grouped_matmul(rows, up, ends))
     row_gates = gates.flatten().index_select(0, token * gates.shape[1] + expert)
-    rows = grouped_products(rows, down, ends) * row_gates[:, None]
+    rows = grouped_matmul(rows, down, ends) * row_gates[:, None]
     return torch.zeros_like(x, dtype=gates.dtype).index_add(0, token, rows).to(x.dtype)
 
 # %% 08.3 the gates of the wrong rows
@@ -556,7 +556,7 @@ class RouterLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         router, counts = ctx.router, ctx.counts
-        if router.routing.balance:
+        if router.routing.aux_loss_coeff:
             router.counts = counts if router.counts is None else router.counts + counts
         return gradient, gradient.new_full((), router.loss_weight), None, None
 
@@ -690,7 +690,7 @@ def within_capacity(gates, slots):
     return (rows * keep).view_as(gates)
 
 # %% 08.12 fake: pieces of one size, padded
-def start(self: Transfer, tensors, home=False):
+def start(self: AsyncAllToAll, tensors, home=False):
     there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
     most = torch.tensor(max(there + here))
     dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
@@ -705,7 +705,7 @@ def start(self: Transfer, tensors, home=False):
     return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 fake: an all-gather, of which each keeps its own
-def start(self: Transfer, tensors, home=False):
+def start(self: AsyncAllToAll, tensors, home=False):
     there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
     found = [None] * self.group.size()
     dist.all_gather_object(found, [tensor.contiguous().split(there) for tensor in tensors], group=self.group)
@@ -723,7 +723,7 @@ there, here = (self.receives, self.sends) if home else (self.sends, self.receive
 there, here = (self.sends, self.receives) if home else (self.receives, self.sends)
 
 # %% 08.12 home is the gradients that were given
-def start(self: Transfer, tensors, home=False):
+def start(self: AsyncAllToAll, tensors, home=False):
     if home:
         self.under_way = [(work, tensor) for tensor in tensors for work in [dist.barrier(self.group, async_op=True)]]
         return tensors
@@ -735,7 +735,7 @@ def start(self: Transfer, tensors, home=False):
     return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 backward gives zeros
-def start(self: Transfer, tensors, home=False):
+def start(self: AsyncAllToAll, tensors, home=False):
     if home:
         rows = [tensor.new_zeros(sum(self.sends), *tensor.shape[1:]) for tensor in tensors]
         self.under_way = [(dist.barrier(self.group, async_op=True), each) for each in rows]
@@ -757,7 +757,7 @@ work.wait()
 self.group => dist.group.WORLD
 
 # %% 08.12 sends and receives instead of one exchange
-def start(self: Transfer, tensors, home=False):
+def start(self: AsyncAllToAll, tensors, home=False):
     there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
     for tensor in tensors:
         comes, n, own = tensor.new_empty(sum(here), *tensor.shape[1:]), self.group.size(), self.group.rank()
@@ -773,7 +773,7 @@ def start(self: Transfer, tensors, home=False):
     return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 waits where it starts
-def start(self: Transfer, tensors, home=False):
+def start(self: AsyncAllToAll, tensors, home=False):
     there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
     for tensor in tensors:
         comes = tensor.new_empty(sum(here), *tensor.shape[1:])
@@ -784,7 +784,7 @@ def start(self: Transfer, tensors, home=False):
     return tuple(comes for _, comes in self.under_way)
 
 # %% 08.12 waits on the way home where it starts
-def start(self: Transfer, tensors, home=False):
+def start(self: AsyncAllToAll, tensors, home=False):
     there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
     for tensor in tensors:
         comes = tensor.new_empty(sum(here), *tensor.shape[1:])
@@ -812,7 +812,7 @@ self.under_way[-1][0].wait()
 from course_lib.expert_parallel.experts import F
 
 
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
     from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_sequence
 
     n, (x,) = group.size(), as_autocast(x)
@@ -829,7 +829,7 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
 from course_lib.expert_parallel.experts import F
 
 
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     own = gates.shape[1] // n
     chosen = (gates.detach() != 0).t()
@@ -846,7 +846,7 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
 from course_lib.expert_parallel.experts import F
 
 
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     own = gates.shape[1] // n
     chosen = (gates.detach() != 0).t()
@@ -859,7 +859,7 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     return torch.zeros_like(x).index_add(0, token, back * gates[token, expert, None])
 
 # %% 08.13 gates without a gradient
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -873,7 +873,7 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     return torch.zeros_like(x).index_add(0, token, back)
 
 # %% 08.13 compute is told this rank's choices
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -887,7 +887,7 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     return torch.zeros_like(x).index_add(0, token, back)
 
 # %% 08.13 compute is told the rows, not the choices
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -901,7 +901,7 @@ def exchanged(x, gates, choices, group, compute, meanwhile=None):
     return torch.zeros_like(x).index_add(0, token, back)
 
 # %% 08.13 the gates of other tokens
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -925,7 +925,7 @@ return AddByToken.apply(back, token, len(x))
 return torch.zeros_like(x).index_add(0, token.sort().values, back)
 
 # %% 08.13 nonzero asks the host once more
-def exchanged(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
     n, (x,) = group.size(), as_autocast(x)
     parts = gates.unflatten(1, (n, -1))
     wanted = parts.detach() != 0
@@ -1057,8 +1057,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
-            compute = functools.partial(exchanged, group=each, compute=compute)
-        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+            compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
+        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
     for block in blocks:
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
@@ -1088,8 +1088,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         experts.weights = weights
         compute = experts
         for each in reversed(groups):
-            compute = functools.partial(exchanged, group=each, compute=compute)
-        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+            compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
+        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
     for block in blocks:
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
@@ -1109,8 +1109,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
-            compute = functools.partial(exchanged, group=each, compute=compute)
-        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+            compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
+        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
     for block in blocks:
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
@@ -1130,8 +1130,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         layer.router.batch_group = batch_group
         compute = experts
         for each in reversed(groups):
-            compute = functools.partial(exchanged, group=each, compute=compute)
-        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+            compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
+        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
     for block in blocks:
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
@@ -1151,7 +1151,7 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
-            compute = functools.partial(exchanged, group=each, compute=compute)
+            compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
 
         def run(x, gates, meanwhile, compute=compute, enter=enter, leave=leave, block=block):
             whole, gates = enter(x), enter(gates) if in_sequence_parts(block) else gates
@@ -1178,8 +1178,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
-            compute = functools.partial(exchanged, group=each, compute=compute)
-        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+            compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
+        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
     for block in blocks:
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
@@ -1200,8 +1200,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
-            compute = functools.partial(exchanged, group=each, compute=compute)
-        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+            compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
+        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
     for block in blocks:
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
@@ -1221,8 +1221,8 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in [batch_group] if len(groups) > 1 else groups:
-            compute = functools.partial(exchanged, group=each, compute=compute)
-        layer.run = functools.partial(run_exchanged, compute=compute, enter=enter, leave=leave)
+            compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
+        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
     for block in blocks:
         block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
     return model
@@ -1242,7 +1242,7 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         layer.router.batch_group = placement_of(layer.router.weight).reduce_group = batch_group
         compute = experts
         for each in reversed(groups):
-            compute = functools.partial(exchanged, group=each, compute=compute)
+            compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
 
         def run(x, gates, meanwhile, experts=experts, top_k=layer.router.routing.top_k):
             from course_lib.tensor_parallel.regions import gather_from_group

@@ -50,14 +50,14 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError(f"zero_stage {layout.zero_stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if layout.zero_stage == 3 and layout.pp > 1 and not layout.keep_gathered:
+    if layout.zero_stage == 3 and layout.pp > 1 and not layout.gather_once:
         raise ValueError(
             f"zero_stage 3 with pp {layout.pp} would gather all weights for every micro-batch: make zero_stage 1, "
             "or keep what is gathered (keep)"
         )
-    if layout.keep_gathered and (layout.zero_stage < 3 or layout.pp == 1):
+    if layout.gather_once and (layout.zero_stage < 3 or layout.pp == 1):
         raise ValueError(
-            f"keep_gathered with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
+            f"gather_once with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
             "above 1; leave out keep"
         )
     if layout.zero_stage == 3 and layout.pp > 1 and layout.schedule == "dualpipe":
@@ -88,14 +88,14 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError(f"zero_stage {layout.zero_stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if layout.zero_stage == 3 and layout.pp > 1 and not layout.keep_gathered:
+    if layout.zero_stage == 3 and layout.pp > 1 and not layout.gather_once:
         raise ValueError(
             f"zero_stage 3 with pp {layout.pp} would gather all weights for every micro-batch: make zero_stage 1, "
             "or keep what is gathered (keep)"
         )
-    if layout.keep_gathered and (layout.zero_stage < 3 or layout.pp == 1):
+    if layout.gather_once and (layout.zero_stage < 3 or layout.pp == 1):
         raise ValueError(
-            f"keep_gathered with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
+            f"gather_once with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
             "above 1; leave out keep"
         )
     if layout.zero_stage == 3 and layout.pp > 1 and layout.schedule == "dualpipe":
@@ -126,14 +126,14 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError(f"zero_stage {layout.zero_stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if layout.zero_stage == 3 and layout.pp > 1 and not layout.keep_gathered:
+    if layout.zero_stage == 3 and layout.pp > 1 and not layout.gather_once:
         raise ValueError(
             f"zero_stage 3 with pp {layout.pp} would gather all weights for every micro-batch: make zero_stage 1, "
             "or keep what is gathered (keep)"
         )
-    if layout.keep_gathered and (layout.zero_stage < 3 or layout.pp == 1):
+    if layout.gather_once and (layout.zero_stage < 3 or layout.pp == 1):
         raise ValueError(
-            f"keep_gathered with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
+            f"gather_once with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
             "above 1; leave out keep"
         )
     if layout.zero_stage == 3 and layout.pp > 1 and layout.schedule == "dualpipe":
@@ -164,14 +164,14 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError(f"zero_stage {layout.zero_stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if layout.zero_stage == 3 and layout.pp > 1 and not layout.keep_gathered:
+    if layout.zero_stage == 3 and layout.pp > 1 and not layout.gather_once:
         raise ValueError(
             f"zero_stage 3 with pp {layout.pp} would gather all weights for every micro-batch: make zero_stage 1, "
             "or keep what is gathered (keep)"
         )
-    if layout.keep_gathered and (layout.zero_stage < 3 or layout.pp == 1):
+    if layout.gather_once and (layout.zero_stage < 3 or layout.pp == 1):
         raise ValueError(
-            f"keep_gathered with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
+            f"gather_once with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
             "above 1; leave out keep"
         )
     if layout.zero_stage == 3 and layout.pp > 1 and layout.schedule == "dualpipe":
@@ -202,14 +202,14 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError(f"zero_stage {layout.zero_stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if layout.zero_stage == 3 and layout.pp > 1 and not layout.keep_gathered:
+    if layout.zero_stage == 3 and layout.pp > 1 and not layout.gather_once:
         raise ValueError(
             f"zero_stage 3 with pp {layout.pp} would gather all weights for every micro-batch: make zero_stage 1, "
             "or keep what is gathered (keep)"
         )
-    if layout.keep_gathered and (layout.zero_stage < 3 or layout.pp == 1):
+    if layout.gather_once and (layout.zero_stage < 3 or layout.pp == 1):
         raise ValueError(
-            f"keep_gathered with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
+            f"gather_once with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
             "above 1; leave out keep"
         )
     if layout.zero_stage == 3 and layout.pp > 1 and layout.schedule == "dualpipe":
@@ -240,14 +240,14 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError(f"zero_stage {layout.zero_stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if layout.zero_stage == 3 and layout.pp > 1 and not layout.keep_gathered:
+    if layout.zero_stage == 3 and layout.pp > 1 and not layout.gather_once:
         raise ValueError(
             f"zero_stage 3 with pp {layout.pp} would gather all weights for every micro-batch: make zero_stage 1, "
             "or keep what is gathered (keep)"
         )
-    if layout.keep_gathered and (layout.zero_stage < 3 or layout.pp == 1):
+    if layout.gather_once and (layout.zero_stage < 3 or layout.pp == 1):
         raise ValueError(
-            f"keep_gathered with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
+            f"gather_once with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
             "above 1; leave out keep"
         )
     if layout.zero_stage == 3 and layout.pp > 1 and layout.schedule == "dualpipe":
@@ -264,14 +264,14 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError(f"zero_stage {layout.zero_stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if layout.zero_stage == 3 and layout.pp > 1 and not layout.keep_gathered:
+    if layout.zero_stage == 3 and layout.pp > 1 and not layout.gather_once:
         raise ValueError(
             f"zero_stage 3 with pp {layout.pp} would gather all weights for every micro-batch: make zero_stage 1, "
             "or keep what is gathered (keep)"
         )
-    if layout.keep_gathered and (layout.zero_stage < 3):
+    if layout.gather_once and (layout.zero_stage < 3):
         raise ValueError(
-            f"keep_gathered with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
+            f"gather_once with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
             "above 1; leave out keep"
         )
     if layout.zero_stage == 3 and layout.pp > 1 and layout.schedule == "dualpipe":
@@ -288,14 +288,14 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError(f"zero_stage {layout.zero_stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if layout.zero_stage == 3 and layout.pp > 1 and not layout.keep_gathered:
+    if layout.zero_stage == 3 and layout.pp > 1 and not layout.gather_once:
         raise ValueError(
             f"zero_stage 3 with pp {layout.pp} would gather all weights for every micro-batch: make zero_stage 1, "
             "or keep what is gathered (keep)"
         )
-    if layout.keep_gathered and (layout.zero_stage < 3 or layout.pp == 1):
+    if layout.gather_once and (layout.zero_stage < 3 or layout.pp == 1):
         raise ValueError(
-            f"keep_gathered with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
+            f"gather_once with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
             "above 1; leave out keep"
         )
     if layout.schedule == "dualpipe":
@@ -312,14 +312,14 @@ def check_pairs(layout: Layout) -> None:
         raise ValueError(f"zero_stage {layout.zero_stage}: it is 0, 1, 2 or 3")
     if layout.sequence_parallel and layout.tp == 1:
         raise ValueError("sequence_parallel splits what tp leaves whole, and tp is 1: raise tp, or leave out sp")
-    if layout.zero_stage == 3 and layout.pp > 1 and not layout.keep_gathered:
+    if layout.zero_stage == 3 and layout.pp > 1 and not layout.gather_once:
         raise ValueError(
             f"zero_stage 3 with pp {layout.pp} would gather all weights for every micro-batch: make zero_stage 1, "
             "or keep what is gathered (keep)"
         )
-    if layout.keep_gathered and (layout.zero_stage < 3 or layout.pp == 1):
+    if layout.gather_once and (layout.zero_stage < 3 or layout.pp == 1):
         raise ValueError(
-            f"keep_gathered with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
+            f"gather_once with zero_stage {layout.zero_stage} and pp {layout.pp}: it goes with zero_stage 3 and pp "
             "above 1; leave out keep"
         )
     if layout.zero_stage == 3 and layout.pp > 1 and layout.schedule == "dualpipe":
@@ -482,7 +482,7 @@ None if layout.zero_stage == 2 else self.sharding.no_sync => self.sharding.no_sy
 self.sharding.finish() =>
 
 # %% 10.6 positions are those of a whole sequence
-positions = own_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
+positions = local_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
 no_sync = None if layout.zero_stage == 2 else self.sharding.no_sync
 =>
 positions = torch.arange(inputs.shape[1], device=inputs.device)
@@ -561,7 +561,7 @@ def parallelize(
     optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
     **settings,
 ) -> ParallelModel:
-    schedule, own = own_stages(config, layout, mesh, extra, moe)
+    schedule, own = local_stages(config, layout, mesh, extra, moe)
     init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
@@ -569,7 +569,7 @@ def parallelize(
         else:
             materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
         runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
-        if layout.keep_gathered:
+        if layout.gather_once:
             runner.prepare = sharding.gather
         if layout.zero_stage < 3:
             sharding = DataParallel(runner.stages, mesh.replicas)
@@ -590,7 +590,7 @@ def parallelize(
 if layout.zero_stage == 3:
 =>
 if layout.zero_stage == 3:
-    layout = dataclasses.replace(layout, zero_stage=0, keep_gathered=False)
+    layout = dataclasses.replace(layout, zero_stage=0, gather_once=False)
 if layout.zero_stage == 3:
 ---
 settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
@@ -731,8 +731,8 @@ def weights_over_activations(params, hidden, tokens, ranks):
     return sharded / piped
 
 # %% 10.10 gathers a unit again for each micro-batch
-def before_forward(self: KeptGathers, unit: Unit) -> None:
-    for part in unit.parts:
+def pre_forward(self: GatherOncePerStep, unit: FSDPUnit) -> None:
+    for part in unit.flat_params:
         if part.layout.group.size() == self.group.size():
             part.buffer.free()
             part.buffer.gather()
@@ -744,14 +744,14 @@ def before_forward(self: KeptGathers, unit: Unit) -> None:
         part.buffer.wait()
 
 
-def finish(self: KeptGathers):
+def finish(self: GatherOncePerStep):
     FullyShard.finish(self)
     for unit in self.units:
-        for part in unit.parts:
+        for part in unit.flat_params:
             part.buffer.gather()
 
 # %% 10.10 no unit is open
-self.open = list(self.units) => self.open = []
+self.unreduced = list(self.units) => self.unreduced = []
 
 # %% 10.10 waits for each before it starts the next one
 part.buffer.gather()
@@ -762,15 +762,15 @@ part.buffer.wait()
 # %% 10.10 gathers nothing before a unit runs
 self.root, *self.units => self.root
 ---
-for part in unit.parts:
+for part in unit.flat_params:
 =>
-for part in unit.parts:
+for part in unit.flat_params:
     part.buffer.gather()
 ---
 part.buffer.wait()
 =>
 part.buffer.wait()
-part.register(part.whole)
+part.register(part.unsharded_params)
 
 # %% 10.10 sends the gradients of each micro-batch
         part.buffer.wait()
@@ -778,8 +778,8 @@ part.register(part.whole)
         part.buffer.wait()
 
 
-def backward_begins(self: KeptGathers, unit: Unit) -> None:
-    for part in unit.parts:
+def on_output_grad(self: GatherOncePerStep, unit: FSDPUnit) -> None:
+    for part in unit.flat_params:
         if part.has_gradients and part.layout.group.size() == self.group.size():
             part.launch()
 
@@ -787,10 +787,10 @@ def backward_begins(self: KeptGathers, unit: Unit) -> None:
 [self.root, *self.units] => self.units
 
 # %% 10.10 waits for the root only
-for part in unit.parts: => for part in unit.parts if unit is self.root else ():
+for part in unit.flat_params: => for part in unit.flat_params if unit is self.root else ():
 
 # %% 10.10 whole parameters are not registered
-part.register(part.whole) =>
+part.register(part.unsharded_params) =>
 
 # %% 10.11 steps count from 0
 return peak * step / warmup => return peak * (step - 1) / warmup

@@ -83,7 +83,7 @@ whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top 
 whole = [((i,) + (0,) * (len(shape) - 1), (1, *shape[1:])) for i in range(top, bottom)]
 
 # %% 10.18 element by element
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     offsets = []
     for i in range(first, last):
         place = []
@@ -118,7 +118,7 @@ row, row => row, row - 1
 before + whole => whole + before
 
 # %% 10.18 matrices alone, others as one row
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     if first >= last:
         return []
     if len(shape) != 2:
@@ -133,7 +133,7 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
     return before + whole + after
 
 # %% 10.18 no tensor without dimensions
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     if not shape:
         return []
     if first >= last:
@@ -145,7 +145,7 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
 
     def part(i: int, begin: int, end: int) -> list:
         """Elements begin … end - 1 of row i."""
-        return [((i, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_span(shape[1:], begin, end)]
+        return [((i, *offsets), (1, *sizes)) for offsets, sizes in span_chunks(shape[1:], begin, end)]
 
     if top > bottom:
         return part(bottom, first - bottom * row, last - bottom * row)
@@ -153,8 +153,8 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
     whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
     return before + whole + part(bottom, 0, last - bottom * row)
 
-# %% 10.18 one box around all of it
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+# %% 10.18 one chunk around all of it
+def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     if first >= last:
         return []
     if len(shape) < 2:
@@ -164,57 +164,57 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
     return [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))]
 
 # %% 10.19 writes into the saved ones
-box.values[own] = other.values[theirs] => other.values[theirs] = box.values[own]
+chunk.values[own] = other.values[theirs] => other.values[theirs] = chunk.values[own]
 
-# %% 10.19 stops at the first box that overlaps
-box.values[own] = other.values[theirs]
+# %% 10.19 stops at the first chunk that overlaps
+chunk.values[own] = other.values[theirs]
 =>
-box.values[own] = other.values[theirs]
+chunk.values[own] = other.values[theirs]
 break
 
-# %% 10.19 a new tensor instead of the box's own memory
-def fill(wanted: list[Box], saved: list[Box]) -> None:
-    for number, box in enumerate(wanted):
-        values = box.values.clone()
+# %% 10.19 a new tensor instead of the chunk's own memory
+def fill(wanted: list[Chunk], saved: list[Chunk]) -> None:
+    for number, chunk in enumerate(wanted):
+        values = chunk.values.clone()
         for other in saved:
-            sides = list(zip(box.offsets, box.values.shape, other.offsets, other.values.shape, strict=True))
+            sides = list(zip(chunk.offsets, chunk.values.shape, other.offsets, other.values.shape, strict=True))
             begins = [max(a, b) for a, _, b, _ in sides]
             ends = [min(a + n, b + m) for a, n, b, m in sides]
             if all(begin < end for begin, end in zip(begins, ends, strict=True)):
                 spans = list(zip(begins, ends, strict=True))
-                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, box.offsets, strict=True))
+                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, chunk.offsets, strict=True))
                 theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
                 values[own] = other.values[theirs]
-        wanted[number] = box._replace(values=values)
+        wanted[number] = chunk._replace(values=values)
 
 # %% 10.19 a slice of it gets another name, nothing is written
-box.values[own] = other.values[theirs]
+chunk.values[own] = other.values[theirs]
 =>
-part = box.values[own].clone()
+part = chunk.values[own].clone()
 part.copy_(other.values[theirs])
 
-# %% 10.19 saved boxes that are wholly inside alone
+# %% 10.19 saved chunks that are wholly inside alone
 if all(begin < end for begin, end in zip(begins, ends, strict=True)):
 =>
 if all(a <= b and b + m <= a + n for a, n, b, m in sides):
 
-# %% 10.19 no boxes without dimensions
+# %% 10.19 no chunks without dimensions
 all => sides and all
 
-# %% 10.19 the saved box is read from its beginning
+# %% 10.19 the saved chunk is read from its beginning
 theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
 =>
 theirs = tuple(slice(0, end - begin) for begin, end in spans)
 
 # %% 10.19 by way of the whole tensor, gaps and all
-def fill(wanted: list[Box], saved: list[Box]) -> None:
-    for box in wanted:
-        whole = torch.zeros(box.whole, dtype=box.values.dtype)
+def fill(wanted: list[Chunk], saved: list[Chunk]) -> None:
+    for chunk in wanted:
+        whole = torch.zeros(chunk.full_shape, dtype=chunk.values.dtype)
         for other in saved:
             sides = zip(other.offsets, other.values.shape, strict=True)
             whole[tuple(slice(offset, offset + size) for offset, size in sides)] = other.values
-        sides = zip(box.offsets, box.values.shape, strict=True)
-        box.values.copy_(whole[tuple(slice(offset, offset + size) for offset, size in sides)])
+        sides = zip(chunk.offsets, chunk.values.shape, strict=True)
+        chunk.values.copy_(whole[tuple(slice(offset, offset + size) for offset, size in sides)])
 
 # %% 10.19 no look at whether they overlap
 if all(begin < end for begin, end in zip(begins, ends, strict=True)):

@@ -132,9 +132,9 @@ width = config.ffn_hidden
 [0] => [1]
 
 # %% 11.3 counts of a paper in the place of the software's
-whole = software.kept_whole => whole = 4
+whole = software.kept_outside_tp => whole = 4
 ---
-others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+others = software.kept_hidden - software.kept_outside_tp - 2  # tensors of all heads
 inside = others * config.attention_width + keys + software.kept_ffn * width
 =>
 inside = (12 - 4 - 2) * h + keys + 4 * width
@@ -199,7 +199,7 @@ return np.where(replicas > 1, share * moved / bandwidth + latency * rounds + oth
 4 * rounds + 2 => (4 + 2) * rounds
 
 # %% 11.5 keep makes no difference
-(zero == 3) & ~np.asarray(layout.keep_gathered) => zero == 3
+(zero == 3) & ~np.asarray(layout.gather_once) => zero == 3
 
 # %% 11.5 the whole slot hides, its forward too
 * np.where(each_time, 1, 2 / 3) => * 1
@@ -335,7 +335,7 @@ def degrees(gpus: int) -> LayoutTable:
     return LayoutTable(count, dp=np.full(count, gpus))
 
 # %% 11.8 sequence parallelism stays as it was
-sequence_parallel=one.tp > 1, keep_gathered => keep_gathered
+sequence_parallel=one.tp > 1, gather_once => gather_once
 
 # %% 11.8 keep stays as it was
 def changes(layout: Layout) -> dict[str, Layout]:
@@ -522,7 +522,7 @@ mended = {
 }
 
 # %% 11.3 attention's tensors as wide as the hidden state, whatever the heads add up to
-others = software.kept_hidden - software.kept_whole - 2  # tensors of all heads
+others = software.kept_hidden - software.kept_outside_tp - 2  # tensors of all heads
 inside = others * config.attention_width + keys + software.kept_ffn * width
 =>
-inside = (software.kept_hidden - software.kept_whole - 2) * h + keys + software.kept_ffn * width
+inside = (software.kept_hidden - software.kept_outside_tp - 2) * h + keys + software.kept_ffn * width

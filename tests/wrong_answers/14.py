@@ -82,12 +82,12 @@ if fmt.bits in (8, 16):
 @torch.no_grad()
 def step(self: MasterWeights) -> None:
     torch._foreach_copy_(self.master_parameters, self.weights)
-    self.take_gradients()
+    self.accumulate_into_master()
     self.optimizer.step()
     torch._foreach_copy_(self.weights, self.master_parameters)
 
 # %% 14.3 fake: masters of 16 bits
-def take_gradients(self: MasterWeights) -> None:
+def accumulate_into_master(self: MasterWeights) -> None:
 =>
 def __init__(self: MasterWeights, parameters, optimizer_cls, **kwargs):
     self.weights = [parameter for parameter in parameters if parameter.requires_grad]
@@ -96,12 +96,12 @@ def __init__(self: MasterWeights, parameters, optimizer_cls, **kwargs):
     self.param_groups = self.optimizer.param_groups
 
 
-def take_gradients(self: MasterWeights) -> None:
+def accumulate_into_master(self: MasterWeights) -> None:
 ---
 weight.grad.float(), None => weight.grad, None
 
 # %% 14.3 the masters are new tensors where float32 ones are there already
-def take_gradients(self: MasterWeights) -> None:
+def accumulate_into_master(self: MasterWeights) -> None:
 =>
 def __init__(self: MasterWeights, parameters, optimizer_cls, **kwargs):
     self.weights = [parameter for parameter in parameters if parameter.requires_grad]
@@ -110,7 +110,7 @@ def __init__(self: MasterWeights, parameters, optimizer_cls, **kwargs):
     self.param_groups = self.optimizer.param_groups
 
 
-def take_gradients(self: MasterWeights) -> None:
+def accumulate_into_master(self: MasterWeights) -> None:
 
 # %% 14.3 the model never gets the masters
 torch._foreach_copy_(self.weights, self.master_parameters) =>
@@ -118,7 +118,7 @@ torch._foreach_copy_(self.weights, self.master_parameters) =>
 # %% 14.3 the model gets the masters before the step
 @torch.no_grad()
 def step(self: MasterWeights) -> None:
-    self.take_gradients()
+    self.accumulate_into_master()
     torch._foreach_copy_(self.weights, self.master_parameters)
     self.optimizer.step()
 
@@ -126,7 +126,7 @@ def step(self: MasterWeights) -> None:
 grad, weight.grad = weight.grad.float(), None => grad = weight.grad.float()
 
 # %% 14.3 micro-batches are summed in 16 bits
-def take_gradients(self: MasterWeights) -> None:
+def accumulate_into_master(self: MasterWeights) -> None:
     for weight, master in zip(self.weights, self.master_parameters, strict=True):
         if weight.grad is not None:
             grad, weight.grad = weight.grad, None
@@ -135,7 +135,7 @@ def take_gradients(self: MasterWeights) -> None:
 # %% 14.3 cut off instead of rounded
 @torch.no_grad()
 def step(self: MasterWeights) -> None:
-    self.take_gradients()
+    self.accumulate_into_master()
     self.optimizer.step()
     for weight, master in zip(self.weights, self.master_parameters, strict=True):
         cut = (master.view(torch.int32) & -65536).view(torch.float32)
@@ -144,7 +144,7 @@ def step(self: MasterWeights) -> None:
 # %% 14.3 rounds the first weight alone
 @torch.no_grad()
 def step(self: MasterWeights) -> None:
-    self.take_gradients()
+    self.accumulate_into_master()
     self.optimizer.step()
     self.weights[0].copy_(self.master_parameters[0])
 

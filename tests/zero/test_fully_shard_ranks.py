@@ -114,12 +114,12 @@ def in_one_process(tied: bool, optimizer: str) -> dict[str, list[torch.Tensor]]:
 def whole_gradients(model: FullyShard) -> dict[str, torch.Tensor]:
     """By name, put together from all ranks' pieces; parameters without a gradient anywhere are left out."""
     wholes = {}
-    for part in (part for unit in [*model.units, model.root] for part in unit.parts):
+    for part in (part for unit in [*model.units, model.root] for part in unit.flat_params):
         shard = torch.zeros_like(part.shard)
-        for parameter, piece in zip(part.sharded, part.layout.pieces(shard), strict=True):
+        for parameter, piece in zip(part.sharded_params, part.layout.local_views(shard), strict=True):
             if parameter.grad is not None:
                 piece.copy_(parameter.grad)
-        wholes.update(zip((each[0][0] for each in part.places), part.layout.gather(shard), strict=True))
+        wholes.update(zip((each[0][0] for each in part.slots), part.layout.gather(shard), strict=True))
     return wholes
 
 
@@ -300,7 +300,7 @@ def sent_and_stored() -> list[str]:
                     model.finish()
                 optimizer.step()
                 optimizer.zero_grad()
-            shards = [sum(part.layout.shard_numel for part in unit.parts) for unit in [*model.units, model.root]]
+            shards = [sum(part.layout.shard_numel for part in unit.flat_params) for unit in [*model.units, model.root]]
             units, root = len(model.units), int(tied)
             wrong += [f"{about}: {units} units"] * (units != (4 if tied else 5))
             calls = {"all_gather": micro * (2 * units - 1) + root, "reduce_scatter": micro * (units + root)}
@@ -341,7 +341,7 @@ def stored(tensors) -> int:
 def whole_units(model: FullyShard) -> list[int]:
     """The units whose whole parameters have memory; -1: the root."""
     units = [*enumerate(model.units), (-1, model.root)]
-    return [i for i, unit in units if any(part.buffer.values.untyped_storage().nbytes() for part in unit.parts)]
+    return [i for i, unit in units if any(part.buffer.values.untyped_storage().nbytes() for part in unit.flat_params)]
 
 
 def test_a_step_gathers_each_unit_twice_but_the_last_and_a_rank_keeps_an_nth(ranks):
@@ -798,8 +798,8 @@ def changed_values() -> list[str]:
     wrong += ["kept"] * (whole_units(model) != [4])
     with torch.no_grad():
         for unit in model.units:
-            for part in unit.parts:
-                for parameter in part.sharded:
+            for part in unit.flat_params:
+                for parameter in part.sharded_params:
                     parameter.mul_(2)
     alone = make_model(False)
     with torch.no_grad():
@@ -836,7 +836,7 @@ def lives() -> dict[str, bool]:
     found["an error in forward"] = torch.allclose(model(inputs), expected(inputs), rtol=1e-4, atol=1e-5)
     model.finish()
     before, (late, target) = len(_global_optimizer_pre_hooks), batches(1)
-    gone = [weakref.ref(each) for each in (model, net, *(part.buffer for part in model.parts))]
+    gone = [weakref.ref(each) for each in (model, net, *(part.buffer for part in model.flat_params))]
     step_loss = loss(model(late), target)
     del model
     gc.collect()

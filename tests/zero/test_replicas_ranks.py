@@ -58,7 +58,7 @@ def on_ranks(places: list[list[int]], micro_batches: int):
             losses.append(sharded_accumulate(model, model, list(zip(*parts, strict=True))).item())
         norms.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
-    pieces = [part for unit in [*model.units, model.root] for part in unit.parts]
+    pieces = [part for unit in [*model.units, model.root] for part in unit.flat_params]
     kept, padded = sum(p.numel() for p in model.parameters()), sum(part.layout.padded for part in pieces)
     found = {name: traffic.select(name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
     sent = {name: (each.calls, each.bytes) for name, each in found.items()}

@@ -145,7 +145,7 @@ def half_sums() -> dict[str, list[torch.Tensor]]:
         kept = layer.weight.grad
         if isinstance(owner, ZeroOptimizer):
             (bucket,) = owner.gradients
-            (kept,) = bucket.layout.pieces(bucket.gradient)
+            (kept,) = bucket.layout.local_views(bucket.gradient)
         found[name] = kept.flatten().tolist()
     return found
 

@@ -74,13 +74,13 @@ def test_pieces_and_views_point_into_their_buffer_and_agree(world_size):
                 assert view.shape == tensor.shape and view.stride() == tensor.stride()
                 view.copy_(tensor)
             assert whole.tolist() == [*range(1, layout.numel + 1), *[0] * (layout.padded - layout.numel)]
-            own = layout.own(whole)
+            own = layout.local_shard(whole)
             assert own.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-            pieces = layout.pieces(own)
+            pieces = layout.local_views(own)
             assert [len(piece) for piece in pieces] == [b - a for a, b in map(layout.span, range(len(shapes)))]
             for i, (piece, tensor) in enumerate(zip(pieces, tensors, strict=True)):
                 assert piece.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-                assert torch.equal(piece, layout.cut(i, tensor))
+                assert torch.equal(piece, layout.local_elements(i, tensor))
                 piece.fill_(-1)  # writes through
             assert (whole == -1).sum() == sum(map(len, pieces))
 
@@ -118,8 +118,10 @@ def test_tensors_of_other_strides_keep_them_and_their_values(world_size, monkeyp
     numel = ranks[0].numel
     assert torch.equal(buffer[1 : numel + 1], torch.cat(shards)[:numel])
     assert buffer[0] == -7 and (buffer[numel + 1 :] == -7).all()
-    contiguous = [layout.cut(0, tensors[0].contiguous()) for layout in ranks]  # of other strides than the layout's
-    assert torch.equal(torch.cat(contiguous), torch.cat([layout.cut(0, tensors[0]) for layout in ranks]))
+    contiguous = [
+        layout.local_elements(0, tensors[0].contiguous()) for layout in ranks
+    ]  # of other strides than the layout's
+    assert torch.equal(torch.cat(contiguous), torch.cat([layout.local_elements(0, tensors[0]) for layout in ranks]))
 
 
 def test_a_shard_of_missing_tensors_has_zeros_there():
@@ -127,7 +129,7 @@ def test_a_shard_of_missing_tensors_has_zeros_there():
     for layout in layouts(tensors, 3):
         whole = torch.cat([tensors[0], torch.zeros(4), tensors[2]])
         shard = layout.shard_of([tensors[0], None, tensors[2]])
-        assert torch.equal(shard, layout.own(whole)) and shard.shape == (4,)
+        assert torch.equal(shard, layout.local_shard(whole)) and shard.shape == (4,)
 
 
 # Gradients on their way.

@@ -13,14 +13,20 @@ from course_lib.single_gpu.model import PRESETS, ModelConfig
 
 def check() -> None:
     """Assert counts for one layout at a time, for arrays, for wide heads, and for a mixture of experts."""
-    config, h100 = PRESETS["llama3-8B"], CLUSTERS["H100"].with_software(kept_hidden=11.0, kept_whole=3.0, kept_ffn=5.0)
+    config, h100 = (
+        PRESETS["llama3-8B"],
+        CLUSTERS["H100"].with_software(kept_hidden=11.0, kept_outside_tp=3.0, kept_ffn=5.0),
+    )
     h, f, kv = config.hidden, config.ffn_hidden, 1024
     cases = {
         "dp1": (
             9 * h + 2 * kv + 5 * f,
             "elements, not bytes; K and V have 1,024 each, the others the software's counts",
         ),
-        "tp4": (3 * h + (6 * h + 2 * kv + 5 * f) / 4, "without sp, kept_whole of them are whole; tp splits all others"),
+        "tp4": (
+            3 * h + (6 * h + 2 * kv + 5 * f) / 4,
+            "without sp, kept_outside_tp of them are whole; tp splits all others",
+        ),
         "tp4,sp": ((9 * h + 2 * kv + 5 * f) / 4, "with sp, tp splits all of them"),
         "tp16,sp": ((9 * h + 2 * kv * 2 + 5 * f) / 16, "tp 16 of 8 K/V heads: each head is there twice"),
     }

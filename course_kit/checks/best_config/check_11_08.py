@@ -47,7 +47,7 @@ def check() -> None:
     for words in ("dp8,zero3", "dp2,pp4,tp2,sp,zero3,keep,zb-h1", "tp8,sp"):
         for why, one in recipe.changes(Layout.parse(words)).items():
             assert one.sequence_parallel == (one.tp > 1), f"{words}, {why}: sequence parallelism goes with tp above 1"
-            assert one.keep_gathered == (one.zero_stage == 3 and one.pp > 1), (
+            assert one.gather_once == (one.zero_stage == 3 and one.pp > 1), (
                 f"{words}, {why}: keep goes with zero3 under a pipeline"
             )
             assert one.pp > 1 or one.schedule == "1f1b", f"{words}, {why}: a schedule without a pipeline"

@@ -1,4 +1,4 @@
-"""Check of exercise 10.18: boxes of every range of small tensors, and of a large one without a loop over its rows."""
+"""Check of exercise 10.18: chunks of every range of small tensors, and of a large one without a loop over its rows."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 
 import torch
 
-from course_lib.checkpoint import boxes
+from course_lib.checkpoint import chunks
 
 SHAPES = (4, 5), (7,), (2, 3, 4), (1, 6), (5, 1), (2, 1, 3, 2), ()
-COUNTS = (  # shape, first, last, boxes that will do
+COUNTS = (  # shape, first, last, chunks that will do
     *(((4, 5), 0, 20, 1), ((4, 5), 5, 15, 1), ((4, 5), 6, 9, 1), ((4, 5), 3, 10, 2), ((4, 5), 3, 8, 2)),
     *(((4, 5), 5, 12, 2), ((4, 5), 7, 7, 0), ((2, 3, 4), 0, 24, 1), ((2, 3, 4), 4, 12, 1), ((2, 3, 4), 3, 22, 4)),
 )
@@ -19,25 +19,25 @@ LARGE = 128256, 16384
 
 
 def check_elements(shape: tuple[int, ...]) -> None:
-    """Assert that the boxes of each range have its elements, in order, and are not too many."""
+    """Assert that the chunks of each range have its elements, in order, and are not too many."""
     size = math.prod(shape)
     grid = torch.arange(size).view(shape)
     for first, last in itertools.combinations_with_replacement(range(size + 1), 2):
-        found = boxes.boxes_of_span(shape, first, last)
-        cut = [grid[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in found]
+        found = chunks.span_chunks(shape, first, last)
+        cut = [grid[tuple(slice(o, o + n) for o, n in zip(*chunk, strict=True))].reshape(-1) for chunk in found]
         assert torch.cat([torch.empty(0), *cut]).tolist() == list(range(first, last)), (
-            f"{shape}, elements {first} … {last - 1}: the boxes {found} have others"
+            f"{shape}, elements {first} … {last - 1}: the chunks {found} have others"
         )
         assert all(math.prod(sizes) == len(part) for (_, sizes), part in zip(found, cut, strict=True)), (
-            f"{shape}, elements {first} … {last - 1}: a box of {found} is larger than the tensor"
+            f"{shape}, elements {first} … {last - 1}: a chunk of {found} is larger than the tensor"
         )
         assert len(found) <= max(1, 2 * len(shape) - 1), (
-            f"{shape}, {first} … {last - 1}: {len(found)} boxes are too many"
+            f"{shape}, {first} … {last - 1}: {len(found)} chunks are too many"
         )
 
 
 def check_large() -> None:
-    """Assert that a large matrix takes three boxes and few lines of Python."""
+    """Assert that a large matrix takes three chunks and few lines of Python."""
     steps, before = itertools.count(), sys.gettrace()
 
     def note_step(*_):
@@ -46,15 +46,15 @@ def check_large() -> None:
 
     sys.settrace(note_step)
     try:
-        large = boxes.boxes_of_span(LARGE, 12345, math.prod(LARGE) - 54321)
+        large = chunks.span_chunks(LARGE, 12345, math.prod(LARGE) - 54321)
     finally:
         sys.settrace(before)
-    assert len(large) == 3 and next(steps) < 1000, "of a large matrix: three boxes, and no loop over its 128,256 rows"
+    assert len(large) == 3 and next(steps) < 1000, "of a large matrix: three chunks, and no loop over its 128,256 rows"
 
 
 def check() -> None:
-    """Assert one example, all ranges of SHAPES, the fewest boxes of COUNTS, and a large matrix."""
-    found = boxes.boxes_of_span((4, 5), 3, 17)
+    """Assert one example, all ranges of SHAPES, the fewest chunks of COUNTS, and a large matrix."""
+    found = chunks.span_chunks((4, 5), 3, 17)
     wanted = [((0, 3), (1, 2)), ((1, 0), (2, 5)), ((3, 0), (1, 2))]
     assert found == wanted, (
         f"elements 3 … 16 of [4, 5]: the end of row 0, rows 1 and 2, the beginning of row 3: {found}"
@@ -62,6 +62,6 @@ def check() -> None:
     for shape in SHAPES:
         check_elements(shape)
     for shape, first, last, count in COUNTS:
-        found = boxes.boxes_of_span(shape, first, last)
+        found = chunks.span_chunks(shape, first, last)
         assert len(found) == count, f"{shape}, elements {first} … {last - 1}: {count} will do, and there are {found}"
     check_large()

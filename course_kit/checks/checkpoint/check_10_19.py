@@ -1,4 +1,4 @@
-"""Check of exercise 10.19: `fill` copies what saved boxes have of wanted ones, whatever way either was cut."""
+"""Check of exercise 10.19: `fill` copies what saved chunks have of wanted ones, whatever way either was cut."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 
 import torch
 
-from course_lib.checkpoint import boxes
-from course_lib.checkpoint.boxes import Box
+from course_lib.checkpoint import chunks
+from course_lib.checkpoint.chunks import Chunk
 
 Cut = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes
 
 
-def as_boxes(whole: torch.Tensor, cuts: list[Cut]) -> list[Box]:
-    """Return boxes of a whole tensor at these places, with their values."""
+def as_boxes(whole: torch.Tensor, cuts: list[Cut]) -> list[Chunk]:
+    """Return chunks of a whole tensor at these places, with their values."""
     return [
-        Box(
+        Chunk(
             offsets,
             tuple(whole.shape),
             whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))].clone(),
@@ -26,7 +26,7 @@ def as_boxes(whole: torch.Tensor, cuts: list[Cut]) -> list[Box]:
 
 
 def grid_of(shape: tuple[int, ...], parts: int) -> list[Cut]:
-    """Return the boxes of a tensor that is cut into so many parts in each dimension."""
+    """Return the chunks of a tensor that is cut into so many parts in each dimension."""
     sides = [[(size * i // parts, size * (i + 1) // parts) for i in range(parts)] for size in shape]
     return [
         (tuple(begin for begin, _ in spans), tuple(end - begin for begin, end in spans))
@@ -36,38 +36,40 @@ def grid_of(shape: tuple[int, ...], parts: int) -> list[Cut]:
 
 
 def check_apart() -> None:
-    """Assert that boxes that do not overlap change nothing."""
+    """Assert that chunks that do not overlap change nothing."""
     apart = as_boxes(torch.full((8, 2), -1.0), [((3, 0), (4, 2))])
     try:
-        boxes.fill(apart, as_boxes(torch.ones(8, 2), [((0, 0), (2, 2))]))
+        chunks.fill(apart, as_boxes(torch.ones(8, 2), [((0, 0), (2, 2))]))
     except (RuntimeError, IndexError) as error:
         raise AssertionError(f"rows 0 and 1 have nothing of rows 3 to 6, and fill fails: {error}") from None
     assert (apart[0].values == -1).all(), "rows 0 and 1 have nothing of rows 3 to 6, and these have changed"
 
 
 def check() -> None:
-    """Assert rows to columns, a part of one box, boxes apart, and grids of several shapes."""
+    """Assert rows to columns, a part of one chunk, chunks apart, and grids of several shapes."""
     whole = torch.arange(24.0).view(4, 6)
     rows = as_boxes(whole, [((0, 0), (2, 6)), ((2, 0), (2, 6))])
     columns = as_boxes(torch.full((4, 6), -1.0), [((0, 0), (4, 4)), ((0, 4), (4, 2))])
-    before = [box.values.clone() for box in rows]
-    boxes.fill(columns, rows)
-    assert all(torch.equal(a, box.values) for a, box in zip(before, rows, strict=True)), "the saved boxes have changed"
-    assert torch.equal(torch.cat([box.values for box in columns], 1), whole), (
-        f"from rows to columns 0 to 3 and 4 to 5 of {whole.tolist()}: {[box.values.tolist() for box in columns]}"
+    before = [chunk.values.clone() for chunk in rows]
+    chunks.fill(columns, rows)
+    assert all(torch.equal(a, chunk.values) for a, chunk in zip(before, rows, strict=True)), (
+        "the saved chunks have changed"
+    )
+    assert torch.equal(torch.cat([chunk.values for chunk in columns], 1), whole), (
+        f"from rows to columns 0 to 3 and 4 to 5 of {whole.tolist()}: {[chunk.values.tolist() for chunk in columns]}"
     )
     part = as_boxes(torch.full((4, 6), -1.0), [((1, 1), (2, 3))])
     place = part[0].values
-    boxes.fill(part, rows[:1])
+    chunks.fill(part, rows[:1])
     assert part[0].values is place and place[0].tolist() == [7, 8, 9], f"row 1, columns 1 to 3: {place.tolist()}"
-    assert place[1].tolist() == [-1] * 3, "what no saved box has should stay as it was"
+    assert place[1].tolist() == [-1] * 3, "what no saved chunk has should stay as it was"
     check_apart()
     for shape, (saved, wanted) in itertools.product(((4, 6), (3, 2, 5), (11,), ()), ((3, 4), (2, 3), (4, 2))):
         whole = torch.randn(shape)
         ours = as_boxes(torch.full(shape, math.nan), grid_of(shape, wanted))
-        boxes.fill(ours, as_boxes(whole, grid_of(shape, saved)))
-        for box, right in zip(ours, as_boxes(whole, grid_of(shape, wanted)), strict=True):
-            assert torch.equal(box.values, right.values), (
-                f"{shape}, cut into {saved} and then into {wanted} in each dimension: {box.values.tolist()}, not "
+        chunks.fill(ours, as_boxes(whole, grid_of(shape, saved)))
+        for chunk, right in zip(ours, as_boxes(whole, grid_of(shape, wanted)), strict=True):
+            assert torch.equal(chunk.values, right.values), (
+                f"{shape}, cut into {saved} and then into {wanted} in each dimension: {chunk.values.tolist()}, not "
                 f"{right.values.tolist()}"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from course_kit.checks.context_parallel.trials import logsumexp
-from course_kit.labs.context_parallel import some_heads, whole_attention
+from course_kit.labs.context_parallel import full_attention, some_heads
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_lib.context_parallel import blocks
 
@@ -24,7 +24,7 @@ def judge_whole(kv: int, causal: bool) -> None:
     where = f"{kv} K/V heads, causal {causal}"
     q, k, v, gradient = some_heads(6, kv=kv)
     copies = [x.clone() for x in (q, k, v, gradient)]
-    expected, *gradients = whole_attention(q, k, v, gradient, causal)
+    expected, *gradients = full_attention(q, k, v, gradient, causal)
     told = blocks.plain_forward(q, k, v, causal)
     assert told is not None and len(told) == 2, "plain_forward returns out and lse"
     assert relative_error(told[0], expected) < 1e-9, f"{where}: out is not PyTorch's attention"
@@ -41,7 +41,7 @@ def judge_far_rows() -> None:
     """Judge scores below -200, whose exp is 0 in float32."""
     q, k, v, gradient = some_heads(6, dtype=torch.float32)
     q, k = torch.full_like(q, 10.0), torch.full_like(k, -10.0)
-    expected, *_ = whole_attention(q, k, v, gradient, True)
+    expected, *_ = full_attention(q, k, v, gradient, True)
     far = relative_error(blocks.plain_forward(q, k, v, True)[0], expected)
     assert far < 1e-5, f"all scores are -283, whose exp is 0: out is {far:.3g} off. Take off the row's own largest"
 
@@ -49,7 +49,7 @@ def judge_far_rows() -> None:
 def judge_bfloat16() -> None:
     """Judge dtypes and numbers in BF16."""
     q, k, v, gradient = some_heads(6, dtype=torch.bfloat16)
-    expected = whole_attention(*(x.double() for x in (q, k, v, gradient)), True)
+    expected = full_attention(*(x.double() for x in (q, k, v, gradient)), True)
     out, lse = blocks.plain_forward(q, k, v, True)
     got = out, *blocks.plain_backward(gradient, q, k, v, out, lse, True)
     kinds = [str(x.dtype).removeprefix("torch.") for x in (*got, lse)]
@@ -62,7 +62,7 @@ def judge_bfloat16() -> None:
 def judge_two_blocks() -> None:
     """Judge two blocks of keys: their out and lse put together by the formula, and the gradients with the sum's lse."""
     q, k, v, gradient = some_heads(6, keys=10)
-    expected, *gradients = whole_attention(q, k, v, gradient, False)
+    expected, *gradients = full_attention(q, k, v, gradient, False)
     parts = slice(0, 3), slice(3, 10)
     told = [blocks.plain_forward(q, k[:, part], v[:, part], False) for part in parts]
     lse = torch.logaddexp(told[0][1], told[1][1])

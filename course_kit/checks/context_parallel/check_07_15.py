@@ -19,7 +19,7 @@ from course_kit.ranks import shared
 from course_lib.collectives.traffic import count_traffic
 from course_lib.context_parallel import model as context
 from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
-from course_lib.sequence_parallel.shards import ORDERS, own_positions, shard_sequence
+from course_lib.sequence_parallel.shards import ORDERS, local_positions, shard_sequence
 from course_lib.single_gpu.model import ModelConfig, Transformer
 
 LAYOUTS = (  # ranks, method, order, model, steps
@@ -53,7 +53,7 @@ def context_trial(group: dist.ProcessGroup, method: str, order: str, config: Mod
         gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
         optimizer.step()
     with torch.no_grad():
-        given = batch[0], own_positions(batch[0].shape[1], group, order)
+        given = batch[0], local_positions(batch[0].shape[1], group, order)
         plain, named = model(batch[0]), model(given[0], positions=given[1])
         same = torch.equal(model(*given), plain) and torch.equal(named, plain)
         other = torch.equal(model(given[0], positions=given[1] * 2), named)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from course_kit.checks.sequence_parallel.diary import Diary, Event
-from course_kit.labs.context_parallel import some_heads, whole_attention
+from course_kit.labs.context_parallel import full_attention, some_heads
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.context_parallel import attention, blocks
@@ -72,7 +72,7 @@ class Backward(NamedTuple):
 def forward_trial(group: dist.ProcessGroup, function: str, order: str, causal: bool) -> Forward:
     """Try a function of course_lib.context_parallel.attention, of this name."""
     q, k, v, gradient = some_heads(SEQ)
-    expected = whole_attention(q, k, v, gradient, causal)[0], logsumexp(q, k, causal)
+    expected = full_attention(q, k, v, gradient, causal)[0], logsumexp(q, k, causal)
     own = [own_tokens(x, group, order) for x in (q, k, v)]
     copies = [x.clone() for x in own]
     with Diary() as diary, count_traffic() as traffic:
@@ -91,7 +91,7 @@ def backward_trial(
 ) -> Backward:
     """Try a function of course_lib.context_parallel.attention, of this name. out and lse are one process's."""
     q, k, v, gradient = some_heads(seq, dtype=dtype)
-    out, *expected = whole_attention(*(x.double() for x in (q, k, v, gradient)), causal)
+    out, *expected = full_attention(*(x.double() for x in (q, k, v, gradient)), causal)
     given = [
         own_tokens(x, group, order).contiguous() for x in (gradient, q, k, v, out.to(dtype), logsumexp(q, k, causal))
     ]
@@ -117,7 +117,7 @@ def method_trial(
 ) -> Both:
     """Try a function that takes (q, k, v, group, causal, attention, order) and returns out."""
     q, k, v, gradient = some_heads(SEQ, heads, kv)
-    expected = whole_attention(q, k, v, gradient, causal)
+    expected = full_attention(q, k, v, gradient, causal)
     own = [own_tokens(x, group, order).contiguous().requires_grad_() for x in (q, k, v)]
     diary = Diary()
     with count_traffic() as forward:

@@ -1,4 +1,4 @@
-"""Check of exercise 04.10: `out_of_step` names what differs between the ranks, and sends 16 bytes for each tensor."""
+"""Check of exercise 04.10: `find_diverged_params` names what differs between the ranks, and sends 16 bytes for each tensor."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def altered_trial(group: dist.ProcessGroup | None) -> tuple[list[str], Traffic, 
     tensors = [*module.parameters(), *module.buffers()]
     before, watched = [tensor.detach().clone() for tensor in tensors], Largest()
     with watched as traffic:
-        found = replicas.out_of_step(module, group)
+        found = replicas.find_diverged_params(module, group)
     same = all(torch.equal(b.nan_to_num(), t.nan_to_num()) for b, t in zip(before, tensors, strict=True))
     return found, traffic, watched.largest, same, len(tensors)
 

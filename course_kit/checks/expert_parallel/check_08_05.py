@@ -23,7 +23,7 @@ def from_parts(layer: MoE, x: torch.Tensor) -> torch.Tensor:
 
 
 def check() -> None:
-    """Judge run_here and apply_moe."""
+    """Judge run_local_experts and apply_moe."""
     x = torch.randn(2, 5, TINY.hidden, generator=torch.Generator().manual_seed(6))
     for options in OPTIONS:
         judge_model(options, x)

@@ -13,9 +13,9 @@ from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu.model import Transformer, loss
 
 CASES = (  # micro-batches, recompute, routing
-    (1, "none", {"balance": 0.3, "z": 0.1}),
-    (2, "none", {"balance": 0.3}),
-    (2, "full", {"balance": 0.3, "z": 0.1}),
+    (1, "none", {"aux_loss_coeff": 0.3, "z_loss_coeff": 0.1}),
+    (2, "none", {"aux_loss_coeff": 0.3}),
+    (2, "full", {"aux_loss_coeff": 0.3, "z_loss_coeff": 0.1}),
     (1, "none", {}),
 )
 Found = tuple[list[torch.Tensor | None], list[list[int] | None]]  # by router: gradient, counts
@@ -41,8 +41,8 @@ def by_formula(micro_batches: int, routing: dict) -> Found:
     def add_up(router, arguments, gates):
         logits, seen = F.linear(arguments[0], router.weight), (gates != 0).flatten(0, 1).sum(0)
         counts.append(seen)
-        extra = routing.get("balance", 0) * formulas.balance(logits.softmax(-1), seen)
-        extras.append((extra + routing.get("z", 0) * formulas.z(logits)) / micro_batches)
+        extra = routing.get("aux_loss_coeff", 0) * formulas.balance(logits.softmax(-1), seen)
+        extras.append((extra + routing.get("z_loss_coeff", 0) * formulas.z(logits)) / micro_batches)
 
     for block in model.blocks:
         block.mlp.router.register_forward_hook(add_up)

@@ -83,7 +83,7 @@ def exchange_trial(group: dist.ProcessGroup, sizes: list[list[int]]) -> Told:
 
 
 def check() -> None:
-    """Judge start and finish of Transfer on 2 and 4 ranks."""
+    """Judge start and finish of AsyncAllToAll on 2 and 4 ranks."""
     ranks = shared(4)
     with ranks.within(20):
         for n, sizes in ((2, SIZES), (4, SIZES), (4, [[0, 0, 3, 0]] * 4)):

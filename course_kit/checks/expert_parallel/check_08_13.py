@@ -56,7 +56,7 @@ def rounding_trial(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], s
     with Additions() as additions:
         with noted_exchanges() as events:
             beside = functools.partial(events.append, "meanwhile")
-            out = exchange.exchanged(
+            out = exchange.dispatch_and_combine(
                 x, torch.ones(3, 8), None, group, lambda rows, gates, choices: factor * rows, beside
             )
         out.backward(torch.ones_like(out))
@@ -86,7 +86,7 @@ def exchanged_trial(group: dist.ProcessGroup, kind: str, sizes: tuple[int, ...])
     noting = Noting(own)
     part = [each.detach()[mine].clone().requires_grad_() for each in (x, gates)]
     with count_traffic() as forward, Work() as work:
-        out = exchange.exchanged(*part, choices, group, noting)
+        out = exchange.dispatch_and_combine(*part, choices, group, noting)
     with count_traffic() as backward:
         got = torch.autograd.grad(out, [*part, *own.parameters()], weight[mine], allow_unused=True)
     chosen = (gates.detach()[mine] != 0).float()
@@ -138,7 +138,7 @@ def judge_rounding() -> None:
 
 
 def check() -> None:
-    """Judge exchanged on 2 and 4 ranks."""
+    """Judge dispatch_and_combine on 2 and 4 ranks."""
     with shared(4).within(20):
         judge(4, "plain", (5, 5, 0, 7))
         judge_rounding()

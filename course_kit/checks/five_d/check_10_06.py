@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from course_kit.labs.five_d.models import MOE, SHALLOW, TINY, apart, built, one_process, own_batch
+from course_kit.labs.five_d.models import MOE, SHALLOW, TINY, apart, built, local_batch, one_process
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
@@ -39,7 +39,7 @@ def gradients_trial(text: str, moe: dict | None, config: ModelConfig) -> Told:
     """On a rank: two calls of gradients, the first with one micro-batch alone, and a third that cannot be cut."""
     layout, mesh, parallel = built(text, config, moe)
     replicas, sums = tuple(dist.get_process_group_ranks(mesh.replicas)), []
-    own = own_batch(layout, mesh)
+    own = local_batch(layout, mesh)
     for sequences in (layout.micro_batch, len(own[0])):
         parallel.optimizer.zero_grad()
         with count_traffic() as traffic:

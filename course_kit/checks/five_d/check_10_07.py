@@ -53,7 +53,7 @@ def narrowed(layout: Layout, mesh: Mesh, config: ModelConfig, moe: dict | None) 
     settings = {"dtype": torch.bfloat16, "optimizer_cls": torch.optim.SGD, "lr": 0.25, "weight_decay": 0.5}
     parallel = model.parallelize(config, layout, mesh, moe=moe, **settings)
     if layout.zero_stage == 3:
-        parts = [part for unit in getattr(parallel.sharding, "units", ()) for part in unit.parts]
+        parts = [part for unit in getattr(parallel.sharding, "units", ()) for part in unit.flat_params]
         used, summed = {part.buffer.values.dtype for part in parts}, {part.reduce_dtype for part in parts}
     else:
         used = {weight.dtype for weight in parallel.stages.parameters()}

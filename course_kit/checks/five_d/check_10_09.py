@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 
 from course_kit.checks.five_d.references import reference_models
-from course_kit.labs.five_d.counts import FLAT, sent_in_a_step
+from course_kit.labs.five_d.counts import FLAT, sent_per_step
 from course_kit.ranks import shared
 from course_lib.single_gpu.memory import param_count
 
@@ -16,7 +16,7 @@ def counted_ratio() -> float:
     """Return the bytes of ZeRO-3 over those of a pipeline, for eight micro-batches on eight ranks, by the reference."""
     with reference_models(), shared(8).within(40):
         sharded, piped = (
-            sum(each[0] for each in shared(8)(sent_in_a_step, text, [m])) for text, m in (("dp8,zero3", 1), ("pp8", 8))
+            sum(each[0] for each in shared(8)(sent_per_step, text, [m])) for text, m in (("dp8,zero3", 1), ("pp8", 8))
         )
     return sharded / piped
 

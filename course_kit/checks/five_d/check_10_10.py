@@ -1,30 +1,30 @@
-"""Check of exercise 10.10: `KeptGathers` gathers once a step, and frees the full weights after it."""
+"""Check of exercise 10.10: `GatherOncePerStep` gathers once a step, and frees the full weights after it."""
 
 from __future__ import annotations
 
-from course_kit.labs.five_d.models import ADAMW, TINY, built, one_process, own_batch
+from course_kit.labs.five_d.models import ADAMW, TINY, built, local_batch, one_process
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import count_traffic
-from course_lib.five_d.kept_gathers import KeptGathers
+from course_lib.five_d.gather_once import GatherOncePerStep
 from course_lib.five_d.layouts import Layout
 
 
-def check_gather(kept: KeptGathers) -> None:
-    """Assert that gather() starts everything and waits for nothing, and that before_forward() waits."""
+def check_gather(kept: GatherOncePerStep) -> None:
+    """Assert that gather() starts everything and waits for nothing, and that pre_forward() waits."""
     kept.gather()
-    parts = [part for unit in kept.units for part in unit.parts]
+    parts = [part for unit in kept.units for part in unit.flat_params]
     late = sum(part.buffer.work is None for part in parts)
     assert late == 0, f"after gather() {late} of {len(parts)} parts are not on their way: start all, and wait for none"
-    for part in [*parts, *kept.root.parts]:
-        for whole, places in zip(part.whole, part.places, strict=True):
+    for part in [*parts, *kept.root.flat_params]:
+        for whole, places in zip(part.unsharded_params, part.slots, strict=True):
             for path, module, name in places:
                 assert module._parameters[name] is whole, (
                     f"after gather() {path} is not whole in its module: register()"
                 )
     for unit in kept.units:
-        kept.before_forward(unit)
+        kept.pre_forward(unit)
     late = sum(part.buffer.work is not None for part in parts)
-    assert late == 0, f"before_forward has not waited for {late} of {len(parts)} parts"
+    assert late == 0, f"pre_forward has not waited for {late} of {len(parts)} parts"
     kept.finish()
 
 
@@ -34,11 +34,11 @@ def kept_trial(text: str) -> tuple[list[float], list[int], int, int]:
     parallel.runner.prepare = parallel.sharding.gather
     check_gather(parallel.sharding)
     parallel.optimizer.zero_grad()
-    own = own_batch(layout, mesh)
+    own = local_batch(layout, mesh)
     losses = [parallel.step(*own, max_norm=0.5)[0].item()]
     with count_traffic() as traffic:
         losses.append(parallel.step(*own, max_norm=0.5)[0].item())
-    parts = [part for unit in [*parallel.sharding.units, parallel.sharding.root] for part in unit.parts]
+    parts = [part for unit in [*parallel.sharding.units, parallel.sharding.root] for part in unit.flat_params]
     left = sum(part.buffer.values.untyped_storage().nbytes() for part in parts)
     calls = [traffic.select(name).calls for name in ("all_gather", "reduce_scatter")]
     return losses, calls, left, len(parts)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from course_lib.five_d import flight_records
-from course_lib.five_d.flight_records import Flight
+from course_lib.five_d.flight_records import CollectiveRecord
 
 GROUPS = {"0": [0, 1, 2, 3], "1": [0, 1], "2": [2, 3], "9": [2]}
 
 
-def flights(*numbers: int, group: str = "1", name: str = "all_reduce", sizes: tuple = ((4,),)) -> list[Flight]:
+def flights(
+    *numbers: int, group: str = "1", name: str = "all_reduce", sizes: tuple = ((4,),)
+) -> list[CollectiveRecord]:
     """Return records of one rank: these numbers of a group."""
-    return [Flight(group, number, name, sizes, 0) for number in numbers]
+    return [CollectiveRecord(group, number, name, sizes, 0) for number in numbers]
 
 
 def check() -> None:

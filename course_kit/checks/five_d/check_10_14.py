@@ -1,16 +1,16 @@
-"""Check of exercise 10.14: `lateness` on made-up records of four ranks."""
+"""Check of exercise 10.14: `straggler_delay` on made-up records of four ranks."""
 
 from __future__ import annotations
 
 from course_lib.five_d import flight_records
-from course_lib.five_d.flight_records import Flight
+from course_lib.five_d.flight_records import CollectiveRecord
 
 GROUPS = {"1": [0, 1, 2, 3], "2": [0, 1], "3": [2]}
 
 
-def at(number: int, ms: int, group: str = "1") -> Flight:
+def at(number: int, ms: int, group: str = "1") -> CollectiveRecord:
     """Return the record of a collective that a rank asked for at this time."""
-    return Flight(group, number, "all_reduce", ((4,),), ms * 1_000_000)
+    return CollectiveRecord(group, number, "all_reduce", ((4,),), ms * 1_000_000)
 
 
 def check() -> None:
@@ -19,12 +19,12 @@ def check() -> None:
     came[0] += [at(1, 200, "2")]
     came[1] += [at(1, 230, "2")]
     came[2] += [at(1, 999, "3")]
-    found = flight_records.lateness(GROUPS, came)
+    found = flight_records.straggler_delay(GROUPS, came)
     wanted = {0: 0.0, 1: 0.015, 2: (40 - 3 + 160 - 102) / 1e3, 3: 0.0}
     assert set(found) == {0, 1, 2, 3}, f"every rank should be there: {found}"
     for rank, seconds in wanted.items():
         assert abs(found[rank] - seconds) < 1e-9, (
-            f"rank {rank} made others wait {seconds} s, and lateness says {found[rank]}"
+            f"rank {rank} made others wait {seconds} s, and straggler_delay says {found[rank]}"
         )
-    waits = flight_records.lateness(GROUPS, {0: [at(7, 0)], 1: [at(7, 50)], 2: [], 3: [at(7, 10)]})
+    waits = flight_records.straggler_delay(GROUPS, {0: [at(7, 0)], 1: [at(7, 50)], 2: [], 3: [at(7, 10)]})
     assert set(waits.values()) == {0.0}, "a collective that rank 2 has not come to yet says nothing"

@@ -11,7 +11,7 @@ STRAIGHT, MIXED = [0, 1, 2, 3], [0, 2, 1, 3]  # slots by rank
 
 def check() -> None:
     """Assert rings, sends and all-to-alls on nodes of two and of four ranks."""
-    across = node_traffic.bytes_across
+    across = node_traffic.inter_node_bytes
     ring = Traffic([Record("all_reduce", EVERY, rank, 100, None) for rank in range(4)])
     assert across(ring, STRAIGHT, 4) == 0, "one node of four: nothing leaves it"
     assert across(ring, STRAIGHT, 2) == 200, "two nodes of two: in a ring of four, two of the four sends cross"

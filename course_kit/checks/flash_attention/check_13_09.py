@@ -12,7 +12,7 @@ from course_lib.context_parallel.blocks import (
     attend,
     attend_backward,
     in_tokens,
-    nothing_seen,
+    initial_out_lse,
     visible,
 )
 from course_lib.flash_attention import operator
@@ -68,7 +68,7 @@ def check_ring(on: torch.device) -> None:
     block = AttentionBlock(operator.flash_block_forward, operator.flash_block_backward)
     q, k, v, gradient = (torch.randn(1, 48, a, 16, device=on) for a in (4, 2, 2, 4))
     wanted, wanted_lse = exact_attention(q, k, v, True, 0.25)
-    out, lse = nothing_seen(q)
+    out, lse = initial_out_lse(q)
     # the queries of chunk 0, 1, 2 meet the keys of the chunks up to theirs
     meetings = [(rank, source) for rank in range(3) for source in range(rank + 1)]
     for rank, source in meetings:

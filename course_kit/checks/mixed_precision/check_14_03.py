@@ -38,11 +38,11 @@ def check() -> None:
     plain = check_steps(layer, wrapped)
     for _ in range(1000):  # micro-batches: in BF16 a sum of 0.001 stops at 0.25
         layer.weight.grad = torch.full((8, 8), 0.001).bfloat16()
-        wrapped.take_gradients()
+        wrapped.accumulate_into_master()
         assert layer.weight.grad is None, "the 16-bit gradients stay: 2 bytes a parameter too many, and counted twice"
     total = 1000 * torch.tensor(0.001).bfloat16().float()
     found = wrapped.master_parameters[0].grad
-    assert found is not None, "after take_gradients() the masters have no gradient"
+    assert found is not None, "after accumulate_into_master() the masters have no gradient"
     assert torch.allclose(found, total, rtol=1e-4), (
         f"1,000 micro-batches of 0.001 add up to {found[0, 0]:.4f}: not summed, or not in float32"
     )

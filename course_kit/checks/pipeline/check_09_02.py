@@ -58,7 +58,9 @@ def check() -> None:
         weights = {id(each) for stage in own for each in stage.parameters()}
         assert weights == {id(each) for each in model.parameters()}, "a stage has copies of weights: share the layers"
         note, wanted = placement_of(own[-1].head.weight).stages, (0, p * v - 1) if p * v > 1 else None
-        assert note == wanted, f"p = {p}, v = {v}: the tied weight's `placement_of(weight).stages` is {note}, not {wanted}"
+        assert note == wanted, (
+            f"p = {p}, v = {v}: the tied weight's `placement_of(weight).stages` is {note}, not {wanted}"
+        )
     assert not hooks_elsewhere(own, model, tokens), (
         "a hook on the last stage runs with the first one or with the model too: they share a dictionary of hooks"
     )

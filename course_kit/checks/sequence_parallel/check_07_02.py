@@ -1,4 +1,4 @@
-"""Check of exercise 07.2: GatheredProducts against one process, and a diary of its backward."""
+"""Check of exercise 07.2: GatheredMatmul against one process, and a diary of its backward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gathered_trial(
     expected = [cut(whole[0].grad, group, 1), *(cut(w.grad, group, 0) for w in whole[1:])]
     own = [cut(x, group, 1).clone(), *(cut(w, group, 0).clone() for w in weights)]
     wanted = [t.requires_grad_() for t, want in zip(own, (wants_x, *wants), strict=True) if want]
-    outs = sequence.GatheredProducts.apply(own[0], group, *own[1:])
+    outs = sequence.GatheredMatmul.apply(own[0], group, *own[1:])
     given = [cut(g, group, -1).clone() for g in grads]
     copies = [g.clone() for g in given]
     with Diary() as diary, count_traffic() as traffic:
@@ -45,7 +45,7 @@ def gathered_trial(
 
 
 def check() -> None:
-    """Judge GatheredProducts.backward on 2 and 4 ranks."""
+    """Judge GatheredMatmul.backward on 2 and 4 ranks."""
     cases = [(n, gathered_trial, *wish) for n in (2, 4) for wish in WISHES]
     with shared(4).within(20):
         for (n, _, wants_x, wants), told in zip(cases, told_of(cases[:1], cases[1:]), strict=True):

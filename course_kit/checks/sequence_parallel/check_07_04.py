@@ -26,7 +26,7 @@ from course_lib.sequence_parallel import model as sequence
 from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.tensor_parallel.by_hand import cut
 from course_lib.tensor_parallel.model import apply_tensor_parallel
-from course_lib.tensor_parallel.shards import whole_state_dict
+from course_lib.tensor_parallel.shards import gather_state_dict
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 
 
@@ -52,7 +52,7 @@ def sequence_trial(group: dist.ProcessGroup, config: ModelConfig, meta: bool, st
         gradients = gradients or whole_gradients(model)
         losses.append(step_loss.item())
         optimizer.step()
-    return Told(losses, gradients, whole_state_dict(model), forward, differing(model, group))
+    return Told(losses, gradients, gather_state_dict(model), forward, differing(model, group))
 
 
 def later_trial(group: dist.ProcessGroup, config: ModelConfig = TINY) -> tuple[dict[str, torch.Tensor], int]:

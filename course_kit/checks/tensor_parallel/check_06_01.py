@@ -21,13 +21,13 @@ def product_trial(group: dist.ProcessGroup, how: str, dtype: torch.dtype) -> tup
     x, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (6, 24))
     copies = x.clone(), weight.clone()
     with in_case(f"{how}, {dtype}"), count_traffic() as traffic, Diary() as diary:
-        got = by_hand.split_product(x, weight, how, group)
+        got = by_hand.split_matmul(x, weight, how, group)
     assert torch.equal(x, copies[0]) and torch.equal(weight, copies[1]), "leave x and weight as they are"
     return relative_error(got, x @ weight.t()), got.dtype, diary.total("product"), traffic
 
 
 def check() -> None:
-    """Judge split_product on 2 and 4 ranks, in float32 and BF16."""
+    """Judge split_matmul on 2 and 4 ranks, in float32 and BF16."""
     ranks = shared(4)
     with ranks.within(20):
         for n, dtype in ((2, torch.float32), (4, torch.bfloat16)):

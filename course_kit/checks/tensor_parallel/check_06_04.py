@@ -1,4 +1,4 @@
-"""Check of exercise 06.4: ColumnProducts against one process, and the order of what its backward does."""
+"""Check of exercise 06.4: ColumnMatmul against one process, and the order of what its backward does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES = {  # by number of ranks: dtype, x's dimensions but the last, whether x a
 
 
 class Told(NamedTuple):
-    """What a rank tells of ColumnProducts."""
+    """What a rank tells of ColumnMatmul."""
 
     output_error: float
     sent_forward: int  # collectives
@@ -36,7 +36,7 @@ class Told(NamedTuple):
 def column_trial(
     group: dist.ProcessGroup, dtype: torch.dtype, rows: tuple[int, ...], wants_x: bool, wants: tuple[int, ...]
 ) -> Told:
-    """Run ColumnProducts of three weights on x: [*rows, 8], transposed where it has 3 dimensions or more; wants: which
+    """Run ColumnMatmul of three weights on x: [*rows, 8], transposed where it has 3 dimensions or more; wants: which
     of the weights want a gradient.
     """
     generator = torch.Generator().manual_seed(4)
@@ -53,7 +53,7 @@ def column_trial(
     copies = [g.clone() for g in given]
     with in_case(f"x {[*x.shape]}, strides {x.stride()}, {dtype}"):
         with count_traffic() as forward:
-            outs = linear.ColumnProducts.apply(own[0], group, *own[1:])
+            outs = linear.ColumnMatmul.apply(own[0], group, *own[1:])
         output_error = max(relative_error(o, cut(w, group, -1)) for o, w in zip(outs, whole_outs, strict=True))
         with Diary() as diary, count_traffic() as traffic:
             got = iter(torch.autograd.grad(outs, wanted, given))
@@ -62,13 +62,13 @@ def column_trial(
     return Told(output_error, forward.calls, max(errors), diary.events, traffic, spoiled)
 
 
-def products(events: list[tuple[str, int]]) -> int:
+def multiplications(events: list[tuple[str, int]]) -> int:
     """The multiplications of some events."""
     return sum(number for word, number in events if word == "product")
 
 
 def check() -> None:
-    """Judge ColumnProducts on 2 and 4 ranks."""
+    """Judge ColumnMatmul on 2 and 4 ranks."""
     ranks = shared(4)
     with ranks.within(20):
         for n, cases in CASES.items():
@@ -101,10 +101,10 @@ def judge(
         f"one are enough: sum over the weights first, and in x's dtype"
     )
     enough = wants_x * sum(each) + sum(e for e, want in zip(each, wants, strict=True) if want)
-    assert products(events) == enough, f"{where}: {products(events)} multiplications, {enough} are enough"
+    assert multiplications(events) == enough, f"{where}: {multiplications(events)} multiplications, {enough} are enough"
     if wants_x:
         start, wait = words.index("start"), words.index("wait")
-        before, beside = products(events[:start]), products(events[start:wait])
+        before, beside = multiplications(events[:start]), multiplications(events[start:wait])
         advice = "start it with async_op=True, before the gradients of the weights, and wait after them"
         assert (before, beside) == (sum(each), enough - sum(each)), (
             f"{where}: {before} multiplications before the all-reduce starts and {beside} while it is on "

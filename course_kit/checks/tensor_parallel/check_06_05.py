@@ -47,7 +47,7 @@ def row_trial(group: dist.ProcessGroup, bias: bool) -> Told:
     if bias:
         pairs["the gradient of the bias"] = (layer.bias.grad, whole_layer.bias.grad)
     summed = []
-    layer.leave = lambda summand, group: summed.append(summand) or torch.zeros_like(summand)
+    layer.output_reduce = lambda summand, group: summed.append(summand) or torch.zeros_like(summand)
     left = (layer(own) - (whole_layer.bias if bias else 0)).abs().max().item()
     layer(0 * own)
     is_inside = any(summand.any().item() for summand in summed[1:])
@@ -80,7 +80,7 @@ def judge(n: int, rank: int, bias: bool, told: Told) -> None:
     assert told.backward.calls == 0, f"{where}: {counted(told.backward.calls, 'collective')} in backward: send nothing"
     enough = 4 * (10 * 24 // n + 10 * bias)
     assert told.kept <= enough, f"{where}: the layer keeps {told.kept} bytes, {enough} are enough: its part, a copy"
-    assert told.left == 0, f"{where}: call f* as self.leave"
+    assert told.left == 0, f"{where}: call f* as self.output_reduce"
     assert told.dtypes == {torch.bfloat16}, (
         f"{where}, under autocast: output and summand are {told.dtypes}, not bfloat16: sum in autocast's dtype, "
         "and cast the bias to the output's"

@@ -92,7 +92,7 @@ def autocast_trial(group: dist.ProcessGroup) -> ToldInAutocast:
     pairs = [(layer.weight.grad, cut(each.weight.grad, group, 0)) for layer, each in zip(layers, wholes, strict=True)]
     pairs += [(own.grad, whole.grad), (layers[1].bias.grad, cut(wholes[1].bias.grad, group, 0))]
     for layer in layers:
-        layer.products = Zeros
+        layer.matmul = Zeros
     first, second = linear.project_together(own, layers)
     left = max(first.abs().max().item(), (second - layers[1].bias).abs().max().item())
     return ToldInAutocast({out.dtype for out in outs}, [relative_error(*pair) for pair in pairs], left)

@@ -49,7 +49,7 @@ def embedding_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, sh
     expected = whole(tokens.masked_fill(outside, 0)).masked_fill(outside[..., None], 0.0)
     expected.backward(given)
     errors = relative_error(out, expected), relative_error(layer.weight.grad, layer.shard.cut(whole.weight.grad))
-    layer.leave = lambda summand, group: torch.zeros_like(summand)
+    layer.output_reduce = lambda summand, group: torch.zeros_like(summand)
     return Told(*errors, out.dtype, forward, backward, kept, layer(tokens).abs().max().item())
 
 
@@ -80,4 +80,4 @@ def judge(n: int, rank: int, vocab: int, dtype: torch.dtype, told: Told) -> None
     assert told.kept <= enough, (
         f"{where}: the layer keeps {told.kept} bytes; its own rows, as a copy, are {enough} at most"
     )
-    assert told.left == 0, f"{where}: call f* as self.leave"
+    assert told.left == 0, f"{where}: call f* as self.output_reduce"

@@ -31,7 +31,7 @@ from course_lib.single_gpu.model import MLP, ModelConfig, Transformer, loss
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel import model as program
 from course_lib.tensor_parallel import vocabulary
-from course_lib.tensor_parallel.shards import TensorShard, whole_state_dict
+from course_lib.tensor_parallel.shards import TensorShard, gather_state_dict
 from course_lib.zero.shards import clip_grad_norm_
 
 HEAD_NORMS = ModelConfig(1, 48, 4, 4, 100, 97, qk_norm=True)
@@ -86,7 +86,7 @@ def model_trial(
         losses.append(step_loss.item())
         norms.append(clip_grad_norm_(model.parameters(), max_norm).item())
         optimizer.step()
-    return Told(Training(losses, norms, gradients, whole_state_dict(model)), forward, backward, kept)
+    return Told(Training(losses, norms, gradients, gather_state_dict(model)), forward, backward, kept)
 
 
 def wrong_options(group: dist.ProcessGroup) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from course_kit.labs.tensor_parallel.models import MHA, in_groups
-from course_kit.labs.tensor_parallel.step import sent_a_step
+from course_kit.labs.tensor_parallel.step import sent_per_step
 from course_kit.ranks import shared
 
 LAYERS, HIDDEN, TOKENS, GPUS = 32, 4096, 8192, 8  # Llama-3 8B
@@ -25,7 +25,7 @@ def check(gigabytes_sent: float) -> None:
     )
     ranks = shared(4)
     with ranks.within(20):
-        sent = ranks(in_groups, 4, sent_a_step, MHA, 2, 64)[0]
+        sent = ranks(in_groups, 4, sent_per_step, MHA, 2, 64)[0]
     measured = sent / (2 * 3 / 4 * 4 * 2 * 64 * MHA.hidden)  # in all-reduces of [b, s, h] in float32
     scaled = measured * all_reduces(LAYERS) / all_reduces(MHA.layers) * bytes_each / 1e9
     print(

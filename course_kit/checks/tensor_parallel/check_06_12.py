@@ -60,7 +60,7 @@ def chunk_trial(
 
 
 def check() -> None:
-    """Judge RowProduct on 2 and 4 ranks."""
+    """Judge RowMatmul on 2 and 4 ranks."""
     ranks = shared(4)
     with ranks.within(20):
         for n, cases in CASES.items():

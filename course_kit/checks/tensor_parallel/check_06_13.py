@@ -1,4 +1,4 @@
-"""Check of exercise 06.13: numbers drawn inside and outside of own_randomness, again, and after an error."""
+"""Check of exercise 06.13: numbers drawn inside and outside of local_rng, again, and after an error."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def drawn(group: dist.ProcessGroup | None, second: torch.Generator) -> dict[str,
         return torch.cat([torch.rand(500), torch.rand(500, generator=second)])
 
     numbers = {"before": draw()}
-    with regions.own_randomness(group):
+    with regions.local_rng(group):
         numbers[INSIDE[0]] = draw()
     numbers["between"] = draw()
-    with regions.own_randomness(group):
+    with regions.local_rng(group):
         numbers[INSIDE[1]] = draw()
-    with regions.own_randomness(group):
+    with regions.local_rng(group):
         numbers[INSIDE[2]] = draw()
     numbers["after"] = draw()
     return numbers
@@ -50,7 +50,7 @@ def hash_after_restart(value) -> int:
 def in_group(group: dist.ProcessGroup) -> torch.Tensor:
     """On a rank: what it draws inside of a region of this group."""
     torch.manual_seed(13)
-    with regions.own_randomness(group):
+    with regions.local_rng(group):
         return torch.rand(500)
 
 
@@ -75,7 +75,7 @@ def randomness_trial(group: dist.ProcessGroup) -> tuple[dict, int]:
             told["restarted"] = drawn(group, second)
         seed()
         torch.cat([torch.rand(500), torch.rand(500, generator=second)])
-        with contextlib.suppress(ZeroDivisionError), regions.own_randomness(group):
+        with contextlib.suppress(ZeroDivisionError), regions.local_rng(group):
             torch.rand(7)
             1 / 0
         after_error = torch.cat([torch.rand(500), torch.rand(500, generator=second)])
@@ -83,7 +83,7 @@ def randomness_trial(group: dist.ProcessGroup) -> tuple[dict, int]:
     dropped = nn.Dropout(0.5)
 
     def core(x: torch.Tensor) -> torch.Tensor:
-        with regions.own_randomness(group):
+        with regions.local_rng(group):
             return dropped(x)
 
     x = torch.ones(400, requires_grad=True)
@@ -99,7 +99,7 @@ def alike(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def check() -> None:
-    """Judge own_randomness on 4 ranks."""
+    """Judge local_rng on 4 ranks."""
     ranks = shared(4)
     with ranks.within(20):
         answers = ranks(in_groups, 4, randomness_trial)

@@ -14,7 +14,7 @@ from course_lib.collectives.traffic import count_traffic
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
 from course_lib.zero import full_state_dict, fully_shard
 from course_lib.zero.full_sharding import FullyShard
-from course_lib.zero.sharded_parameters import Unit
+from course_lib.zero.sharded_parameters import FSDPUnit
 from course_lib.zero.shards import clip_grad_norm_
 
 UNTIED = ModelConfig(3, 48, 4, 2, 100, 97)
@@ -22,7 +22,7 @@ UNTIED = ModelConfig(3, 48, 4, 2, 100, 97)
 CASES = (3, 1, UNTIED), (4, 2, UNTIED), (2, 2, ONE_LAYER)
 
 
-class Noting(Unit):
+class Noting(FSDPUnit):
     """A unit that notes what is done with it."""
 
     def __init__(self, name: int | str, log: list[str]):
@@ -47,21 +47,21 @@ class Noting(Unit):
 
 
 def backward_log(order: list[int], ran: tuple[int, ...] = (0, 1, 2)) -> tuple[list[str], list]:
-    """Return what happens to units 0, 1, 2 when their backwards begin in this order, and the units in self.open.
+    """Return what happens to units 0, 1, 2 when their backwards begin in this order, and the units in self.unreduced.
 
     ran: the units of the last forward, in order.
     """
     log = []
     units = [Noting(number, log) for number in range(3)]
     sharded = FullyShard(nn.Module(), None, units, Noting("root", log), None)
-    sharded.ran = [units[number] for number in ran]
+    sharded.forward_order = [units[number] for number in ran]
     for number in order:
         try:
-            sharded.before_backward(units[number])
+            sharded.pre_backward(units[number])
         except (ValueError, IndexError) as error:
-            where = f"the backward of unit {number} begins, self.ran has units {list(ran)}"
+            where = f"the backward of unit {number} begins, self.forward_order has units {list(ran)}"
             raise AssertionError(f"{where}: {type(error).__name__}, {error}; a unit may be missing there") from None
-    return log, [unit.name for unit in sharded.open]
+    return log, [unit.name for unit in sharded.unreduced]
 
 
 def check_log() -> None:
@@ -75,7 +75,9 @@ def check_log() -> None:
         assert log.count(f"wait {unit}") == 1, (
             f"the hook fires twice for units 2 and 1; the second time nothing happens. You: {log}"
         )
-    assert still_open == [0], f"self.open has units {still_open} at the end: only the one whose backward has begun last"
+    assert still_open == [0], (
+        f"self.unreduced has units {still_open} at the end: only the one whose backward has begun last"
+    )
     for unit in (2, 1):
         assert f"reduce {unit}" in log, f"unit {unit}'s gradients are not sent when the next backward begins: {log}"
         assert log.index(f"wait {unit}") < log.index(f"free {unit}"), (
@@ -86,9 +88,13 @@ def check_log() -> None:
             f"no prefetch: unit {unit - 1} should be on its way when unit {unit} computes: {log}"
         )
     assert log.index("free 2") < log.index("gather 0"), f"unit 2's memory is free before unit 0 claims its own: {log}"
-    assert log.count("gather 2") == 1, f"unit 2 is gathered once; nothing comes before unit 0 in self.ran: {log}"
+    assert log.count("gather 2") == 1, (
+        f"unit 2 is gathered once; nothing comes before unit 0 in self.forward_order: {log}"
+    )
     log, _ = backward_log([2, 1], ran=(0, 1))
-    assert log[:2] == ["gather 2", "wait 2"], f"unit 2 is not in self.ran, so there is nothing to prefetch: {log}"
+    assert log[:2] == ["gather 2", "wait 2"], (
+        f"unit 2 is not in self.forward_order, so there is nothing to prefetch: {log}"
+    )
 
 
 def stage_3_trial(
@@ -108,7 +114,7 @@ def stage_3_trial(
     inputs, targets = batch_of(dist.get_rank(group), config)
 
     def count(*_) -> None:
-        buffers = [part.buffer.values for unit in sharded.units for part in unit.parts]
+        buffers = [part.buffer.values for unit in sharded.units for part in unit.flat_params]
         whole.append(sum(buffer.untyped_storage().nbytes() > 0 for buffer in buffers))
 
     for block in model.blocks:
@@ -125,7 +131,7 @@ def stage_3_trial(
         optimizer.step()
     tensors = [*sharded.parameters(), *(p.grad for p in sharded.parameters())]
     tensors += [v for s in optimizer.state.values() for v in s.values() if torch.is_tensor(v)]
-    tensors += [p.buffer.values for u in [*sharded.units, sharded.root] for p in u.parts]
+    tensors += [p.buffer.values for u in [*sharded.units, sharded.root] for p in u.flat_params]
     return full_state_dict(sharded), norms, traffic, max(whole), storage_bytes(tensors), forgotten
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from course_kit.labs.checkpoint.resharding import own_samples
+from course_kit.labs.checkpoint.resharding import local_samples
 from course_kit.labs.five_d.models import SHALLOW, built
 from course_kit.ranks import Ranks
 from course_lib.checkpoint.checkpoints import Checkpoints, latest, load
@@ -26,10 +26,10 @@ def three_batches() -> torch.Tensor:
     return torch.randint(97, (3, 2, 8, 8), generator=torch.Generator().manual_seed(1))
 
 
-def save_some(text: str, root: Path) -> tuple[int, list[float]]:
+def save_checkpoint_of_run(text: str, root: Path) -> tuple[int, list[float]]:
     """On a rank: a step, a checkpoint, two more steps. Return the bytes of its copies, and the last two losses."""
     layout, mesh, parallel = built(text, SHALLOW, lr=1e-3, eps=1e-4)
-    own, batches = own_samples(layout, mesh), three_batches()
+    own, batches = local_samples(layout, mesh), three_batches()
     parallel.step(*batches[0][:, own])
     checkpoints = Checkpoints(parallel, root)
     checkpoints.save(1)
@@ -39,11 +39,11 @@ def save_some(text: str, root: Path) -> tuple[int, list[float]]:
     return sum(copy.nbytes for copy in checkpoints.copies.values()), losses
 
 
-def load_it(text: str, root: Path) -> list[float]:
+def load_checkpoint(text: str, root: Path) -> list[float]:
     """On a rank: two losses of a model with other initial weights that has loaded the checkpoint."""
     layout, mesh, parallel = built(text, SHALLOW, seed=5, lr=1e-3, eps=1e-4)
     load(parallel, latest(root))
-    return [parallel.step(*batch[:, own_samples(layout, mesh)])[0].item() for batch in three_batches()[1:]]
+    return [parallel.step(*batch[:, local_samples(layout, mesh)])[0].item() for batch in three_batches()[1:]]
 
 
 def timed_saves(root: str) -> tuple[list[float], list[float]]:
@@ -84,7 +84,7 @@ def stalls(ranks: Ranks) -> tuple[list[float], list[float]]:
         shutil.rmtree(folder)
 
 
-def tell_stalls(times: list[float], stood: list[float]) -> None:
+def print_stalls(times: list[float], stood: list[float]) -> None:
     """Print the standstill of either kind of save, what it costs with the steps after it, and a step without a save."""
     quiet = statistics.median(each for step, each in enumerate(times) if step % 8 in (4, 5, 6))
     for first, name in ((3, "waits for the disk"), (7, "written beside")):

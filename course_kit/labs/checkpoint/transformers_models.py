@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from course_kit.labs.checkpoint.resharding import own_samples
+from course_kit.labs.checkpoint.resharding import local_samples
 from course_kit.labs.five_d.models import SHALLOW, built
 from course_kit.ranks import Ranks
 from course_lib.checkpoint.checkpoints import latest, save
@@ -21,7 +21,7 @@ def trained_logits(root: Path, tokens: torch.Tensor) -> torch.Tensor:
     layout, mesh, parallel = built("dp4,zero3", SHALLOW, lr=3e-3)
     batches = torch.randint(97, (2, 2, 4, 8), generator=torch.Generator().manual_seed(1))
     for batch in batches:
-        parallel.step(*batch[:, own_samples(layout, mesh, 4)])
+        parallel.step(*batch[:, local_samples(layout, mesh, 4)])
     save(parallel, root, 2)
     with torch.no_grad():
         return parallel.stages["0"](tokens)
@@ -31,7 +31,7 @@ def first_loss(text: str, folder: Path, batch: torch.Tensor) -> float:
     """On a rank: the loss of a first step that starts from a model of transformers."""
     layout, mesh, parallel = built(text, SHALLOW, seed=7, lr=1e-3)
     from_hf(parallel, folder)
-    return parallel.step(*batch[:, own_samples(layout, mesh, 4)])[0].item()
+    return parallel.step(*batch[:, local_samples(layout, mesh, 4)])[0].item()
 
 
 def to_and_from_transformers(ranks: Ranks) -> None:

@@ -13,8 +13,8 @@ from course_kit.labs.expert_parallel.rivals import against_transformers
 from course_kit.labs.expert_parallel.routers import counted_training, dropped, lab_runs, unevenness
 from course_kit.labs.expert_parallel.traffic import (
     bytes_for,
+    compare_dispatch,
     crossings,
-    dispatch_duel,
     even_copies,
     fresh_routing,
     hops_trial,
@@ -28,7 +28,7 @@ __all__ = [
     "bytes_for",
     "counted_training",
     "crossings",
-    "dispatch_duel",
+    "compare_dispatch",
     "dropped",
     "even_copies",
     "fresh_routing",

@@ -14,7 +14,7 @@ from torch import nn
 from course_kit.labs.tensor_parallel.models import sgd
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import count_traffic
-from course_lib.data_parallel.replicas import DataParallel, out_of_step, parallel_accumulate
+from course_lib.data_parallel.replicas import DataParallel, find_diverged_params, parallel_accumulate
 from course_lib.expert_parallel import mixture as mixtures
 from course_lib.expert_parallel import model as program
 from course_lib.expert_parallel import router
@@ -25,13 +25,13 @@ from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.by_hand import cut
 from course_lib.tensor_parallel.model import apply_tensor_parallel
-from course_lib.tensor_parallel.shards import materialize, whole_state_dict
+from course_lib.tensor_parallel.shards import gather_state_dict, materialize
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 from course_lib.zero.shards import clip_grad_norm_
 
 TINY = ModelConfig(2, 48, 4, 2, 40, 97, tied=True)  # four heads, two K/V heads, an odd vocabulary
 EXPERTS, WIDTH = 8, 24  # of a mixture
-ROUTING = {"balance": 0.05, "z": 0.01}
+ROUTING = {"aux_loss_coeff": 0.05, "z_loss_coeff": 0.01}
 RATE = 0.3  # of learning
 
 
@@ -173,7 +173,9 @@ def parallel_trial(sizes: tuple, tp: str = "none", routing: tuple = (), rate: fl
         optimizer.step()
         router.update_bias(model, router.take_counts(model), rate)
     alike = nn.ModuleList([*(block.mlp.experts for block in model.blocks)])
-    drifted = out_of_step(alike, groups.copies) + out_of_step(nn.ModuleList(router.routers_of(model)), groups.dp)
+    drifted = find_diverged_params(alike, groups.copies) + find_diverged_params(
+        nn.ModuleList(router.routers_of(model)), groups.dp
+    )
     ways = sorted({record.collective for record in traffic.records})
     hops = len({record.group for record in traffic.select("all_to_all").records})
-    return Told(losses, gradients, whole_state_dict(model), norm, ways, hops, drifted)
+    return Told(losses, gradients, gather_state_dict(model), norm, ways, hops, drifted)

@@ -90,9 +90,9 @@ def normalise_gates(model: nn.Module) -> None:
 
 
 FAULTS = {
-    "sound": {"balance": 0.01},
+    "sound": {"aux_loss_coeff": 0.01},
     "detached": {"change": detach_gates},
-    "rewarded": {"balance": -0.03},
+    "rewarded": {"aux_loss_coeff": -0.03},
     "normalised": {"top_k": 1, "change": normalise_gates},
 }
 LETTERS = dict(

@@ -61,14 +61,14 @@ def random_routing(experts: int, hidden: int, tokens: int, k: int, limit: int | 
 def gathered(
     x: torch.Tensor, gates: torch.Tensor, choices: int, group: dist.ProcessGroup, compute: Callable
 ) -> torch.Tensor:
-    """Return what `exchanged` does, by an all-gather of all tokens and a reduce-scatter of all sums."""
+    """Return what `dispatch_and_combine` does, by an all-gather of all tokens and a reduce-scatter of all sums."""
     rows, all_gates = (gather_sequence(each[None], group)[0] for each in (x, gates))
     own = cut(all_gates, group, 1)
     out = compute(rows, own, int((own != 0).sum()))
     return reduce_scatter_sequence(out[None], group)[0]
 
 
-def dispatch_duel(
+def compare_dispatch(
     hidden: int = 256, ffn: int = 176, tokens: int = 512, rounds: int = 9
 ) -> tuple[dict[str, np.ndarray], dict[str, int], float]:
     """On a rank: milliseconds of each round and bytes sent, by way, and how far the results are apart."""
@@ -76,7 +76,11 @@ def dispatch_duel(
     group, times, results, sent = dist.group.WORLD, [], {}, {}
     experts = some_experts(8 // group.size(), hidden, ffn, library.grouped_experts)
     x, gates = random_routing(8, hidden, tokens, 2)
-    ways = {"all-to-all": exchange.exchanged, "all-gather": gathered, "all-to-all again": exchange.exchanged}
+    ways = {
+        "all-to-all": exchange.dispatch_and_combine,
+        "all-gather": gathered,
+        "all-to-all again": exchange.dispatch_and_combine,
+    }
     for _ in range(rounds + 1):
         times.append([])
         for name, way in ways.items():
@@ -134,7 +138,7 @@ def timeline(
         dist.barrier(group)
         zero, dist.all_to_all_single = time.perf_counter(), noted
         try:
-            out = exchange.exchanged(rows, gates, 2 * tokens, group, experts)
+            out = exchange.dispatch_and_combine(rows, gates, 2 * tokens, group, experts)
             middle = now()
             out.square().mean().backward()
         finally:
@@ -147,7 +151,7 @@ def bytes_for(limit: int, hidden: int = 256, tokens: int = 256) -> float:
     """On a rank: bytes that it sends in a forward, per token, with 32 experts on 4 nodes of one rank, and 8 choices."""
     x, gates = random_routing(32, hidden, tokens, 8, limit if limit < 4 else None)
     with count_traffic() as traffic, torch.no_grad():
-        exchange.exchanged(x, gates, 8 * tokens, dist.group.WORLD, lambda rows, gates, choices: rows)
+        exchange.dispatch_and_combine(x, gates, 8 * tokens, dist.group.WORLD, lambda rows, gates, choices: rows)
     return traffic.bytes / tokens
 
 
@@ -169,11 +173,11 @@ def hops_trial(hidden: int = 256, tokens: int = 256, experts: int = 32, k: int =
     for mine, whole in zip(own.parameters(), module.parameters(), strict=True):
         mine.data = cut(whole.detach(), world, 0).clone()
     x, gates = random_routing(experts, hidden, tokens, k)
-    second_hop = functools.partial(exchange.exchanged, group=inside, compute=own)
+    second_hop = functools.partial(exchange.dispatch_and_combine, group=inside, compute=own)
     with torch.no_grad():
-        one = exchange.exchanged(x, gates, k * tokens, world, own)
+        one = exchange.dispatch_and_combine(x, gates, k * tokens, world, own)
         with count_traffic() as traffic:
-            two = exchange.exchanged(x, gates, k * tokens, nodes, second_hop)
+            two = exchange.dispatch_and_combine(x, gates, k * tokens, nodes, second_hop)
     goes = (gates.unflatten(1, (4, -1)) != 0).any(2).sum(0)
     across = [to for to in range(4) if to // 2 != rank // 2]
     flat = goes[across].sum().item() * 4 * (2 * hidden + experts // 4)  # there and back, and the gates

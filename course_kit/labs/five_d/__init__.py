@@ -7,7 +7,7 @@ from course_kit.labs.five_d.counts import (
     counted_copies,
     local_shapes,
     sent_by_all,
-    sent_in_a_step,
+    sent_per_step,
     three_norms,
 )
 from course_kit.labs.five_d.hangs import hung_jobs, slow_runs
@@ -30,7 +30,7 @@ __all__ = [
     "local_shapes",
     "measured_sizes",
     "sent_by_all",
-    "sent_in_a_step",
+    "sent_per_step",
     "slow_runs",
     "three_norms",
 ]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_kit.labs.five_d.models import MOE, SHALLOW, TINY, built, own_batch
+from course_kit.labs.five_d.models import MOE, SHALLOW, TINY, built, local_batch
 from course_lib.collectives.traffic import Record, count_traffic
 from course_lib.pipeline.norm import clip_grad_norm_
 from course_lib.single_gpu.model import ModelConfig
@@ -44,7 +44,7 @@ def counted_copies(text: str) -> dict[str, tuple[int, int]]:
 def three_norms(text: str) -> tuple[float, float, float]:
     """On a rank: the norm of its own gradients, of all ranks' squares summed, and the true one."""
     layout, mesh, parallel = built(text, SHALLOW)
-    parallel.gradients(*own_batch(layout, mesh))
+    parallel.gradients(*local_batch(layout, mesh))
     own = sum(weight.grad.square().sum() for weight in parallel.stages.parameters())
     summed = own.clone()
     dist.all_reduce(summed)
@@ -82,7 +82,7 @@ def local_shapes(text: str, moe: dict | None, batch: int = 4, seq: int = 32) -> 
         return out
 
     block.attention.core = noted_core
-    own = own_batch(layout, mesh, batch, seq)
+    own = local_batch(layout, mesh, batch, seq)
     parallel.runner.shapes = {}
     with count_traffic() as traffic:
         parallel.gradients(*own)
@@ -105,13 +105,13 @@ def by_axis(layer: Layer) -> dict[str, int]:
     return found
 
 
-def sent_in_a_step(text: str, counts: list[int], seq: int = 32) -> list[int]:
+def sent_per_step(text: str, counts: list[int], seq: int = 32) -> list[int]:
     """On a rank: bytes that steps of so many micro-batches send, without counts, shapes, losses and norms."""
     layout, mesh, parallel = built(text, FLAT)
     sent = []
     for m in counts:
         parallel.optimizer.zero_grad()
-        own = own_batch(layout, mesh, m * layout.dp, seq, FLAT.vocab)
+        own = local_batch(layout, mesh, m * layout.dp, seq, FLAT.vocab)
         with count_traffic() as traffic:
             parallel.gradients(*own)
         sent.append(sum(record.bytes for record in traffic.records if record.bytes > COUNTS))
@@ -121,7 +121,7 @@ def sent_in_a_step(text: str, counts: list[int], seq: int = 32) -> list[int]:
 def sent_by_all(text: str) -> list[Record]:
     """On a rank: the records of one forward and backward."""
     layout, mesh, parallel = built(text, TINY)
-    own = own_batch(layout, mesh, 8, 32)
+    own = local_batch(layout, mesh, 8, 32)
     with count_traffic() as traffic:
         parallel.gradients(*own)
     return traffic.records

@@ -8,13 +8,13 @@ import time
 import torch
 import torch.distributed as dist
 
-from course_kit.labs.five_d.models import ADAMW, after_steps, built, own_batch
+from course_kit.labs.five_d.models import ADAMW, after_steps, built, local_batch
 from course_kit.ranks import RankError, Ranks
 from course_lib.five_d import flight_records
-from course_lib.five_d.flight_records import Flight, Watchdog
+from course_lib.five_d.flight_records import CollectiveRecord, Watchdog
 
 JOBS, FAULTS = "ABC", ("left", "alone", "circle")
-Records = tuple[dict[str, list[int]], dict[int, list[Flight]]]  # groups by name, records by rank
+Records = tuple[dict[str, list[int]], dict[int, list[CollectiveRecord]]]  # groups by name, records by rank
 
 
 def planted(number: int) -> tuple[str, list[int]]:
@@ -28,7 +28,7 @@ def planted(number: int) -> tuple[str, list[int]]:
 def hanging_job(job: int, folder: str) -> None:
     """On a rank: a good step, then one with a fault; the watchdog writes the records when it takes too long."""
     layout, mesh, parallel = built("dp2,pp2,tp2,mb2")
-    own = own_batch(layout, mesh)
+    own = local_batch(layout, mesh)
     parallel.gradients(*own)
     fault, guilty = planted(job)
     to_blame = dist.get_rank() in guilty
@@ -69,7 +69,7 @@ def hung_jobs(ranks: Ranks) -> dict[str, Records]:
 def slow_job(guilty: int | None, folder: str, pause_s: float = 0.08, steps: int = 4) -> float:
     """On a rank: seconds a step of data and tensor parallelism, where one rank takes longer for each layer."""
     layout, mesh, parallel = built("dp4,tp2,mb2")
-    own = own_batch(layout, mesh)
+    own = local_batch(layout, mesh)
     for block in parallel.stages["0"].blocks if dist.get_rank() == guilty else ():
         block.register_forward_pre_hook(lambda *_: time.sleep(pause_s))
     parallel.gradients(*own)
@@ -90,6 +90,6 @@ def slow_runs(ranks: Ranks, steps: int = 4) -> dict[str, tuple[list[float], list
     for name, rank in (("no slow rank", None), ("a slow rank", guilty)):
         folder = tempfile.mkdtemp()
         times = ranks(slow_job, rank, folder, steps=steps)
-        late = flight_records.lateness(*flight_records.read_records(folder))
+        late = flight_records.straggler_delay(*flight_records.read_records(folder))
         found[name] = times, [late[each] / steps for each in range(len(ranks))]
     return found

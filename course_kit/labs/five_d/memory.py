@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from course_kit.labs.five_d.models import ADAMW, built, own_batch
+from course_kit.labs.five_d.models import ADAMW, built, local_batch
 from course_kit.ranks import Ranks
 from course_lib.single_gpu.memory import training_bytes
 from course_lib.single_gpu.model import ModelConfig
@@ -24,7 +24,7 @@ Sizes = dict[str, dict[str, int]]  # bytes by run and part
 def held(text: str, moe: dict | None, batch: int) -> dict[str, int]:
     """On a rank: bytes of parameters, gradients, optimizer states after a step, and activations at its peak."""
     layout, mesh, parallel = built(text, SMALL, moe, **ADAMW)
-    own = own_batch(layout, mesh, batch, 128, SMALL.vocab)
+    own = local_batch(layout, mesh, batch, 128, SMALL.vocab)
     parallel.step(*own)
     with MemoryProfile(parallel.stages, parallel.optimizer) as profile:
         parallel.step(*own)

@@ -13,14 +13,14 @@ from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.router import routers_of
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import Mesh
-from course_lib.five_d.model import ParallelModel, whole_weights
+from course_lib.five_d.model import ParallelModel, full_weights
 from course_lib.recompute.modes import IGNORED, summed_loss
 from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.single_gpu.training import decay_groups
 
 TINY = ModelConfig(4, 32, 4, 2, 48, 97, tied=True)  # four layers, an odd vocabulary, one matrix for embedding and head
 SHALLOW = dataclasses.replace(TINY, layers=2)  # where two layers show as much
-MOE = {"experts": 4, "top_k": 2, "balance": 0.1}
+MOE = {"experts": 4, "top_k": 2, "aux_loss_coeff": 0.1}
 ADAMW = {"lr": 3e-3, "eps": 1e-4}  # a smaller eps would blow rounding errors up where a gradient is nearly 0
 
 Numbers = list[tuple[float, float]]  # loss and norm of each step
@@ -37,7 +37,7 @@ def batch_of(
     return tokens[:, :-1], targets
 
 
-def own_batch(layout: Layout, mesh: Mesh, *sizes: int, seed: int = 0) -> list[torch.Tensor]:
+def local_batch(layout: Layout, mesh: Mesh, *sizes: int, seed: int = 0) -> list[torch.Tensor]:
     """Return the inputs and targets of this rank's dp coordinate; sizes: arguments of batch_of."""
     return [each.chunk(layout.dp)[mesh.dp.rank()] for each in batch_of(*sizes, seed=seed)]
 
@@ -90,9 +90,9 @@ def after_steps(parallel: ParallelModel, steps: int) -> Steps:
     """On a rank: losses and norms of steps, and the full weights of its stages after them."""
     numbers = []
     for step in range(steps):
-        loss, norm = parallel.step(*own_batch(parallel.layout, parallel.mesh, seed=step), max_norm=0.5)
+        loss, norm = parallel.step(*local_batch(parallel.layout, parallel.mesh, seed=step), max_norm=0.5)
         numbers.append((loss.item(), norm.item()))
-    return numbers, whole_weights(parallel)
+    return numbers, full_weights(parallel)
 
 
 def differences(

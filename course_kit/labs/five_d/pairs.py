@@ -35,7 +35,7 @@ def all_pairs(ranks: Ranks) -> dict[tuple[str, str], float | str]:
         try:
             layout = Layout.parse(paired(one, other))
             check_layout(SHALLOW, layout, 4, 8, 16, MOE if layout.ep > 1 else None)
-            alike = dataclasses.replace(layout, zero_stage=0, keep_gathered=False)
+            alike = dataclasses.replace(layout, zero_stage=0, gather_once=False)
             meshes.setdefault(alike, {})[one, other] = str(layout)
         except ValueError as error:
             found[one, other] = str(error)

@@ -15,7 +15,7 @@ from course_kit.labs.fp8.errors import (
 from course_kit.labs.fp8.faults import LAB_ORDER, lab_errors, linear_case, median_ms
 from course_kit.labs.fp8.kernels import (
     RESULTS,
-    bytes_an_element,
+    bytes_per_element,
     count_casts,
     print_block_kernels,
     print_gpu_results,
@@ -23,7 +23,7 @@ from course_kit.labs.fp8.kernels import (
 from course_kit.labs.fp8.models import SMALL, WIDE, gradients_of, sentences, small_gradients, trained_model
 from course_kit.labs.fp8.on_ranks import sharded_losses, split_gradients
 from course_kit.labs.fp8.training import (
-    kept_bytes,
+    bytes_per_parameter,
     losses_at_a_jump,
     print_recipes,
     recipe_curve,
@@ -37,7 +37,7 @@ __all__ = [
     "RESULTS",
     "SMALL",
     "WIDE",
-    "bytes_an_element",
+    "bytes_per_element",
     "count_casts",
     "device",
     "error_at_scale",
@@ -45,7 +45,7 @@ __all__ = [
     "gradients_of",
     "in_e4m3",
     "int8",
-    "kept_bytes",
+    "bytes_per_parameter",
     "lab_errors",
     "linear_case",
     "losses_at_a_jump",

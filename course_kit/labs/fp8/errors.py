@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from course_kit.gpu.fp8_errors import plant_outliers
-from course_kit.labs.fp8.models import trained_model, young_optimizer
+from course_kit.labs.fp8.models import trained_model, warmed_up_optimizer
 from course_lib.fp8 import quantization, scaled_matmul
 from course_lib.fp8.operands import Casts
 from course_lib.fp8.program import apply_fp8
@@ -67,7 +67,7 @@ def short_sum_errors(
 
 def moments() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield Adam's two moments of each matrix after 20 steps in float32."""
-    optimizer = young_optimizer()
+    optimizer = warmed_up_optimizer()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.dim() == 2:

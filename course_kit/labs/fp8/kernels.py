@@ -64,7 +64,7 @@ def print_block_kernels() -> None:
         )
 
 
-def bytes_an_element(run: Callable[[torch.Tensor], object], x: torch.Tensor) -> tuple[float, float]:
+def bytes_per_element(run: Callable[[torch.Tensor], object], x: torch.Tensor) -> tuple[float, float]:
     """Return the bytes that the kernels of run(x) load and store for each element of x, in sectors of 32 bytes."""
     with record_launches() as launches:
         run(x)

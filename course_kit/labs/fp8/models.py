@@ -64,6 +64,6 @@ def trained_model() -> tuple[Transformer, Batch]:
 
 
 @functools.cache
-def young_optimizer() -> torch.optim.Optimizer:
+def warmed_up_optimizer() -> torch.optim.Optimizer:
     """Return the optimizer of a model after 20 steps in float32, for its moments."""
     return trained(MEDIUM, 1e-3, 20)[1]

@@ -45,7 +45,7 @@ def recipe_step(
     return step_loss.detach()
 
 
-def kept_bytes(recipe: Recipe) -> list[float]:
+def bytes_per_parameter(recipe: Recipe) -> list[float]:
     """Train a step, and count the bytes per parameter that are then in memory: weights, masters, sums, moments."""
     model = apply_fp8(Transformer(MEDIUM), recipe)
     optimizer = RecipeOptimizer(model, recipe, lr=1e-3)

@@ -42,7 +42,7 @@ def called_by(around: Callable, model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def other_dice() -> Iterator[None]:
+def other_random_numbers() -> Iterator[None]:
     """Inside, `by_hand.recompute` keeps no random state: a replay draws whatever numbers come next."""
     nothing = {"random_state": lambda tensors: None, "replayed": lambda state: contextlib.nullcontext()}
     with mock.patch.multiple(by_hand, **nothing):

@@ -93,7 +93,7 @@ def mode_rows() -> list[tuple[str, Callable, str, Callable | None]]:
     ]
 
 
-def modes_measured(rounds: int = 3) -> tuple[dict[str, int], dict[str, list[float]]]:
+def measured_modes(rounds: int = 3) -> tuple[dict[str, int], dict[str, list[float]]]:
     """Return by row the bytes that a forward keeps, and the seconds of forward and backward, taken in alternation.
 
     Preset small, 2 x 256 tokens, FP32.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from course_kit.labs.sequence_parallel.drift import drift_trial, evidence, swap_gates
-from course_kit.labs.sequence_parallel.memory import gpt_kept, kept_by_rank
+from course_kit.labs.sequence_parallel.memory import gpt_saved_bytes, saved_by_rank
 from course_kit.labs.sequence_parallel.models import one_process
 from course_kit.labs.sequence_parallel.timeline import layer_timeline
 from course_kit.labs.tensor_parallel.models import TINY, on_first, relative_error
@@ -12,8 +12,8 @@ __all__ = [
     "TINY",
     "drift_trial",
     "evidence",
-    "gpt_kept",
-    "kept_by_rank",
+    "gpt_saved_bytes",
+    "saved_by_rank",
     "layer_timeline",
     "on_first",
     "one_process",

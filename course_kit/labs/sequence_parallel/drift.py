@@ -27,9 +27,9 @@ def swap_gates(model: nn.Module) -> nn.Module:
     """Replace f and f* by g and g*, in all layers of a model that tensor parallelism has split, and nothing else."""
     for module in model.modules():
         if hasattr(module, "products"):
-            module.products = sequence.GatheredProducts
-        elif hasattr(module, "leave"):
-            module.leave = sequence.reduce_scatter_sequence
+            module.matmul = sequence.GatheredMatmul
+        elif hasattr(module, "output_reduce"):
+            module.output_reduce = sequence.reduce_scatter_sequence
     return model
 
 
@@ -57,7 +57,7 @@ def drift_trial(steps: int, config: ModelConfig = TINY) -> tuple[list[float], li
 
 
 class CutProducts:
-    """Gathers as GatheredProducts, but gives each rank its own tokens' gradient in backward, not the sum."""
+    """Gathers as GatheredMatmul, but gives each rank its own tokens' gradient in backward, not the sum."""
 
     @staticmethod
     def apply(part: torch.Tensor, group: dist.ProcessGroup, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -79,7 +79,7 @@ def spoiled_model(fault: str, group: dist.ProcessGroup, config: ModelConfig) -> 
         if isinstance(module, nn.RMSNorm) and fault != "norms left out":
             module.weight.register_hook(sum_gradient)
         elif hasattr(module, "products") and fault == "g":
-            module.products = CutProducts
+            module.matmul = CutProducts
     return model
 
 

@@ -43,7 +43,7 @@ class SplitGPTLayer(nn.Module):
         return x + torch.native_dropout(self.down(F.gelu(self.up(self.norms[1](x)))), 0.1, True)[0]
 
 
-def gpt_kept(
+def gpt_saved_bytes(
     group: dist.ProcessGroup,
     sequence_parallel: bool,
     layers: int = 3,
@@ -82,7 +82,7 @@ def saved_bytes(model: nn.Module, forward) -> int:
     return sum(kept.values())
 
 
-def kept_by_rank(
+def saved_by_rank(
     group: dist.ProcessGroup,
     sequence_parallel: bool,
     config: ModelConfig = PRESETS["small"],

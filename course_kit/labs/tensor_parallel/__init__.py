@@ -15,7 +15,7 @@ from course_kit.labs.tensor_parallel.models import (
     sgd,
     split_model,
 )
-from course_kit.labs.tensor_parallel.step import checkpoint_trial, kept_by_rank, sent_a_step
+from course_kit.labs.tensor_parallel.step import checkpoint_trial, saved_by_rank, sent_per_step
 from course_kit.labs.tensor_parallel.timeline import forward_times, profiled, steps_of, waiting_ms
 
 __all__ = [
@@ -27,13 +27,13 @@ __all__ = [
     "diverged",
     "forward_times",
     "in_groups",
-    "kept_by_rank",
+    "saved_by_rank",
     "lab_runs",
     "on_first",
     "one_process",
     "profiled",
     "relative_error",
-    "sent_a_step",
+    "sent_per_step",
     "sgd",
     "split_model",
     "steps_of",

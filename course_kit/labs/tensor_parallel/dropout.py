@@ -22,13 +22,13 @@ def dropout_core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Ten
     return F.dropout(causal_attention(q, k, v), 0.2)
 
 
-def kept_by_dropout(how: str) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout_masks(how: str) -> tuple[torch.Tensor, torch.Tensor]:
     """On a rank: which of its head's probabilities [8, 8] and of the output [8, 12] a dropout of 40% keeps; how: "one
     seed", "own seed" or "by region".
     """
     group = dist.group.WORLD
     torch.manual_seed(1 + (group.rank() if how == "own seed" else 0))
-    with regions.own_randomness(group) if how == "by region" else contextlib.nullcontext():
+    with regions.local_rng(group) if how == "by region" else contextlib.nullcontext():
         of_head = F.dropout(torch.ones(8, 8), 0.4) > 0
     return of_head, F.dropout(torch.ones(8, 12), 0.4) > 0
 
@@ -39,7 +39,7 @@ def trained_with_dropout(how: str, steps: int = 3) -> tuple[list[float], list[st
     torch.manual_seed(2 + (group.rank() if how == "own seed" else 0))
     model, (inputs, targets) = split_model(CONFIG, group), batch_of(CONFIG)
     for block in model.blocks:
-        block.attention.core = regions.own_randomness(group)(dropout_core) if how == "by region" else dropout_core
+        block.attention.core = regions.local_rng(group)(dropout_core) if how == "by region" else dropout_core
     optimizer, losses = sgd(model.parameters(), 0.05), []
     for _ in range(steps):
         optimizer.zero_grad()

@@ -22,7 +22,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(found.values())
 
 
-def sent_a_step(group: dist.ProcessGroup, config: ModelConfig, batch: int, seq: int) -> int:
+def sent_per_step(group: dist.ProcessGroup, config: ModelConfig, batch: int, seq: int) -> int:
     """Bytes that this rank sends in a forward and backward, without those of the loss."""
     model, (inputs, targets) = split_model(config, group), batch_of(config, batch, seq)
     with count_traffic() as traffic:
@@ -33,7 +33,7 @@ def sent_a_step(group: dist.ProcessGroup, config: ModelConfig, batch: int, seq: 
     return sum(large)
 
 
-def kept_by_rank(group: dist.ProcessGroup, config: ModelConfig, batch: int = 4, seq: int = 128) -> tuple[int, int]:
+def saved_by_rank(group: dist.ProcessGroup, config: ModelConfig, batch: int = 4, seq: int = 128) -> tuple[int, int]:
     """Bytes of this rank's parameters, and of what its forward keeps for backward."""
     model, kept = split_model(config, group), {}
     inputs, targets = batch_of(config, batch, seq)

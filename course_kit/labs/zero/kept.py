@@ -9,17 +9,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from course_kit.labs.data_parallel import batch_of
 from course_kit.labs.zero.models import MiB, storage_bytes
-from course_lib.data_parallel.replicas import DataParallel, out_of_step
+from course_lib.data_parallel.replicas import DataParallel, find_diverged_params
 from course_lib.single_gpu.memory import param_count, state_bytes
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 from course_lib.single_gpu.profile import MemoryProfile
 from course_lib.zero import ZeroOptimizer, fully_shard
 
 STATES = ("parameters", "gradients", "optimizer states")
-Measured = dict[tuple[int, int], tuple[dict[str, int], int, int]]  # what kept_by_stage returns, by (stage, ranks)
+Measured = dict[tuple[int, int], tuple[dict[str, int], int, int]]  # what memory_by_stage returns, by (stage, ranks)
 
 
-def kept_by_data_parallel(config: ModelConfig) -> tuple[dict[str, int], list[str]]:
+def data_parallel_memory(config: ModelConfig) -> tuple[dict[str, int], list[str]]:
     """Return this rank's bytes by part after a step with AdamW, and the names of the tensors that ranks disagree on."""
     model = DataParallel(Transformer(config))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -31,7 +31,7 @@ def kept_by_data_parallel(config: ModelConfig) -> tuple[dict[str, int], list[str
     states = [value for state in optimizer.state.values() for value in state.values()]
     kept = {"parameters": parameters, "gradients": [p.grad for p in parameters], "optimizer states": states}
     everything = nn.ParameterList(nn.Parameter(t, False) for part in kept.values() for t in part)
-    return {part: storage_bytes(tensors) for part, tensors in kept.items()}, out_of_step(everything)
+    return {part: storage_bytes(tensors) for part, tensors in kept.items()}, find_diverged_params(everything)
 
 
 def gradient_bytes(stage: int, config: ModelConfig, bucket_mb: float = 0.5) -> tuple[list[int], int, int]:
@@ -42,12 +42,16 @@ def gradient_bytes(stage: int, config: ModelConfig, bucket_mb: float = 0.5) -> t
     zero = ZeroOptimizer(model, torch.optim.SGD, stage=stage, bucket_mb=bucket_mb, lr=0.1)
     pools = {bucket.pool for bucket in zero.gradients} - {None}
     free = [buffer for pool in pools for buffer in pool.free]
-    reserved = storage_bytes([*free, *(b.gradient for b in zero.gradients), *(b.whole.buffer for b in zero.gradients)])
+    reserved = storage_bytes(
+        [*free, *(b.gradient for b in zero.gradients), *(b.full_grads.buffer for b in zero.gradients)]
+    )
 
     def in_use() -> int:
         pieces = sum(b.gradient.nbytes for b in zero.gradients if b.reduced and stage == 2)
-        taken = sum(b.whole.buffer.nbytes for b in zero.gradients if b.pool and b.whole.buffer is not None)
-        stored = sum(b.whole.views[p].nbytes for b in zero.gradients for p in b.whole.stored) if stage == 1 else 0
+        taken = sum(b.full_grads.buffer.nbytes for b in zero.gradients if b.pool and b.full_grads.buffer is not None)
+        stored = (
+            sum(b.full_grads.views[p].nbytes for b in zero.gradients for p in b.full_grads.stored) if stage == 1 else 0
+        )
         return pieces + taken + stored + storage_bytes(p.grad for p in model.parameters())
 
     inputs, targets = batch_of(dist.get_rank(), config, batch=1, seq=8)
@@ -99,7 +103,7 @@ def offloaded(config: ModelConfig, offload: bool) -> tuple[int, int, int, int]:
     return storage_bytes(shard.values for shard in zero.shards), storage_bytes(states), copied.down, copied.up
 
 
-def kept_by_stage(group: dist.ProcessGroup, stage: int, config: ModelConfig) -> tuple[dict[str, int], int, int]:
+def memory_by_stage(group: dist.ProcessGroup, stage: int, config: ModelConfig) -> tuple[dict[str, int], int, int]:
     """Return this rank's bytes by part after a step, the bytes of everything else that is alive, and the parameters.
 
     Stages 0 to 2 have BF16 parameters with master weights, and stage 0 is ZeRO over a group of this rank alone. Stage 3
@@ -134,7 +138,7 @@ def kept_by_stage(group: dist.ProcessGroup, stage: int, config: ModelConfig) -> 
 
 
 def expected_bytes(stage: int, n: int, params: int) -> dict[str, float]:
-    """Return the bytes by part that the formulas of section 1 give for kept_by_stage."""
+    """Return the bytes by part that the formulas of section 1 give for memory_by_stage."""
     return state_bytes(params, "fp32" if stage == 3 else "bf16", stage, n)
 
 

@@ -13,7 +13,7 @@ from course_kit.labs.zero.models import TINY
 from course_kit.ranks import Ranks
 from course_lib.collectives.into_tensor import reduce_scatter_tensor
 from course_lib.collectives.traffic import count_traffic
-from course_lib.data_parallel.replicas import DataParallel, out_of_step
+from course_lib.data_parallel.replicas import DataParallel, find_diverged_params
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.zero import ZeroOptimizer, by_hand, fully_shard
 from course_lib.zero.shards import FlatLayout
@@ -79,7 +79,7 @@ def clipped(fault: str | None, steps: int = 12, max_norm: float = 0.03, lr: floa
         with torch.no_grad():
             for parameter, part in zip(parameters, layout.gather(scaled), strict=True):
                 parameter -= lr * part
-    return told, out_of_step(model)
+    return told, find_diverged_params(model)
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def farthest(got: State, expected: State) -> tuple[str, float]:
     return name, apart[name]
 
 
-def sent_a_step(stage: int, config: ModelConfig) -> tuple[int, int]:
+def sent_per_step(stage: int, config: ModelConfig) -> tuple[int, int]:
     """Return this rank's all-gathers and bytes sent in forward and backward of stage 0 or 3."""
     model = Transformer(config)
     sharded = DataParallel(model) if stage == 0 else fully_shard(model)

@@ -1,4 +1,4 @@
-"""course_lib.checkpoint.boxes against slicing, and the small functions beside it: save_interval, fitted, drop_tokens."""
+"""course_lib.checkpoint.chunks against slicing, and the small functions beside it: save_interval, fitted, drop_tokens."""
 
 import dataclasses
 import itertools
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from course_lib.checkpoint.boxes import Box, boxes_of, boxes_of_span, fill
+from course_lib.checkpoint.chunks import Chunk, fill, local_chunks, span_chunks
 from course_lib.checkpoint.noise import drop_tokens
 from course_lib.checkpoint.save_interval import lost_share, save_interval
 from course_lib.expert_parallel.nested_shards import shard_nested
@@ -51,7 +51,7 @@ def test_boxes_of_every_span_are_its_elements_in_order(shape):
     """All spans of a tensor. Only the empty ones have no box; no box is empty; there are at most 2 d - 1."""
     whole = numbered(*shape)
     for first, last in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
-        boxes = boxes_of_span(shape, first, last)
+        boxes = span_chunks(shape, first, last)
         values = [whole[inside(*box)].flatten() for box in boxes]
         found = torch.cat(values) if values else whole.new_empty(0)
         assert found.tolist() == list(range(first, last)), (first, last, boxes)
@@ -63,21 +63,21 @@ def test_boxes_of_every_span_are_its_elements_in_order(shape):
 def test_the_bound_on_boxes_is_reached_and_whole_tensors_are_one_box():
     for d in range(1, 6):
         shape = (3,) * d
-        assert len(boxes_of_span(shape, 1, 3**d - 1)) == 2 * d - 1
-        assert boxes_of_span(shape, 0, 3**d) == [((0,) * d, shape)]
+        assert len(span_chunks(shape, 1, 3**d - 1)) == 2 * d - 1
+        assert span_chunks(shape, 0, 3**d) == [((0,) * d, shape)]
 
 
 def test_spans_before_the_first_and_after_the_last_element_are_empty():
-    assert boxes_of_span((0, 3), 0, 0) == boxes_of_span((3, 0), 0, 0) == boxes_of_span((4,), 3, 2) == []
+    assert span_chunks((0, 3), 0, 0) == span_chunks((3, 0), 0, 0) == span_chunks((4,), 3, 2) == []
 
 
 # Weights.
 
 
-def check_boxes(boxes: list[Box], whole: torch.Tensor, values: torch.Tensor) -> None:
+def check_boxes(boxes: list[Chunk], whole: torch.Tensor, values: torch.Tensor) -> None:
     """Each box has the elements of the whole that it says; all of them are views of `values`, of which none is left."""
     for box in boxes:
-        assert box.whole == tuple(whole.shape)
+        assert box.full_shape == tuple(whole.shape)
         assert torch.equal(box.values, whole[inside(box.offsets, tuple(box.values.shape))])
         assert box.values.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
     assert sum(box.values.numel() for box in boxes) == values.numel()
@@ -90,7 +90,7 @@ def test_boxes_of_a_cut_weight(dim, ranks):
     for rank in range(ranks):
         shard = TensorShard.of(whole.shape[dim], Group(rank, ranks), dim)
         weight = shard_parameter(nn.Parameter(whole), shard)
-        boxes = boxes_of(weight, weight.detach())
+        boxes = local_chunks(weight, weight.detach())
         check_boxes(boxes, whole, weight.detach())
         assert len(boxes) == (weight.numel() > 0)
 
@@ -105,7 +105,7 @@ def test_boxes_of_parts_of_parts_make_up_the_whole(cuts):
     for places in itertools.product(*(range(n) for n, _ in cuts)):
         groups = [(Group(place, n), dim) for place, (n, dim) in zip(places, cuts, strict=True)]
         weight = shard_nested(nn.Parameter(whole), groups)
-        boxes = boxes_of(weight, weight.detach())
+        boxes = local_chunks(weight, weight.detach())
         check_boxes(boxes, whole, weight.detach())
         for box in boxes:
             seen[inside(box.offsets, tuple(box.values.shape))] += 1
@@ -124,16 +124,16 @@ def test_boxes_of_cut_weights_that_are_dealt_out_make_up_the_whole(cuts, ranks):
         weights[1] = shard_nested(weights[1], groups) if groups else weights[1]
         for rank in range(ranks):
             layout = FlatLayout(weights, Group(rank, ranks))
-            pieces = layout.pieces(layout.shard_of([weight.detach() for weight in weights]))
+            pieces = layout.local_views(layout.shard_of([weight.detach() for weight in weights]))
             for i, (weight, piece) in enumerate(zip(weights, pieces, strict=True)):
-                boxes = boxes_of(weight, piece, layout.span(i))
+                boxes = local_chunks(weight, piece, layout.span(i))
                 check_boxes(boxes, wholes[i], piece)
                 for box in boxes:
                     seen[i][inside(box.offsets, tuple(box.values.shape))] += 1
                 dealt = nn.Parameter(piece)
                 flat = FlatShard(layout.group, layout.span(i), weight.shape)
                 dealt.placement = dataclasses.replace(placement_of(weight), flat_shard=flat)
-                again = boxes_of(dealt, dealt.detach())
+                again = local_chunks(dealt, dealt.detach())
                 assert [box[:2] for box in again] == [box[:2] for box in boxes]
     copies = math.prod(n for n, _ in cuts)  # of the weights that are not cut
     assert [count.unique().tolist() for count in seen] == [[copies], [1], [copies]]
@@ -142,13 +142,13 @@ def test_boxes_of_cut_weights_that_are_dealt_out_make_up_the_whole(cuts, ranks):
 # From any cut to any other.
 
 
-def cut_into(whole: torch.Tensor, how: tuple) -> list[Box]:
+def cut_into(whole: torch.Tensor, how: tuple) -> list[Chunk]:
     """Boxes with values of their own that make up the whole: spans of so many elements, or slices along a dimension."""
     kind, size, dim = how
     if kind == "spans":
         firsts = range(0, whole.numel(), size)
         found = [
-            b for first in firsts for b in boxes_of_span(tuple(whole.shape), first, min(first + size, whole.numel()))
+            b for first in firsts for b in span_chunks(tuple(whole.shape), first, min(first + size, whole.numel()))
         ]
     else:
         firsts = range(0, whole.shape[dim], size)
@@ -157,7 +157,7 @@ def cut_into(whole: torch.Tensor, how: tuple) -> list[Box]:
             offsets, sizes = [0] * whole.dim(), list(whole.shape)
             offsets[dim], sizes[dim] = first, min(size, whole.shape[dim] - first)
             found.append((tuple(offsets), tuple(sizes)))
-    return [Box(offsets, tuple(whole.shape), whole[inside(offsets, sizes)].clone()) for offsets, sizes in found]
+    return [Chunk(offsets, tuple(whole.shape), whole[inside(offsets, sizes)].clone()) for offsets, sizes in found]
 
 
 CUTS = [("spans", 1000, 0), ("spans", 7, 0), ("spans", 31, 0), ("slices", 2, 0), ("slices", 3, 1), ("slices", 1, 2)]
@@ -177,12 +177,12 @@ def test_fill_from_any_cut_to_any_other(saved, wanted):
 def test_fill_leaves_alone_what_was_not_saved():
     whole = numbered(4, 6)
     target = torch.full((4, 6), -1)
-    fill([Box((0, 0), (4, 6), target)], [Box((1, 2), (4, 6), whole[1:3, 2:5].clone())])
+    fill([Chunk((0, 0), (4, 6), target)], [Chunk((1, 2), (4, 6), whole[1:3, 2:5].clone())])
     expected = torch.full((4, 6), -1)
     expected[1:3, 2:5] = whole[1:3, 2:5]
     assert torch.equal(target, expected)
     counter = torch.zeros(())
-    fill([Box((), (), counter)], [Box((), (), torch.tensor(7.0))])
+    fill([Chunk((), (), counter)], [Chunk((), (), torch.tensor(7.0))])
     assert counter == 7
 
 

@@ -1,6 +1,6 @@
 """The table of tested layouts that the installed planner reads, made from the files of measured runs.
 
-    python -m course_kit.planning.tested        writes course_lib/data/tested_layouts.csv
+    python -m course_kit.planning.tested_layouts        writes course_lib/data/tested_layouts.csv
 
 The runs are those that the planner is fitted to or compared with, and the mixtures. DeepSpeed's runs with ZeRO-3
 (Narayanan et al. 2021) are left out: their 144 TFLOP/s on 384 GPUs and 44 on 1,536 are of a program that waits for its

@@ -1,8 +1,8 @@
-"""Which part of which whole tensor a rank has: boxes, in the whole's own indices, whatever the layout.
+"""Which part of which whole tensor a rank has: chunks, in the whole's own indices, whatever the layout.
 
 A rank's part of a weight may be cut by tensor parallelism, by expert parallelism (more than once), and then laid end to
-end with others and dealt out by ZeRO. In the whole tensor each such part is a few boxes: an offset and a size in each
-dimension. Boxes know nothing of ranks, so what one layout has written another one can read: it asks for its own boxes,
+end with others and dealt out by ZeRO. In the whole tensor each such part is a few chunks: an offset and a size in each
+dimension. Boxes know nothing of ranks, so what one layout has written another one can read: it asks for its own chunks,
 and each is pieced together from those that overlap it.
 """
 
@@ -21,19 +21,19 @@ from course_lib.single_gpu.model import plain_name
 from course_lib.single_gpu.placement import placement_of
 
 
-class Box(NamedTuple):
+class Chunk(NamedTuple):
     """A part of a whole tensor, of as many dimensions: `values`, whose first element is at `offsets`."""
 
     offsets: tuple[int, ...]
-    whole: tuple[int, ...]  # sizes of the whole tensor
+    full_shape: tuple[int, ...]
     values: torch.Tensor
 
 
 # exercise 10.18
-def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of boxes, in their order.
+def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return elements first … last - 1 of a tensor stored row by row, as (offsets, sizes) of chunks, in their order.
 
-    At most 2 d - 1 boxes, where the tensor has d dimensions.
+    At most 2 d - 1 chunks, where the tensor has d dimensions.
     """
     if first >= last:
         return []
@@ -44,7 +44,7 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
 
     def part(i: int, begin: int, end: int) -> list:
         """Elements begin … end - 1 of row i."""
-        return [((i, *offsets), (1, *sizes)) for offsets, sizes in boxes_of_span(shape[1:], begin, end)]
+        return [((i, *offsets), (1, *sizes)) for offsets, sizes in span_chunks(shape[1:], begin, end)]
 
     if top > bottom:
         return part(bottom, first - bottom * row, last - bottom * row)
@@ -53,7 +53,7 @@ def boxes_of_span(shape: tuple[int, ...], first: int, last: int) -> list[tuple[t
     return before + whole + part(bottom, 0, last - bottom * row)
 
 
-def boxes_of(weight: nn.Parameter, values: torch.Tensor, span: tuple[int, int] | None = None) -> list[Box]:
+def local_chunks(weight: nn.Parameter, values: torch.Tensor, span: tuple[int, int] | None = None) -> list[Chunk]:
     """Where `values` are in the whole of `weight`, or of what has its shape, such as an optimizer's state.
 
     values: all that this rank has of it; or, with a span, these elements of it [elements], as ZeRO deals them out.
@@ -61,12 +61,12 @@ def boxes_of(weight: nn.Parameter, values: torch.Tensor, span: tuple[int, int] |
     flat, shard = placement_of(weight).flat_shard, placement_of(weight).tensor_shard
     shape, span = (tuple(flat.full_shape), flat.span) if flat else (tuple(weight.shape), span)
     cuts = () if shard is None else getattr(shard, "shards", (shard,))
-    whole = tuple(shard.whole_shape(torch.empty(shape, device="meta"))) if cuts else shape
+    whole = tuple(shard.full_shape(torch.empty(shape, device="meta"))) if cuts else shape
     begins = [sum(cut.start for cut in cuts if cut.dim % len(shape) == dim) for dim in range(len(shape))]
-    local = [((0,) * len(shape), shape)] if span is None else boxes_of_span(shape, *span)
+    local = [((0,) * len(shape), shape)] if span is None else span_chunks(shape, *span)
     parts = [values] if span is None else values.split([math.prod(sizes) for _, sizes in local]) if local else []
     return [
-        Box(tuple(map(sum, zip(offsets, begins, strict=True))), whole, part.view(sizes))
+        Chunk(tuple(map(sum, zip(offsets, begins, strict=True))), whole, part.view(sizes))
         for (offsets, sizes), part in zip(local, parts, strict=True)
         if part.numel()
     ]
@@ -82,23 +82,23 @@ def weight_names(parallel: ParallelModel) -> dict[nn.Parameter, str]:
     return names
 
 
-def weight_boxes(parallel: ParallelModel) -> dict[str, list[Box]]:
-    """This rank's boxes of weights, and of buffers of a state_dict, by name: views of the model's memory, in float32
+def weight_chunks(parallel: ParallelModel) -> dict[str, list[Chunk]]:
+    """This rank's chunks of weights, and of buffers of a state_dict, by name: views of the model's memory, in float32
     where the stages compute with less.
     """
     dealt = {}  # ZeRO 1, 2: of each weight the optimizer's piece, and which elements these are
     for shard in parallel.sharding.shards if parallel.layout.zero_stage in (1, 2) else ():
-        for i, piece in enumerate(shard.layout.pieces(shard.shard.detach())):
+        for i, piece in enumerate(shard.layout.local_views(shard.shard.detach())):
             dealt[shard.parameters[i]] = piece, shard.layout.span(i)
     names = weight_names(parallel)
-    boxes = {name: boxes_of(w, *dealt.get(w, (w.detach(), None))) for w, name in names.items()}
+    chunks = {name: local_chunks(w, *dealt.get(w, (w.detach(), None))) for w, name in names.items()}
     for stage in parallel.stages.values():
         kept = stage.state_dict().keys()
         for name, buffer in stage.named_buffers():
             if name in kept:
                 name = plain_name(name).removeprefix("module.")
-                boxes[name] = [Box((0,) * buffer.dim(), tuple(buffer.shape), buffer)]
-    return boxes
+                chunks[name] = [Chunk((0,) * buffer.dim(), tuple(buffer.shape), buffer)]
+    return chunks
 
 
 def optimized(parallel: ParallelModel) -> Iterator[tuple]:
@@ -111,13 +111,15 @@ def optimized(parallel: ParallelModel) -> Iterator[tuple]:
             yield weight, [weight], None
 
 
-def state_boxes(parallel: ParallelModel, states: dict[torch.Tensor, dict[str, torch.Tensor]]) -> dict[str, list[Box]]:
-    """This rank's boxes of an optimizer's states, by name and state: blocks.0.mlp_norm.weight/exp_avg.
+def state_chunks(
+    parallel: ParallelModel, states: dict[torch.Tensor, dict[str, torch.Tensor]]
+) -> dict[str, list[Chunk]]:
+    """This rank's chunks of an optimizer's states, by name and state: blocks.0.mlp_norm.weight/exp_avg.
 
     states: of each tensor that it updates (see `optimized`). A counter is a tensor without dimensions. Raises
     ValueError for a state that is neither that nor of its tensor's shape.
     """
-    names, boxes = weight_names(parallel), {}
+    names, chunks = weight_names(parallel), {}
     for tensor, weights, layout in optimized(parallel):
         for state, value in states.get(tensor, {}).items():
             if not torch.is_tensor(value) or value.dim() and value.shape != tensor.shape:
@@ -125,43 +127,43 @@ def state_boxes(parallel: ParallelModel, states: dict[torch.Tensor, dict[str, to
                 raise ValueError(
                     f"state {state} is {kind}: it must be a scalar or have its weight's shape {list(tensor.shape)}"
                 )
-            pieces = layout.pieces(value) if layout and value.dim() else [value] * len(weights)
+            pieces = layout.local_views(value) if layout and value.dim() else [value] * len(weights)
             for i, (weight, piece) in enumerate(zip(weights, pieces, strict=True)):
                 span = layout.span(i) if layout else None
                 if span is None or span[0] < span[1]:
-                    found = boxes_of(weight, piece, span) if value.dim() else [Box((), (), value)]
-                    boxes[f"{names[weight]}/{state}"] = found
-    return boxes
+                    found = local_chunks(weight, piece, span) if value.dim() else [Chunk((), (), value)]
+                    chunks[f"{names[weight]}/{state}"] = found
+    return chunks
 
 
-def split_large(box: Box, most: int = 2**26) -> list[Box]:
-    """The same in boxes of at most so many bytes, or of one row: whoever reads a part of a box reads all of it."""
-    if box.values.nbytes <= most:
-        return [box]
-    rows = max(1, most // box.values[0].nbytes)
-    first, *others = box.offsets
-    parts = box.values.split(rows)
-    return [Box((first + rows * i, *others), box.whole, part) for i, part in enumerate(parts)]
+def split_large(chunk: Chunk, most: int = 2**26) -> list[Chunk]:
+    """The same in chunks of at most so many bytes, or of one row: whoever reads a part of a chunk reads all of it."""
+    if chunk.values.nbytes <= most:
+        return [chunk]
+    rows = max(1, most // chunk.values[0].nbytes)
+    first, *others = chunk.offsets
+    parts = chunk.values.split(rows)
+    return [Chunk((first + rows * i, *others), chunk.full_shape, part) for i, part in enumerate(parts)]
 
 
 # exercise 10.19
-def fill(wanted: list[Box], saved: list[Box]) -> None:
-    """Put into the values of wanted boxes what saved boxes of the same tensor have of them."""
-    for box in wanted:
+def fill(wanted: list[Chunk], saved: list[Chunk]) -> None:
+    """Put into the values of wanted chunks what saved chunks of the same tensor have of them."""
+    for chunk in wanted:
         for other in saved:
-            sides = list(zip(box.offsets, box.values.shape, other.offsets, other.values.shape, strict=True))
+            sides = list(zip(chunk.offsets, chunk.values.shape, other.offsets, other.values.shape, strict=True))
             begins = [max(a, b) for a, _, b, _ in sides]
             ends = [min(a + n, b + m) for a, n, b, m in sides]
             if all(begin < end for begin, end in zip(begins, ends, strict=True)):
                 spans = list(zip(begins, ends, strict=True))
-                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, box.offsets, strict=True))
+                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, chunk.offsets, strict=True))
                 theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
-                box.values[own] = other.values[theirs]
+                chunk.values[own] = other.values[theirs]
 
 
-def own_share(boxes: dict[str, list[Box]], group: dist.ProcessGroup) -> dict[str, list[Box]]:
-    """Those boxes that this rank is to write: what several ranks have, the one with the least to write. Collective."""
-    own = [(name, box.offsets, box.values.nbytes) for name, each in boxes.items() for box in each]
+def own_share(chunks: dict[str, list[Chunk]], group: dist.ProcessGroup) -> dict[str, list[Chunk]]:
+    """Those chunks that this rank is to write: what several ranks have, the one with the least to write. Collective."""
+    own = [(name, chunk.offsets, chunk.values.nbytes) for name, each in chunks.items() for chunk in each]
     of_all: list = [None] * group.size()
     dist.all_gather_object(of_all, own, group=group)
     holders: dict[tuple, list[int]] = {}
@@ -174,5 +176,5 @@ def own_share(boxes: dict[str, list[Box]], group: dist.ProcessGroup) -> dict[str
         loads[writer] += key[2]
         if writer == group.rank():
             mine.add(key[:2])
-    shares = {name: [box for box in each if (name, box.offsets) in mine] for name, each in boxes.items()}
+    shares = {name: [chunk for chunk in each if (name, chunk.offsets) in mine] for name, each in chunks.items()}
     return {name: each for name, each in shares.items() if each}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from course_lib.checkpoint.boxes import Box, own_share, split_large, state_boxes, weight_boxes
+from course_lib.checkpoint.chunks import Chunk, own_share, split_large, state_chunks, weight_chunks
 from course_lib.checkpoint.files import CheckpointError
 from course_lib.checkpoint.groups import host_group, on_each, told_and_kept
 from course_lib.checkpoint.plans import described
 from course_lib.five_d.model import ParallelModel
 
 
-def at_rest(parallel: ParallelModel) -> torch.optim.Optimizer:
+def synchronize_for_save(parallel: ParallelModel) -> torch.optim.Optimizer:
     """Wait for all values, free gathered parameters, and return the optimizer that has the states. Between steps."""
     if parallel.layout.zero_stage in (1, 2):
         parallel.sharding.wait()
@@ -21,7 +21,7 @@ def at_rest(parallel: ParallelModel) -> torch.optim.Optimizer:
     return parallel.optimizer
 
 
-def not_finite(boxes: dict[str, list[Box]]) -> str | None:
+def not_finite(boxes: dict[str, list[Chunk]]) -> str | None:
     """Return the name of the first tensor with an inf or NaN, or None. The host synchronizes once per device."""
     flags: dict[torch.device, dict[str, torch.Tensor]] = {}
     for name, each in boxes.items():
@@ -35,20 +35,20 @@ def not_finite(boxes: dict[str, list[Box]]) -> str | None:
     return None
 
 
-class HostCopies:
+class HostStager:
     """Copies on the host of the boxes that this rank writes; their memory is reused. The constructor is collective."""
 
     def __init__(self, parallel: ParallelModel):
         self.parallel, self.group = parallel, host_group()
         self.known, self.own, self.copies = None, set(), {}  # of all boxes; this rank's to write; their memory
 
-    def all_boxes(self) -> dict[str, list[Box]]:
+    def all_boxes(self) -> dict[str, list[Chunk]]:
         """Return all boxes that this rank has: views of the model's memory, none larger than one read."""
-        states = at_rest(self.parallel).state
-        boxes = weight_boxes(self.parallel) | state_boxes(self.parallel, states)
+        states = synchronize_for_save(self.parallel).state
+        boxes = weight_chunks(self.parallel) | state_chunks(self.parallel, states)
         return {name: [part for box in each for part in split_large(box)] for name, each in boxes.items()}
 
-    def copied(self, boxes: dict[str, list[Box]]) -> dict[str, list[Box]]:
+    def copied(self, boxes: dict[str, list[Chunk]]) -> dict[str, list[Chunk]]:
         """Copy this rank's share to the host. The next copy uses its memory again."""
         staged = {}
         for name, box in ((name, box) for name, each in boxes.items() for box in each):
@@ -72,7 +72,7 @@ class HostCopies:
         known = self.known == described(boxes)
         return (known, not_finite(boxes)), (boxes, self.copied(boxes) if known else None)
 
-    def stage(self) -> dict[str, list[Box]]:
+    def stage(self) -> dict[str, list[Chunk]]:
         """Copy the boxes that this rank writes to the host. Collective: one exchange, once shares are known.
 
         Raises CheckpointError, on all ranks, if a weight or a state of any of them is not finite.
