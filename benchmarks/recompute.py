@@ -2,7 +2,7 @@
 
     python benchmarks/recompute.py        # writes benchmarks/results/recompute_<device>.json
 
-Modes are none, selective, products (selective with the policy keep_products) and full, all by torch.utils.checkpoint.
+Modes are none, selective, products (selective with the policy keep_matmuls) and full, all by torch.utils.checkpoint.
 Each runs in alternation with none, and so does none with itself: the spread of that ratio is the noise. Bytes kept are
 held against memory.activation_bytes, which has no formula for products. MFU and HFU want a device of a known peak.
 """
@@ -11,7 +11,7 @@ import torch
 from measure import paired, peak_mib, write
 from transformer import step
 
-from course_lib.recompute.modes import apply_recompute, keep_products, kept_bytes
+from course_lib.recompute.modes import apply_recompute, keep_matmuls, retained_bytes
 from course_lib.recompute.profiling import count_flops, hfu, step_flops
 from course_lib.single_gpu.devices import peak_flops
 from course_lib.single_gpu.memory import activation_bytes
@@ -20,7 +20,7 @@ from course_lib.single_gpu.model import PRESETS, Transformer, loss
 MODES = {
     "none": ("none", None),
     "selective": ("selective", None),
-    "products": ("selective", keep_products),
+    "matmuls": ("selective", keep_matmuls),
     "full": ("full", None),
 }
 CLOSE = 0.05  # relative: how near measured bytes must come to the formula
@@ -29,7 +29,7 @@ CLOSE = 0.05  # relative: how near measured bytes must come to the formula
 def kept_by_forward(model: Transformer, forward) -> int:
     """Bytes that `forward()` leaves alive: by CUDA's allocator, or by what was made on a CPU."""
     if not torch.cuda.is_available():
-        return kept_bytes(model, forward)
+        return retained_bytes(model, forward)
     model.zero_grad()
     before = torch.cuda.memory_allocated()
     result = forward()  # noqa: F841  (it holds the graph)
@@ -40,7 +40,7 @@ def kept_against_formula(model: Transformer, forward, mode: str, batch: int, seq
     """MiB kept, and the formula's error in percent where there is one; PyTorch's RMSNorm is fused on CUDA alone."""
     gpu, kept = torch.cuda.is_available(), kept_by_forward(model, forward)
     figures = {"kept_mib": kept / 2**20}
-    if mode != "products":
+    if mode != "matmuls":
         formula = activation_bytes(model.config, batch, seq, 2 if gpu else 4, mode, fused_norm=gpu)
         figures["formula_mib"] = formula / 2**20
         figures["formula_error_percent"] = 100 * (formula / kept - 1)

@@ -63,7 +63,7 @@ def _calculator_controls():
             value=4096, options=[(f"{n:,}", n) for n in lengths], description="sequence s", **style
         ),
         "policy": w.Dropdown(options=list(POLICIES), value="bf16", description="precision", **style),
-        "recompute": w.Dropdown(options=["none", "selective", "products", "full"], description="recompute", **style),
+        "recompute": w.Dropdown(options=["none", "selective", "matmuls", "full"], description="recompute", **style),
         "gpu": w.Dropdown(options=GPUS_GIB, value=80, description="GPU memory", **style),
     }
     sizes = ("layers", "hidden", "ffn_hidden", "vocab")

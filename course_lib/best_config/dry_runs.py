@@ -33,7 +33,7 @@ from course_lib.five_d import model as five_d
 from course_lib.five_d.layouts import Layout, check_layout, coordinates, schedule_of
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import ParallelModel, parallelize
-from course_lib.pipeline.schedules import stages_of
+from course_lib.pipeline.schedules import num_stages
 from course_lib.single_gpu.model import ModelConfig
 from course_lib.single_gpu.profile import CATEGORIES, MemoryProfile
 
@@ -141,7 +141,7 @@ def settle_shapes(parallel: ParallelModel, sequences: int, seq: int) -> torch.Te
     runner.use(schedule_of(layout, sequences // layout.micro_batch))
     tokens = seq // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     shape = torch.Size((layout.micro_batch, tokens, parallel.config.hidden))
-    entering = [None] + [(shape, parallel.dtype)] * (stages_of(runner.schedule) - 1)
+    entering = [None] + [(shape, parallel.dtype)] * (num_stages(runner.schedule) - 1)
     runner.shapes[torch.Size((sequences, seq // layout.cp)), torch.float32] = entering
     return torch.zeros(sequences, seq, dtype=torch.int64)
 

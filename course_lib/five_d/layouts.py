@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from course_lib.context_parallel.attention import check_heads
 from course_lib.context_parallel.model import METHODS
 from course_lib.expert_parallel.router import Routing
-from course_lib.pipeline.schedules import SCHEDULES, Schedule, schedule_by_name, stages_of
+from course_lib.pipeline.schedules import SCHEDULES, Schedule, num_stages, schedule_by_name
 from course_lib.pipeline.stages import split_layers
 from course_lib.sequence_parallel.shards import ORDERS
 from course_lib.single_gpu.model import ModelConfig
@@ -198,7 +198,7 @@ def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
     except ValueError as error:
         raise ValueError(f"{error}; change tp") from None
     try:
-        stages = stages_of(schedule_of(layout, 2 * layout.pp))  # as many micro-batches as any schedule asks for
+        stages = num_stages(schedule_of(layout, 2 * layout.pp))  # as many micro-batches as any schedule asks for
         split_layers(config.layers, stages)
     except ValueError as error:
         raise ValueError(f"pp {layout.pp}, schedule {layout.schedule}: {error}; change pp") from None

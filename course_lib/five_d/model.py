@@ -33,11 +33,11 @@ from course_lib.five_d.cast_weights import CastWeights
 from course_lib.five_d.gather_once import GatherOncePerStep
 from course_lib.five_d.layouts import Layout, check_layout, check_sizes, schedule_of
 from course_lib.five_d.meshes import Mesh, shard_groups
-from course_lib.pipeline.copies import share_copies
 from course_lib.pipeline.norm import clip_grad_norm_
 from course_lib.pipeline.runner import PipelineRunner
-from course_lib.pipeline.schedules import Schedule, stages_of
+from course_lib.pipeline.schedules import Schedule, num_stages
 from course_lib.pipeline.stages import split_stages
+from course_lib.pipeline.tied_weights import sync_tied_weights
 from course_lib.recompute.modes import IGNORED, apply_recompute, summed_loss
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.sequence_parallel.shards import local_positions, shard_sequence
@@ -99,7 +99,9 @@ def shard_stages(
         whole = fully_shard(stages[0], group, **settings, init=fill)
         return whole, {0: whole}
     own = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
-    copies = share_copies(own, schedule, mesh.pp, mesh.replicas)  # tied embeddings: sharded over both stages' ranks
+    copies = sync_tied_weights(
+        own, schedule, mesh.pp, mesh.replicas
+    )  # tied embeddings: sharded over both stages' ranks
     kept = fully_shard(own, group, **settings, init=shard_init(own, init), wrapper=GatherOncePerStep)
     kept.send_late(copies.groups.values())
     return kept, stages
@@ -207,7 +209,7 @@ def local_stages(
     model = split_model(config, layout, mesh, extra, moe)
     model.routing = next((router.routing for router in routers_of(model)), None)  # its stages have it as well
     schedule = schedule_of(layout, 2 * layout.pp)
-    stages = split_stages(model, stages_of(schedule))
+    stages = split_stages(model, num_stages(schedule))
     own = {number: stages[number] for number in sorted({action.stage for action in schedule[mesh.pp.rank()]})}
     for stage in own.values() if layout.recompute != "none" else ():  # `extra` may have compiled the blocks
         apply_recompute(stage, layout.recompute)

@@ -19,9 +19,9 @@ def gradients_of(runner, zero=None) -> list[tuple[torch.Tensor, float]]:
     pipeline = dist.get_process_group_ranks(runner.group)
     members_of = functools.cache(lambda group: set(dist.get_process_group_ranks(group)))  # each group once a step
 
-    def copies(outer: tuple, holders: int, pieces: int = 1) -> float:
-        """outer: the groups that split the tensor; holders: ranks of a pipeline that have it, or pieces of it."""
-        return dist.get_world_size() * holders / (len(pipeline) * math.prod(each.size() for each in outer) * pieces)
+    def copies(outer: tuple, owner_ranks: int, pieces: int = 1) -> float:
+        """outer: the groups that split the tensor; owner_ranks: ranks of a pipeline that have it, or pieces of it."""
+        return dist.get_world_size() * owner_ranks / (len(pipeline) * math.prod(each.size() for each in outer) * pieces)
 
     def of_piece(outer: tuple, group) -> float:
         members = members_of(group)
@@ -33,13 +33,13 @@ def gradients_of(runner, zero=None) -> list[tuple[torch.Tensor, float]]:
             for each in zero.gradients
         ]
     found = []
-    for weight, holders in runner.copies.holders.items():
+    for weight, owner_ranks in runner.tied_weights.owner_ranks.items():
         if weight.grad is not None and placement_of(weight).flat_shard:
             found.append(
                 (weight.grad, of_piece(placement_of(weight).norm_groups[1:], placement_of(weight).flat_shard.group))
             )
         elif weight.grad is not None:
-            found.append((weight.grad, copies(placement_of(weight).norm_groups, len(holders))))
+            found.append((weight.grad, copies(placement_of(weight).norm_groups, len(owner_ranks))))
     return found
 
 

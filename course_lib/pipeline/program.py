@@ -14,7 +14,7 @@ from torch import nn
 from course_lib.data_parallel.replicas import DataParallel
 from course_lib.pipeline.norm import clip_grad_norm_
 from course_lib.pipeline.runner import PipelineRunner
-from course_lib.pipeline.schedules import SCHEDULES, schedule_by_name, stages_of
+from course_lib.pipeline.schedules import SCHEDULES, num_stages, schedule_by_name
 from course_lib.pipeline.stages import split_layers, split_stages
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu import training as single_gpu
@@ -38,7 +38,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     if chosen.pp is not None:
         try:
             schedule = schedule_by_name(chosen.schedule, chosen.pp, chosen.micro_batches, chosen.virtual, chosen.run)
-            split_layers(PRESETS[chosen.preset].layers, stages_of(schedule))
+            split_layers(PRESETS[chosen.preset].layers, num_stages(schedule))
         except ValueError as error:
             parser.error(str(error))
     return chosen
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     def build(config, seed):
         nonlocal runner
         with torch.device("meta"):
-            stages = split_stages(Transformer(config), stages_of(schedule))
+            stages = split_stages(Transformer(config), num_stages(schedule))
         own = {action.stage: stages[action.stage] for action in schedule[group.rank()]}
         materialize(
             nn.ModuleList(own.values()), lambda name, each: init_parameter(name.split(".", 1)[1], each, config, seed)

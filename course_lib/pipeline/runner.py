@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.pipeline.actions import validate
-from course_lib.pipeline.copies import final_backwards, share_copies
 from course_lib.pipeline.schedules import Action, Schedule
 from course_lib.pipeline.split_backward import SplitPass
 from course_lib.pipeline.stages import StagePass
-from course_lib.pipeline.transfers import Mail, plan_transfers
+from course_lib.pipeline.tied_weights import final_backwards, sync_tied_weights
+from course_lib.pipeline.transfers import P2PBuffers, plan_send_recv
 from course_lib.recompute.modes import IGNORED, summed_loss
 
 
@@ -41,7 +41,7 @@ def micro_batches_of(tensor: torch.Tensor | None, m: int) -> list:
 
 
 @torch.no_grad()
-def negotiate(
+def infer_stage_shapes(
     stages: nn.ModuleDict, schedule: Schedule, inputs: torch.Tensor | None, more: tuple, group, device
 ) -> list:
     """(shape, dtype) of what enters each stage, the same on all ranks: each stage runs on noise, the first on `inputs`,
@@ -88,7 +88,7 @@ def check_step(runner, inputs, targets) -> None:
         raise RuntimeError("a step makes gradients: call it outside of torch.no_grad()")
     if inputs is None and "0" in runner.stages or targets is None and str(runner.last) in runner.stages:
         raise ValueError("the rank with the first stage needs inputs, the one with the last stage targets")
-    if runner.copies.holders.keys() != {*runner.stages.parameters()}:
+    if runner.tied_weights.owner_ranks.keys() != {*runner.stages.parameters()}:
         raise RuntimeError("weights have been replaced (assign=True, materialize): make the PipelineRunner afterwards")
 
 
@@ -131,7 +131,7 @@ class PipelineRunner:
     ):
         self.group, self.loss_of = group or dist.group.WORLD, loss_of
         self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
-        self.copies = share_copies(self.stages, schedule, self.group, dp_group)
+        self.tied_weights = sync_tied_weights(self.stages, schedule, self.group, dp_group)
         self.use(schedule)
 
     def prepare(self) -> None:
@@ -143,7 +143,7 @@ class PipelineRunner:
     def use(self, schedule: Schedule) -> None:
         """Run this schedule from now on: the same stages on the same ranks, more or fewer micro-batches."""
         self.schedule, self.actions, self.shapes = schedule, schedule[self.group.rank()], {}
-        self.plan = plan_transfers(schedule, self.group.rank())
+        self.plan = plan_send_recv(schedule, self.group.rank())
         self.last, self.m = (1 + max(a[i] for actions in schedule for a in actions) - (i == 1) for i in (1, 2))
         self.split = {action[1:] for action in self.actions if action.kind == "I"}
         self.final = final_backwards(self.stages, self.actions)
@@ -171,26 +171,26 @@ class PipelineRunner:
         self.tokens = (targets != IGNORED).sum().clamp(min=1) if tokens is None and targets is not None else tokens
         device = next(self.stages.parameters()).device
         self.passes, self.loss = {}, torch.zeros((), device=device)
-        self.copies.set_aside()
+        self.tied_weights.set_aside()
         self.prepare()
         try:
             with casting_once(device, dtype) as self.autocast:
-                self.mail = Mail(self.plan, self.group, self.shapes_of(inputs, dtype), device)
-                self.carry_out(no_sync)
+                self.p2p = P2PBuffers(self.plan, self.group, self.shapes_of(inputs, dtype), device)
+                self.run_schedule(no_sync)
         finally:
             self.release()
-        self.copies.sum_gradients()
+        self.tied_weights.sum_gradients()
         return self.loss
 
     # notebook 09, cell carry-out
-    def carry_out(self, no_sync: Callable | None) -> None:
+    def run_schedule(self, no_sync: Callable | None) -> None:
         """All actions of this rank in order, each after the mail that the plan starts before it."""
         for place, action in enumerate(self.actions):
-            self.mail.start(place)
+            self.p2p.start(place)
             with contextlib.nullcontext() if no_sync is None or place in self.final else no_sync():
                 self.run(action)
-        self.mail.start(len(self.actions))
-        self.mail.wait_for_sends(0)
+        self.p2p.start(len(self.actions))
+        self.p2p.wait_for_sends(0)
 
     def shapes_of(self, inputs: torch.Tensor | None, dtype: torch.dtype) -> list:
         """(shape, dtype) of what enters each stage: negotiated once for each shape of a batch. Collective then."""
@@ -198,7 +198,7 @@ class PipelineRunner:
         key = known if inputs is None else inputs.shape, dtype
         if key not in self.shapes:
             with self.autocast:
-                self.shapes[key] = negotiate(
+                self.shapes[key] = infer_stage_shapes(
                     self.stages, self.schedule, self.inputs[0], self.more[0], self.group, self.loss.device
                 )
         return self.shapes[key]
@@ -214,7 +214,7 @@ class PipelineRunner:
 
     # exercise 09.9
     def run(self, action: Action) -> None:
-        """Carry out one action: take what it needs from `self.mail`, and put there what it makes for others.
+        """Carry out one action: take what it needs from `self.p2p`, and put there what it makes for others.
 
         F makes a pass in `self.passes`, inside `self.autocast`, with `self.finish` and `self.more` of the micro-batch,
         adds to `self.loss` in the last stage, and drops the pass's `out`; B, or I and then W, run its backward. After B
@@ -223,23 +223,23 @@ class PipelineRunner:
         kind, stage, micro_batch = action
         key, last = (stage, micro_batch), stage == self.last
         if kind == "F":
-            x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
+            x = self.inputs[micro_batch] if stage == 0 else self.p2p.wait_recv("F", *key)
             make = SplitPass if key in self.split else StagePass
             with self.autocast:
                 done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
             if last:
                 self.loss += done.out
             else:
-                self.mail.put("F", stage + 1, micro_batch, done.out)
+                self.p2p.post_send("F", stage + 1, micro_batch, done.out)
             done.out = None
         elif kind == "W":
             self.passes.pop(key).weight_gradients()
         else:
-            gradient = torch.ones_like(self.loss) if last else self.mail.take("B", *key)
+            gradient = torch.ones_like(self.loss) if last else self.p2p.wait_recv("B", *key)
             done = self.passes[key] if kind == "I" else self.passes.pop(key)
             gradient = done.input_gradient(gradient) if kind == "I" else done.backward(gradient)
             if stage > 0:
-                self.mail.put("B", stage - 1, micro_batch, gradient)
+                self.p2p.post_send("B", stage - 1, micro_batch, gradient)
 
 
 # exercise 09.17

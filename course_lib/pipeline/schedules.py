@@ -41,7 +41,7 @@ def afab(p: int, m: int) -> Schedule:
 
 
 # exercise 09.4
-def in_turn(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> list[Action]:
+def steady_1f1b(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> list[Action]:
     """Return `ahead` forwards (all, where there are fewer), then a forward and a backward in turn, then the backwards
     that are left; each backward is a list of actions. There are as many backwards as forwards.
     """
@@ -60,7 +60,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     """
     check_sizes(p, m)
     return [
-        in_turn([Action("F", rank, i) for i in range(m)], [[Action("B", rank, i)] for i in range(m)], p - 1 - rank)
+        steady_1f1b([Action("F", rank, i) for i in range(m)], [[Action("B", rank, i)] for i in range(m)], p - 1 - rank)
         for rank in range(p)
     ]
 
@@ -89,12 +89,12 @@ def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
     for rank in range(p):
         forwards = in_runs("F", rank, range(v))
         backwards = [[action] for action in in_runs("B", rank, reversed(range(v)))]
-        schedule.append(in_turn(forwards, backwards, (v - 1) * run + 2 * (p - 1 - rank)))
+        schedule.append(steady_1f1b(forwards, backwards, (v - 1) * run + 2 * (p - 1 - rank)))
     return schedule
 
 
 # exercise 09.13
-def put_off(p: int, m: int, k: int) -> Schedule:
+def delay_weight_grads(p: int, m: int, k: int) -> Schedule:
     """1F1B with k times as many forwards ahead, whose rank r does its W's k r micro-batches late.
 
     Each backward is I and, once there is one to do, the W that is due; the W's that are left come at the end.
@@ -106,21 +106,21 @@ def put_off(p: int, m: int, k: int) -> Schedule:
         forwards = [Action("F", rank, i) for i in range(m)]
         backwards = [[Action("I", rank, i)] + ([Action("W", rank, i - late)] if i >= late else []) for i in range(m)]
         left = [Action("W", rank, i) for i in range(max(0, m - late), m)]
-        schedule.append(in_turn(forwards, backwards, k * (p - 1 - rank)) + left)
+        schedule.append(steady_1f1b(forwards, backwards, k * (p - 1 - rank)) + left)
     return schedule
 
 
 def zero_bubble_h1(p: int, m: int) -> Schedule:
     """ZB-H1: a third of 1F1B's bubble where F, I, W take the same time; a rank holds p. Qi et al. 2023, §2.1."""
-    return put_off(p, m, 1)
+    return delay_weight_grads(p, m, 1)
 
 
 def zero_bubble_h2(p: int, m: int) -> Schedule:
     """ZB-H2: no bubble where F, I, W take the same time, m is at least 2p - 1; a rank holds 2p - 1. Qi et al., §2.2."""
-    return put_off(p, m, 2)
+    return delay_weight_grads(p, m, 2)
 
 
-def numbered(words: Sequence[tuple[str, int | None]], first: dict[int, int]) -> list[Action]:
+def assign_microbatches(words: Sequence[tuple[str, int | None]], first: dict[int, int]) -> list[Action]:
     """Actions of (kind, stage): the k-th F of a stage, and its k-th B or I, is of micro-batch first[stage] + k; a W
     belongs to the oldest I without one.
     """
@@ -151,7 +151,7 @@ def zero_bubble_v(p: int, m: int) -> Schedule:
         todo = Fa * (2 * rest - 1) + (Fb + Fa) * rank + (Fb + Ib + W) * rest
         todo += (Fa + Ia + W + Fb + Ib + W) * (full - p - rest + 1) + (Ia + W + Fb + Ib + W) * (rest - 1)
         todo += (Ia + Ib) * rank + (Ia + W) * rest + W * 2 * rank
-        schedule.append([action for action in numbered(todo, {down: 0, up: 0}) if action.micro_batch < m])
+        schedule.append([action for action in assign_microbatches(todo, {down: 0, up: 0}) if action.micro_batch < m])
     return schedule
 
 
@@ -176,7 +176,7 @@ def dualpipe(p: int, m: int) -> Schedule:
         todo += (Fa + Bb + Fb + Ba) * (m // 2 - p + near + 1) + (Bb + Fb + Ba) * inner
         todo += ((Bb + Ba) * backwards)[:backwards] + ((Ib + Ia) * backwards)[backwards:]
         todo += (W + Ia) * inner + W * (near + 1)
-        actions = numbered(todo, {near: 0, far: m // 2} if rank < p // 2 else {near: m // 2, far: 0})
+        actions = assign_microbatches(todo, {near: 0, far: m // 2} if rank < p // 2 else {near: m // 2, far: 0})
         after = [*actions[1:], None]
         pairs = [a.kind == "F" and b is not None and b.kind == "B" for a, b in zip(actions, after, strict=True)]
         schedule.append([Overlapped(*action) if pair else action for action, pair in zip(actions, pairs, strict=True)])
@@ -192,6 +192,6 @@ def schedule_by_name(name: str, p: int, m: int, v: int = 2, run: int | None = No
     return interleaved(p, m, v, run) if name == "interleaved" else SCHEDULES[name](p, m)
 
 
-def stages_of(schedule: Schedule) -> int:
+def num_stages(schedule: Schedule) -> int:
     """How many stages a schedule has."""
     return 1 + max(action.stage for actions in schedule for action in actions)

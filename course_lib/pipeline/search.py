@@ -22,7 +22,7 @@ class Greedy:
 
     def __init__(self, p: int, m: int, times: dict[str, list], t_comm, live: int, ahead: list[int], fill: float):
         self.p, self.m, self.times, self.t_comm = p, m, times, t_comm
-        self.live, self.ahead, self.fill = live, ahead, fill
+        self.live, self.max_lead, self.fill = live, ahead, fill
         self.done = [dict.fromkeys("FIW", 0) for _ in range(p)]
         self.free, self.ended, self.schedule = [0] * p, {}, [[] for _ in range(p)]
 
@@ -38,14 +38,14 @@ class Greedy:
     def options(self, rank: int) -> dict:
         """Return what the rank could do next, F, I or W, each with the time when it could begin.
 
-        An F if micro-batches are left, fewer than self.live are held, and F's are fewer than self.ahead[rank] ahead of
+        An F if micro-batches are left, fewer than self.live are held, and F's are fewer than self.max_lead[rank] ahead of
         I's; an I if its own F is done; both only where it is known when what they need arrives. A W if an I is without
         one and, besides, self.live are held or the rank would wait, for a gap of self.fill times a W or more.
         self.done[rank]: how many F, I, W are done; self.free[rank]: when the last of them ends.
         """
         f, i, w = (self.done[rank][kind] for kind in "FIW")
         found = {}
-        if f < self.m and f - w < self.live and f - i < self.ahead[rank]:
+        if f < self.m and f - w < self.live and f - i < self.max_lead[rank]:
             found["F"] = self.arrival("F", rank, f)
         if i < f:
             found["I"] = self.arrival("I", rank, i)

@@ -40,7 +40,7 @@ def find_transfers(schedule: Schedule) -> list[tuple]:
     return sorted(found)
 
 
-def plan_transfers(schedule: Schedule, rank: int) -> list[list[list[Transfer]]]:
+def plan_send_recv(schedule: Schedule, rank: int) -> list[list[list[Transfer]]]:
     """What a rank starts before each of its actions and after the last: batches of transfers, in order."""
     own = [each for each in find_transfers(schedule) if rank in each[2][3:]]
     actions = schedule[rank]
@@ -59,10 +59,10 @@ def plan_transfers(schedule: Schedule, rank: int) -> list[list[list[Transfer]]]:
     return [list(batches.values()) for batches in plan]
 
 
-IN_FLIGHT = 4  # sends that a rank has not yet waited for
+MAX_SENDS_IN_FLIGHT = 4  # sends that a rank has not yet waited for
 
 
-class Mail:
+class P2PBuffers:
     """One step's sends and receives of this rank. shapes: of what enters each stage, (shape, dtype)."""
 
     def __init__(self, plan: list[list[list[Transfer]]], group: dist.ProcessGroup, shapes: list, device: torch.device):
@@ -71,7 +71,7 @@ class Mail:
         self.sends = {t[:3] for batches in plan for batch in batches for t in batch if t.source == self.rank}
 
     # notebook 09, cell mail
-    def put(self, kind: str, stage: int, micro_batch: int, tensor: torch.Tensor) -> None:
+    def post_send(self, kind: str, stage: int, micro_batch: int, tensor: torch.Tensor) -> None:
         """Hand over what this rank has made for another rank, or for itself."""
         key = kind, stage, micro_batch
         if key in self.sends:
@@ -80,7 +80,7 @@ class Mail:
             self.arriving[key] = None, tensor
 
     # notebook 09, cell mail
-    def take(self, kind: str, stage: int, micro_batch: int) -> torch.Tensor:
+    def wait_recv(self, kind: str, stage: int, micro_batch: int) -> torch.Tensor:
         """What has come for this rank; waits for it."""
         work, tensor = self.arriving.pop((kind, stage, micro_batch))
         if work is not None:
@@ -97,7 +97,7 @@ class Mail:
                     self.sent.append((work, operation.tensor))  # which must live until then
                 else:
                     self.arriving[transfer[:3]] = work, operation.tensor
-        self.wait_for_sends(IN_FLIGHT)
+        self.wait_for_sends(MAX_SENDS_IN_FLIGHT)
 
     def operation(self, transfer: Transfer) -> dist.P2POp:
         """A send of what is there, or a receive into a new tensor."""

@@ -30,7 +30,7 @@ def recompute_modules(modules: nn.ModuleList, mode: str, policy: Callable | None
     Raises ValueError for mode selective without a policy, and for compiled modules.
     """
     if mode == "selective" and policy is None:
-        raise ValueError("mode selective of a ModuleList needs a policy, such as keep_products")
+        raise ValueError("mode selective of a ModuleList needs a policy, such as keep_matmuls")
     check_compiled(modules)
     for module in modules:
         module.__dict__.pop("forward", None)

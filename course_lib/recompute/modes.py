@@ -87,7 +87,7 @@ def apply_recompute(model: nn.Module, mode: str, policy: Callable | None = None)
     return model
 
 
-def kept_bytes(module: nn.Module, forward) -> int:
+def retained_bytes(module: nn.Module, forward) -> int:
     """Bytes that `forward()` makes on the module's device and leaves alive for backward, its result included; tensors
     from before, such as parameters, are not counted.
     """
@@ -99,7 +99,7 @@ def kept_bytes(module: nn.Module, forward) -> int:
 
 
 # exercise 02.6
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     """Policy for whole blocks: the outputs of matmuls with weights and of fused attention are kept (MUST_SAVE), what is
     cheap is computed again.
     """
@@ -172,7 +172,7 @@ def fp32_gradients(model: nn.Module) -> Iterator[dict[nn.Parameter, torch.Tensor
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
     parser = single_gpu.training_parser("recompute", "Train with recomputation and gradient accumulation.")
-    modes = ["none", "selective", "products", "full"]
+    modes = ["none", "selective", "matmuls", "full"]
     parser.add_argument("--recompute", default="none", choices=modes, help="products: keep the outputs of products")
     parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
     parser.add_argument("--trace", type=single_gpu.out_file, help="a file for the trace of steps 3 to 5")
@@ -198,7 +198,7 @@ def accumulated_step(micro_batch: int, model, optimizer, inputs, targets, dtype=
 def main(argv: list[str] | None = None) -> list[dict]:
     """Train as the options say; prints one line a step, writes the records where --out says, and returns them."""
     chosen, configs = options(argv), []
-    policy = keep_products if chosen.recompute == "products" else None
+    policy = keep_matmuls if chosen.recompute == "matmuls" else None
     mode = "selective" if policy else chosen.recompute
 
     def build(config, seed):

@@ -155,12 +155,12 @@ def activation_bytes(
     tokens.
 
     recompute: "none"; "selective" keeps Q, K, V and the output of attention, nothing between (a flash core does that
-    anyway); "products" the input of each layer and the outputs of its matrix products and flash core (notebook 02);
+    anyway); "matmuls" the input of each layer and the outputs of its matrix products and flash core (notebook 02);
     "full" the input of each layer alone. TP splits what lies between a column- and a row-parallel matrix (Korthikanti
     et al. 2022, §4.2); SP splits the norms and the residual too; CP splits the sequence. PP: the fuller of the first
     stage (pp micro-batches in flight under 1F1B) and the last one (one, with the loss).
     """
-    if recompute not in ("none", "selective", "products", "full"):
+    if recompute not in ("none", "selective", "matmuls", "full"):
         raise ValueError(f"recompute={recompute!r}: it is none, selective, products or full")
     tokens, h, width, kv = batch * seq / cp, config.hidden, config.attention_width, config.kv_heads * config.head_dim
     outside = tp if sp else 1  # what the region between two blocks is divided by
@@ -172,7 +172,7 @@ def activation_bytes(
     if config.qk_norm:  # q and k before their norms, and a number for each head
         inside += (e if fused_norm else 8) * (width + kv * copies) + 4 * (config.heads + config.kv_heads * copies)
     layer = (kept["norms"] + kept["norm outputs"]) / outside + inside / tp
-    if recompute == "products":  # of what is split: Q, K, V, gate, up, and the output of a flash core
+    if recompute == "matmuls":  # of what is split: Q, K, V, gate, up, and the output of a flash core
         core = e * width + 4 * config.heads if flash else 0
         layer = 3 * e * h / outside + (e * (width + 2 * kv * copies + 2 * config.ffn_hidden) + core) / tp
     elif recompute == "full":

@@ -614,7 +614,7 @@ def test_main_says_in_one_line_what_it_cannot_do(ranks, capsys):
         ["--tp", "3"],
         ["--micro-batch", "0"],
         ["--batch", "2", "--micro-batch", "3"],
-        ["--recompute", "products"],
+        ["--recompute", "matmuls"],
     ):
         with pytest.raises(SystemExit) as stopped:
             options([*ARGUMENTS, *argv])

@@ -25,7 +25,7 @@ from course_lib.expert_parallel.router import (
     within_nodes,
     z_loss,
 )
-from course_lib.recompute.modes import apply_recompute, keep_products
+from course_lib.recompute.modes import apply_recompute, keep_matmuls
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
 HIDDEN, EXPERTS = 12, 8
@@ -339,7 +339,7 @@ def test_what_does_not_fit_together_is_one_line(top_k, routing, words):
     assert text.startswith("ValueError: ") and words in text and "\n" not in text, text
 
 
-@pytest.mark.parametrize("mode", [("none",), ("selective", keep_products), ("full",)], ids=lambda mode: mode[0])
+@pytest.mark.parametrize("mode", [("none",), ("selective", keep_matmuls), ("full",)], ids=lambda mode: mode[0])
 def test_a_recomputed_forward_does_not_send_its_counts_again(mode):
     """Backward has those of the first: a second all-reduce in each mixture would be for nothing."""
     model, sent = apply_recompute(mixture(**LOSSES), *mode), []

@@ -23,7 +23,7 @@ from course_lib.five_d.layouts import (
     schedule_of,
 )
 from course_lib.pipeline.actions import validate
-from course_lib.pipeline.schedules import stages_of
+from course_lib.pipeline.schedules import num_stages
 from course_lib.pipeline.stages import split_layers
 from course_lib.single_gpu.model import ModelConfig
 
@@ -239,8 +239,8 @@ def test_what_is_accepted_can_be_carried_out():
         schedule = schedule_of(layout, m)
         validate(schedule, m)
         assert len(schedule) == layout.pp
-        assert stages_of(schedule) == stages_of(schedule_of(layout, 2 * layout.pp))  # as parallelize cuts it
-        split_layers(OF.layers, stages_of(schedule))
+        assert num_stages(schedule) == num_stages(schedule_of(layout, 2 * layout.pp))  # as parallelize cuts it
+        split_layers(OF.layers, num_stages(schedule))
         chunks = layout.cp * (2 if layout.cp > 1 and layout.cp_order == "zigzag" else 1)
         assert seq % chunks == 0 and (not layout.sequence_parallel or seq // layout.cp % layout.tp == 0)
         assert layout.dp % layout.replicate == 0 and (layout.zero_stage == 3 or layout.replicate == 1)

@@ -22,7 +22,7 @@ from course_lib.flash_attention.operator import (
     use_flash_attention,
 )
 from course_lib.kernels.program import use_kernels
-from course_lib.recompute.modes import apply_recompute, kept_bytes
+from course_lib.recompute.modes import apply_recompute, retained_bytes
 from course_lib.single_gpu.model import ModelConfig, Transformer, causal_attention, loss
 from split_models import differing, init
 
@@ -116,10 +116,10 @@ def test_autocast_and_bfloat16_as_exact_as_the_plain_model():
 def test_no_layer_keeps_scores():
     """What a forward keeps grows with the tokens; SDPA's own, which keeps none either, keeps as much."""
     model = use_flash_attention(model_of(CONFIG))
-    short, long = (kept_bytes(model, lambda: model(batch(0, tokens)[0])) for tokens in (16, 32))
+    short, long = (retained_bytes(model, lambda: model(batch(0, tokens)[0])) for tokens in (16, 32))
     assert long == 2 * short
     plain = model_of(CONFIG)
-    assert long <= kept_bytes(plain, lambda: plain(batch(0, 32)[0]))
+    assert long <= retained_bytes(plain, lambda: plain(batch(0, 32)[0]))
 
 
 def test_parameters_stay_and_an_attention_of_another_verb_is_left_alone():

@@ -51,7 +51,7 @@ EXACT = 1e-12  # float64
 
 
 @pytest.mark.parametrize(
-    "how, recompute", [("current", "selective"), ("delayed", "full"), ("blocks", "none"), ("delayed", "products")]
+    "how, recompute", [("current", "selective"), ("delayed", "full"), ("blocks", "none"), ("delayed", "matmuls")]
 )
 def test_tensor_parallelism_is_one_process(two, how, recompute):
     """Losses, gradients, norms, the weights after 3 steps and the histories of amax, by the same names."""
@@ -178,7 +178,7 @@ def shared(how: str, way: str, dtype: torch.dtype, recompute: str) -> dict:
         ("blocks", "DataParallel", "none"),
         ("delayed", "ZeRO-1", "none"),
         ("delayed", "ZeRO-3", "full"),
-        ("current", "FP8 gather", "products"),
+        ("current", "FP8 gather", "matmuls"),
         ("delayed", "FP8 gather", "none"),
         ("blocks", "FP8 gather", "full"),
     ],

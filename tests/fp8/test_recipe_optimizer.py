@@ -44,7 +44,7 @@ def live_bytes() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def kept_bytes(name: str) -> tuple[float, float]:
+def retained_bytes(name: str) -> tuple[float, float]:
     """Bytes a parameter that are alive after a step, and those of the table without gradients."""
     before = live_bytes()
     model, optimizer = made(name)
@@ -61,7 +61,7 @@ def kept_bytes(name: str) -> tuple[float, float]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_bytes_alive_are_those_of_the_recipe(name):
     """Weights, masters, sums and moments; of the weights that stay in BF16 a byte more; scales and histories."""
-    kept, expected = kept_bytes(name)
+    kept, expected = retained_bytes(name)
     assert expected <= kept < expected + 0.15
 
 
@@ -73,7 +73,7 @@ def test_a_dequantized_weight_kept_beside_is_noticed(monkeypatch):
         init(self, owner, name, recipe)
 
     monkeypatch.setattr(StoredWeight, "__init__", with_a_copy)
-    kept, expected = kept_bytes("DeepSeek-V3")
+    kept, expected = retained_bytes("DeepSeek-V3")
     assert kept > expected + 3.5
 
 

@@ -23,7 +23,7 @@ from course_lib.kernels.fused_norm import FusedRMSNorm
 from course_lib.kernels.fused_rope import rope
 from course_lib.kernels.fused_swiglu import swiglu
 from course_lib.kernels.program import FusedBlock, main, options, use_kernels
-from course_lib.recompute.modes import apply_recompute, keep_products, kept_bytes
+from course_lib.recompute.modes import apply_recompute, keep_matmuls, retained_bytes
 from course_lib.single_gpu.model import Block, ModelConfig, Transformer, causal_attention, loss
 from split_models import differing, init
 
@@ -32,7 +32,7 @@ CONFIG = ModelConfig(2, 24, 4, 2, 37, 61)
 RECOMPUTE = {
     "none": ("none", None),
     "selective": ("selective", None),
-    "products": ("selective", keep_products),
+    "matmuls": ("selective", keep_matmuls),
     "full": ("full", None),
 }
 MAX_NORM = 0.5
@@ -145,7 +145,7 @@ def one_step(mode: str, autocast: bool) -> tuple[int, int, dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("mode", ["selective", "products", "full"])
+@pytest.mark.parametrize("mode", ["selective", "matmuls", "full"])
 def test_recomputation_changes_no_bit(mode, autocast):
     """Gradients of float32 and of autocast; the kernels of a recomputed layer run twice."""
     forward, back, expected = one_step("none", autocast)
@@ -194,11 +194,13 @@ def test_less_is_kept_for_backward():
     inputs, targets = batch(0, config)
     tokens = inputs.numel()
     plain, model = model_of(config), use_kernels(model_of(config))
-    of_plain, of_model = (kept_bytes(each, lambda: each(inputs)) for each in (plain, model))
+    of_plain, of_model = (retained_bytes(each, lambda: each(inputs)) for each in (plain, model))
     assert of_plain - of_model >= config.layers * tokens * 4 * config.ffn_hidden
-    of_plain = kept_bytes(plain, lambda: eager_loss(plain, inputs, targets))
+    of_plain = retained_bytes(plain, lambda: eager_loss(plain, inputs, targets))
     deferred = defer_head(model)
-    of_model = kept_bytes(deferred, lambda: (fused_loss(deferred, inputs, targets), gc.collect()))  # cycles of launches
+    of_model = retained_bytes(
+        deferred, lambda: (fused_loss(deferred, inputs, targets), gc.collect())
+    )  # cycles of launches
     gradients = 4 * (config.vocab + tokens) * config.hidden
     assert of_plain + gradients - of_model >= tokens * 4 * (config.layers * config.ffn_hidden + config.vocab)
 

@@ -51,7 +51,7 @@ def standard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)
 
 
-def kept_bytes(run, leaves: list[torch.Tensor]) -> int:
+def retained_bytes(run, leaves: list[torch.Tensor]) -> int:
     """Bytes of all memory that autograd keeps for backward."""
     kept = {}
 
@@ -77,7 +77,7 @@ def test_standard_attention_moves_what_its_three_operations_move(shape):
 @of_shapes
 def test_standard_attention_keeps_its_inputs_and_the_probabilities(shape):
     leaves = standard_inputs(shape)
-    assert saved_by_standard(shape) == kept_bytes(standard, leaves)
+    assert saved_by_standard(shape) == retained_bytes(standard, leaves)
     b, s_q, s_k, heads, *_, size = shape
     assert saved_by_standard(shape) == sum(x.nbytes for x in leaves) + b * heads * s_q * s_k * size
 
@@ -86,7 +86,7 @@ def test_standard_attention_keeps_its_inputs_and_the_probabilities(shape):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("way", [flash_attention, flash_attention_reference])
 def test_flash_attention_keeps_no_scores(way, causal, shape):
-    assert saved_by_flash(shape) == kept_bytes(lambda q, k, v: way(q, k, v, causal), inputs(shape))
+    assert saved_by_flash(shape) == retained_bytes(lambda q, k, v: way(q, k, v, causal), inputs(shape))
 
 
 @of_shapes

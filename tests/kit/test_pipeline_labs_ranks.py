@@ -13,7 +13,7 @@ from course_kit.labs.pipeline import faults, halves, training
 from course_kit.pictures import schedules as pictures
 from course_lib.pipeline import simulate, validate
 from course_lib.pipeline.actions import Action
-from course_lib.pipeline.schedules import SCHEDULES, afab, interleaved, one_f_one_b, schedule_by_name, stages_of
+from course_lib.pipeline.schedules import SCHEDULES, afab, interleaved, num_stages, one_f_one_b, schedule_by_name
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import ModelConfig, Transformer
 
@@ -24,7 +24,7 @@ NAMES = [name for name in SCHEDULES if name != "dualpipe"] + ["interleaved"]
 def test_the_replay_of_the_checks_is_the_simulator(name):
     for p, m in ((2, 4), (4, 8)):
         schedule = schedule_by_name(name, p, m)
-        assert lists.fault(schedule, stages_of(schedule), m) == ""
+        assert lists.fault(schedule, num_stages(schedule), m) == ""
         assert lists.held(schedule) == validate(schedule, m)
         for times in ((1, 1, 1), (3, Fraction(2, 7), 5)):
             found = simulate(schedule, *times)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from course_kit.checks.single_gpu.counting import counted_parameters, kept_bytes
+from course_kit.checks.single_gpu.counting import counted_parameters, retained_bytes
 from course_kit.labs import single_gpu as labs
 from course_kit.labs.gpt import GPTBlock
 from course_lib.single_gpu.memory import param_count
@@ -29,7 +29,7 @@ def test_the_gpt_layer_keeps_what_the_paper_counts_and_the_statistics_of_its_nor
     b, s, h, a = 2, 16, 32, 4
     block, x = GPTBlock(h, a).bfloat16(), torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True)
     expected = 34 * s * b * h + 5 * a * s * s * b + 8 * s * b
-    assert kept_bytes(block, lambda: block(x)) == saved_bytes(block, lambda: block(x)) == expected
+    assert retained_bytes(block, lambda: block(x)) == saved_bytes(block, lambda: block(x)) == expected
 
 
 def test_counted_parameters_are_those_of_the_formula():

@@ -17,9 +17,8 @@ from course_lib.data_parallel.replicas import DataParallel, find_diverged_params
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.model import apply_expert_parallel
 from course_lib.expert_parallel.router import routers_of
-from course_lib.pipeline import copies as pipeline_copies
+from course_lib.pipeline import tied_weights as pipeline_copies
 from course_lib.pipeline.actions import validate
-from course_lib.pipeline.copies import final_backwards, holders
 from course_lib.pipeline.norm import clip_grad_norm_, gradients_of
 from course_lib.pipeline.program import main, options
 from course_lib.pipeline.runner import PipelineRunner, pipeline_ratio
@@ -27,14 +26,15 @@ from course_lib.pipeline.schedules import (
     SCHEDULES,
     dualpipe,
     interleaved,
+    num_stages,
     one_f_one_b,
     schedule_by_name,
-    stages_of,
     zero_bubble_h1,
     zero_bubble_v,
 )
 from course_lib.pipeline.search import search
 from course_lib.pipeline.stages import split_stages
+from course_lib.pipeline.tied_weights import final_backwards, owner_ranks
 from course_lib.pipeline.transfers import find_transfers
 from course_lib.recompute.modes import IGNORED, accumulate, apply_recompute
 from course_lib.sequence_parallel.model import apply_sequence_parallel
@@ -100,7 +100,7 @@ def schedule_of(name: str, p: int, m: int):
 
 def model_of(tied: bool, schedule) -> ModelConfig:
     """As deep as its stages need; of fewer than 8, some have more blocks than others."""
-    layers = {2: 3, 4: 3, 8: 6}[stages_of(schedule)]
+    layers = {2: 3, 4: 3, 8: 6}[num_stages(schedule)]
     return dataclasses.replace(OF, layers=layers, tied=tied)
 
 
@@ -132,7 +132,7 @@ def drifted(runner: PipelineRunner) -> list[str]:
     """Names of copies that are not alike to the bit. Collective over each copy's group."""
     return [
         "a copy has drifted"
-        for p, group in runner.copies.groups.items()
+        for p, group in runner.tied_weights.groups.items()
         if find_diverged_params(nn.ParameterList([p]), group)
     ]
 
@@ -170,7 +170,7 @@ def pipelines_differ(ways: list[tuple], of_all_expected: list[dict]) -> list[dic
     for (name, p, m, tied, recompute, ignored, optimizer), arrays in zip(ways, of_all_expected, strict=True):
         group, schedule = group_of(p), schedule_of(name, p, m)
         of, expected = model_of(tied, schedule), {name: torch.from_numpy(array) for name, array in arrays.items()}
-        stages = split_stages(whole_model(of), stages_of(schedule))
+        stages = split_stages(whole_model(of), num_stages(schedule))
         for stage in stages:
             apply_recompute(stage, recompute)
         runner = Notes(own_stages(stages, schedule, group), schedule, group)
@@ -179,7 +179,7 @@ def pipelines_differ(ways: list[tuple], of_all_expected: list[dict]) -> list[dic
         wrong = not_as(found, expected) + drifted(runner)
         wrong += ["another order"] * (runner.ran != STEPS * actions)
         wrong += [f"holds {runner.held}"] * (runner.held != validate(schedule)[group.rank()])
-        wrong += ["something is left"] * bool(runner.passes or runner.mail.arriving or runner.mail.leaving)
+        wrong += ["something is left"] * bool(runner.passes or runner.p2p.arriving or runner.p2p.leaving)
         missing = {"weight head.weight"} if tied else set()  # in a state_dict by both names
         of_all.append({"wrong": wrong, "names": sorted(found), "all": sorted(expected.keys() - missing)})
     return of_all
@@ -209,7 +209,7 @@ def in_bfloat16(names: list[str]) -> dict[str, list[str]]:
         inputs, targets = batches(0, m, SEQ)
         expected = accumulate(model, list(zip(inputs.split(1), targets.split(1), strict=True)), torch.bfloat16)
         wanted = {name: p.grad.clone() for name, p in model.named_parameters()} | {"loss": expected}
-        runner = PipelineRunner(split_stages(whole_model(of), stages_of(schedule)), schedule, group)
+        runner = PipelineRunner(split_stages(whole_model(of), num_stages(schedule)), schedule, group)
         part = runner.step(inputs, targets, torch.bfloat16)
         dist.all_reduce(part)
         found = {name: p.grad for name, p in by_name(runner, of).items()} | {"loss": part}
@@ -246,7 +246,7 @@ def sent(names: list[str]) -> dict[str, list]:
         m = FULL.get(name, 4)
         schedule = schedule_of(name, 4, m)
         model = whole_model(model_of(False, schedule))
-        runner = Watched(split_stages(model, stages_of(schedule)), schedule)
+        runner = Watched(split_stages(model, num_stages(schedule)), schedule)
         logs = []
         for step in range(2):
             with count_traffic() as traffic:
@@ -302,8 +302,8 @@ def in_replicas(ways: list[tuple]) -> list[dict]:
     of_all = []
     for name, m, tied, zero, recompute in ways:
         schedule, (group, dp_group) = schedule_of(name, 2, m), dp_groups()
-        of = dataclasses.replace(OF, layers={2: 3, 4: 6}[stages_of(schedule)], tied=tied)  # a block in each stage
-        stages = split_stages(whole_model(of), stages_of(schedule))
+        of = dataclasses.replace(OF, layers={2: 3, 4: 6}[num_stages(schedule)], tied=tied)  # a block in each stage
+        stages = split_stages(whole_model(of), num_stages(schedule))
         for stage in stages:
             apply_recompute(stage, recompute)
         runner = PipelineRunner(own_stages(stages, schedule, group), schedule, group, dp_group=dp_group)
@@ -387,7 +387,7 @@ def with_tensor_parallelism(ways: list[tuple]) -> list[list[str]]:
         model = apply_tensor_parallel(whole_model(of), tp)
         if sequence:
             apply_sequence_parallel(model, tp)
-        stages = split_stages(model, stages_of(schedule))
+        stages = split_stages(model, num_stages(schedule))
         for stage in stages:
             apply_recompute(stage, recompute)
 
@@ -435,7 +435,7 @@ def with_a_mixture(names: list[str]) -> list[list[str]]:
         model = whole_model(model_of(False, schedule), MIXTURE)
         for router in routers_of(model):
             router.loss_weight = 1 / m
-        stages = split_stages(model, stages_of(schedule))
+        stages = split_stages(model, num_stages(schedule))
         inputs, targets = batches(0, m, SEQ)
         parts = zip(inputs.split(1), targets.split(1), strict=True)
         wanted = {"loss": accumulate(model, parts)} | {n: p.grad for n, p in model.named_parameters()}
@@ -498,8 +498,8 @@ def copies() -> dict[str, object]:
     near = min(dist.get_rank(), 3 - dist.get_rank())
     named = by_name(runner, TIED)
     moved = {n: (p - before[n]).mean().item() + dist.get_rank() for n, p in named.items()}
-    ranks_of = {n: runner.copies.holders[p] for n, p in named.items()}
-    return {"near": near, "first": moved, "holders": ranks_of, "drifted": drifted(runner), "splits": splits}
+    ranks_of = {n: runner.tied_weights.owner_ranks[p] for n, p in named.items()}
+    return {"near": near, "first": moved, "owner_ranks": ranks_of, "drifted": drifted(runner), "splits": splits}
 
 
 def test_copies_begin_with_the_values_of_the_first_rank_that_has_them(ranks):
@@ -508,23 +508,23 @@ def test_copies_begin_with_the_values_of_the_first_rank_that_has_them(ranks):
         assert found["splits"] == [[(0, 3), (1, 2)]], "groups that do not overlap are one split of the communicator"
         for name, first in found["first"].items():
             assert first == pytest.approx(found["near"], abs=1e-5), name
-            assert found["holders"][name] == (found["near"], 3 - found["near"])
+            assert found["owner_ranks"][name] == (found["near"], 3 - found["near"])
 
 
 def test_holders_and_final_backwards():
-    assert holders(one_f_one_b(4, 4), (0, 3)) == (0, 3)
-    assert holders(zero_bubble_v(4, 4), (0, 7)) == (0,), "the V's first and last stage are on one rank"
-    assert holders(dualpipe(4, 8), (1,)) == (1, 2)
+    assert owner_ranks(one_f_one_b(4, 4), (0, 3)) == (0, 3)
+    assert owner_ranks(zero_bubble_v(4, 4), (0, 7)) == (0,), "the V's first and last stage are on one rank"
+    assert owner_ranks(dualpipe(4, 8), (1,)) == (1, 2)
     for schedule in (one_f_one_b(2, 4), zero_bubble_h1(2, 4), interleaved(2, 4, 2), zero_bubble_v(2, 4)):
         for of in (OF, TIED):
-            stages = split_stages(Transformer(of), stages_of(schedule))
+            stages = split_stages(Transformer(of), num_stages(schedule))
             for actions in schedule:
                 own = nn.ModuleDict({str(a.stage): stages[a.stage] for a in actions})
                 found = final_backwards(own, actions)
                 whole = [i for i, a in enumerate(actions) if a.kind in "BW"]
                 last = {s: max(i for i in whole if actions[i].stage == s) for s in {a.stage for a in actions}}
-                shared = of.tied and {0, stages_of(schedule) - 1} <= last.keys()
-                first_of_shared = min(last[0], last[stages_of(schedule) - 1]) if shared else None
+                shared = of.tied and {0, num_stages(schedule) - 1} <= last.keys()
+                first_of_shared = min(last[0], last[num_stages(schedule) - 1]) if shared else None
                 assert found == set(last.values()) - {first_of_shared}, schedule
 
 
@@ -594,7 +594,7 @@ def added_up(names: list[str]) -> list[list[str]]:
         inputs, targets = batches(0, 8, SEQ)
         (2 * loss(model(inputs), targets)).backward()
         wanted = {n: p.grad for n, p in model.named_parameters()}
-        runner = PipelineRunner(split_stages(whole_model(TIED), stages_of(schedule)), schedule)
+        runner = PipelineRunner(split_stages(whole_model(TIED), num_stages(schedule)), schedule)
         frozen = [
             p for stage in runner.stages.values() for n, p in stage.named_parameters() if n.endswith("mlp_norm.weight")
         ]
@@ -757,7 +757,7 @@ def test_main_says_in_one_line_what_it_cannot_do(ranks, capsys):
         ["--pp", "0"],
         ["--pp", "5"],
         ["--virtual", "0", "--pp", "2", "--schedule", "interleaved"],
-        ["--recompute", "products"],
+        ["--recompute", "matmuls"],
     ):
         with pytest.raises(SystemExit) as stopped:
             options([*ARGUMENTS, *argv])

@@ -16,7 +16,7 @@ from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.router import routers_of, take_counts
 from course_lib.pipeline.split_backward import SplitPass
 from course_lib.pipeline.stages import StagePass, split_stages
-from course_lib.recompute.modes import apply_recompute, keep_products
+from course_lib.recompute.modes import apply_recompute, keep_matmuls
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 from split_models import whole_model
 
@@ -153,7 +153,7 @@ CASES = {
     "a Function that is asked": (lambda: with_own(whole_model(OF), Scaled), 3, 1),
     "a Function that is not": (lambda: with_own(whole_model(OF), ScaledAnyway), 3, 1),
     "selective": (lambda: apply_recompute(whole_model(OF), "selective"), 3, 1),
-    "products": (lambda: apply_recompute(whole_model(OF), "selective", keep_products), 3, 1),
+    "matmuls": (lambda: apply_recompute(whole_model(OF), "selective", keep_matmuls), 3, 1),
     "full": (lambda: apply_recompute(whole_model(OF), "full"), 3, 1),
     "full, with dropout": (lambda: apply_recompute(whole_model(DROPOUT), "full"), 3, 1),
     "full, all of it, tied": (lambda: apply_recompute(whole_model(TIED), "full"), 1, 0),
@@ -321,7 +321,7 @@ def test_the_stage_has_its_own_weights_all_the_time():
     assert part.stage.state_dict().keys() == Part("full").stage.state_dict().keys()
 
 
-@pytest.mark.parametrize("name, runs", [("a stage in the middle", 1), ("full", 2), ("products", 2)])
+@pytest.mark.parametrize("name, runs", [("a stage in the middle", 1), ("full", 2), ("matmuls", 2)])
 def test_a_recomputed_forward_is_replayed_once(name, runs):
     """Not once for I and once more for W."""
     part, calls = Part(name), []

@@ -90,4 +90,4 @@ def test_the_halves_are_the_whole(ranks):
             assert found["wrong"] == [] and found["early"] == [] and found["parameters"] > 15, (name, rank, found)
             whole, halves = found["StagePass"], found["SplitPass"]
             assert whole[1] == halves[1] and whole[1] > 0, (name, rank, "bytes", whole[1], halves[1])
-            assert whole[0] == halves[0] or name.endswith("full"), (name, rank, "products", whole[0], halves[0])
+            assert whole[0] == halves[0] or name.endswith("full"), (name, rank, "matmuls", whole[0], halves[0])

@@ -22,7 +22,7 @@ from course_lib.pipeline.schedules import (
     zero_bubble_h2,
     zero_bubble_v,
 )
-from course_lib.pipeline.transfers import IN_FLIGHT, Mail, Transfer, find_transfers, plan_transfers
+from course_lib.pipeline.transfers import MAX_SENDS_IN_FLIGHT, P2PBuffers, Transfer, find_transfers, plan_send_recv
 
 
 def by_hand(p: int, m: int) -> dict:
@@ -84,7 +84,7 @@ def flat(plan) -> list[Transfer]:
 def test_each_transfer_is_sent_once_and_received_once(kind):
     for name, schedule in kind.items():
         validate(schedule)
-        plans = [plan_transfers(schedule, rank) for rank in range(len(schedule))]
+        plans = [plan_send_recv(schedule, rank) for rank in range(len(schedule))]
         sent = [t for rank, plan in enumerate(plans) for t in flat(plan) if t.source == rank]
         received = [t for rank, plan in enumerate(plans) for t in flat(plan) if t.target == rank]
         assert len(sent) == len(received) == len(set(sent)), name
@@ -99,14 +99,14 @@ def test_all_ranks_start_their_own_in_one_order(kind):
         assert len(order) == len(set(order))
         for rank in range(len(schedule)):
             own = [transfer for transfer in order if rank in (transfer.source, transfer.target)]
-            assert flat(plan_transfers(schedule, rank)) == own, (name, rank)
+            assert flat(plan_send_recv(schedule, rank)) == own, (name, rank)
 
 
 @pytest.mark.parametrize("kind", [SCHEDULES, RANDOM], ids=["by hand", "at random"])
 def test_a_receive_starts_before_its_action_and_a_send_after_its_producer(kind):
     for name, schedule in kind.items():
         for rank, actions in enumerate(schedule):
-            plan = plan_transfers(schedule, rank)
+            plan = plan_send_recv(schedule, rank)
             assert len(plan) == len(actions) + 1
             places = {t: place for place, batches in enumerate(plan) for batch in batches for t in batch}
             for (kind_of, stage, i, source, _), place in places.items():
@@ -128,7 +128,7 @@ def test_what_comes_is_on_its_way_while_the_action_before_runs(kind):
     for name, schedule in kind.items():
         for rank, actions in enumerate(schedule):
             uses, made = {key_of(a): k for k, a in enumerate(actions) if a.kind != "W"}, 0
-            for place, batches in enumerate(plan_transfers(schedule, rank)):
+            for place, batches in enumerate(plan_send_recv(schedule, rank)):
                 for transfer in (t for batch in batches for t in batch):
                     if transfer.source == rank:
                         made = place
@@ -188,7 +188,7 @@ def rendezvous(schedule, plans, blocking: bool) -> bool:
 @pytest.mark.parametrize("kind", [SCHEDULES, RANDOM], ids=["by hand", "at random"])
 def test_no_deadlock_where_a_send_waits_for_its_receive(kind):
     for name, schedule in kind.items():
-        plans = [plan_transfers(schedule, rank) for rank in range(len(schedule))]
+        plans = [plan_send_recv(schedule, rank) for rank in range(len(schedule))]
         for blocking in (False, True):
             assert rendezvous(schedule, plans, blocking), (name, blocking)
 
@@ -199,7 +199,7 @@ def test_the_rendezvous_sees_a_deadlock():
     plans = []
     for rank, actions in enumerate(schedule):
         plan = [[] for _ in range(len(actions) + 1)]
-        for t in flat(plan_transfers(schedule, rank)):
+        for t in flat(plan_send_recv(schedule, rank)):
             if t.source == rank:
                 made = (t.kind == "F", t.stage - 1 if t.kind == "F" else t.stage + 1, t.micro_batch)
                 plan[[key_of(a) for a in actions].index(made) + 1].append([t])
@@ -217,7 +217,7 @@ def test_receives_do_not_start_long_before_they_are_needed():
         for name, schedule in by_hand(p, m).items():
             for rank, actions in enumerate(schedule):
                 waiting, most = set(), 0
-                for place, batches in enumerate(plan_transfers(schedule, rank)):
+                for place, batches in enumerate(plan_send_recv(schedule, rank)):
                     waiting |= {t[:3] for batch in batches for t in batch if t.target == rank}
                     most = max(most, len(waiting))
                     if place < len(actions) and actions[place].kind != "W":
@@ -239,15 +239,15 @@ def test_how_much_travels():
             (dualpipe(p, m), p - 1),
         ):
             assert len(find_transfers(schedule)) == 2 * boundaries * m
-    assert find_transfers(one_f_one_b(1, 4)) == [] and plan_transfers(one_f_one_b(1, 2), 0) == [[]] * 5
+    assert find_transfers(one_f_one_b(1, 4)) == [] and plan_send_recv(one_f_one_b(1, 2), 0) == [[]] * 5
 
 
 def delivered(schedule) -> tuple[list[str], int]:
-    """On a rank: what arrives as something else than what was sent, by a Mail; and how much is left in it."""
+    """On a rank: what arrives as something else than what was sent, by a P2PBuffers; and how much is left in it."""
     group = dist.group.WORLD
     stages = 1 + max(action.stage for actions in schedule for action in actions)
     shapes = [((2, 3 + stage), torch.float32 if stage % 2 else torch.bfloat16) for stage in range(stages)]
-    mail = Mail(plan_transfers(schedule, group.rank()), group, shapes, torch.device("cpu"))
+    mail = P2PBuffers(plan_send_recv(schedule, group.rank()), group, shapes, torch.device("cpu"))
     wrong = []
 
     def made(kind: str, stage: int, i: int) -> torch.Tensor:
@@ -256,16 +256,16 @@ def delivered(schedule) -> tuple[list[str], int]:
 
     for place, (kind, stage, i) in enumerate(schedule[group.rank()]):
         mail.start(place)
-        wrong += [f"{len(mail.sent)} sends under way"] * (len(mail.sent) > IN_FLIGHT)
+        wrong += [f"{len(mail.sent)} sends under way"] * (len(mail.sent) > MAX_SENDS_IN_FLIGHT)
         if kind == "W":
             continue
         way = "F" if kind == "F" else "B"
         if (stage > 0) if way == "F" else (stage < stages - 1):
-            came = mail.take(way, stage, i)
+            came = mail.wait_recv(way, stage, i)
             same = came.dtype == made(way, stage, i).dtype and torch.equal(came, made(way, stage, i))
             wrong += [f"{way} {stage} {i}"] * (not same)
         if (stage < stages - 1) if way == "F" else (stage > 0):
-            mail.put(way, stage + (1 if way == "F" else -1), i, made(way, stage + (1 if way == "F" else -1), i))
+            mail.post_send(way, stage + (1 if way == "F" else -1), i, made(way, stage + (1 if way == "F" else -1), i))
     mail.start(len(schedule[group.rank()]))
     mail.wait_for_sends(0)
     return wrong, len(mail.sent) + len(mail.arriving) + len(mail.leaving)

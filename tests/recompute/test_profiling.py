@@ -16,7 +16,7 @@ from torch.autograd import DeviceType
 from torch.profiler import record_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from course_lib.recompute.modes import apply_recompute, keep_products
+from course_lib.recompute.modes import apply_recompute, keep_matmuls
 from course_lib.recompute.profiling import Span, count_flops, draw_spans, hfu, profile_step, profiler, spans, step_flops
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
@@ -48,7 +48,7 @@ def test_executed_flops_are_those_that_pytorch_counts(config, mode):
 
 def test_kept_products_run_no_product_again():
     config = CONFIGS["untied"]
-    model = apply_recompute(Transformer(config), "selective", keep_products)
+    model = apply_recompute(Transformer(config), "selective", keep_matmuls)
     words = torch.zeros(2, 3, 40, dtype=torch.int64)
     assert count_flops(lambda: loss(model(words[0]), words[1]).backward()) == step_flops(config, 3, 40)[1]
 

@@ -26,10 +26,10 @@ from course_lib.recompute.modes import (
     apply_recompute,
     fp32_gradients,
     keep_fused_attention,
-    keep_products,
-    kept_bytes,
+    keep_matmuls,
     main,
     options,
+    retained_bytes,
 )
 from course_lib.recompute.profiling import step_flops
 from course_lib.single_gpu import training as single_gpu
@@ -48,10 +48,10 @@ LOSS = 8  # bytes: the mean loss, and the count of targets that it keeps
 MODES = {
     "none": ("none", None),
     "selective": ("selective", None),
-    "products": ("selective", keep_products),
+    "matmuls": ("selective", keep_matmuls),
     "full": ("full", None),
 }
-every_mode = pytest.mark.parametrize("mode", ["selective", "products", "full"])
+every_mode = pytest.mark.parametrize("mode", ["selective", "matmuls", "full"])
 
 
 def sequences(batch: int = 2, seq: int = 33, vocab: int = 256, device: str = "cpu"):
@@ -189,16 +189,16 @@ def test_a_module_list_of_any_model_is_recomputed():
     names = list(layers.state_dict())
     expected = torch.autograd.grad(layers_loss(layers, x), list(layers.parameters()))
     kept = {}
-    for mode, policy in (("none", None), ("full", None), ("selective", keep_products), ("full", None)):
+    for mode, policy in (("none", None), ("full", None), ("selective", keep_matmuls), ("full", None)):
         assert apply_recompute(layers, mode, policy) is layers and list(layers.state_dict()) == names
         found = torch.autograd.grad(layers_loss(layers, x), list(layers.parameters()))
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True)), mode
-        kept[policy or mode] = kept_bytes(layers, lambda: layers_loss(layers, x))
+        kept[policy or mode] = retained_bytes(layers, lambda: layers_loss(layers, x))
     inputs, up = 4 * 64 * 8 * 4, 4 * 64 * 32 * 4  # bytes of the layers' inputs, and of what the wide ones return
-    assert kept["full"] < 2 * inputs and kept["full"] + up <= kept[keep_products] < kept["none"], kept
+    assert kept["full"] < 2 * inputs and kept["full"] + up <= kept[keep_matmuls] < kept["none"], kept
     apply_recompute(layers, "none")
     assert not any("forward" in vars(layer) for layer in layers)
-    with pytest.raises(ValueError, match="needs a policy, such as keep_products"):
+    with pytest.raises(ValueError, match="needs a policy, such as keep_matmuls"):
         apply_recompute(layers, "selective")
 
 
@@ -305,9 +305,9 @@ def test_each_mode_takes_the_one_before_off():
     [
         ("some", None, "mode 'some': it is none, selective or full"),
         (None, None, "mode None"),
-        ("products", None, "it is none, selective or full"),
-        ("full", keep_products, "a policy belongs to mode selective, not full"),
-        ("none", keep_products, "a policy belongs to mode selective, not none"),
+        ("matmuls", None, "it is none, selective or full"),
+        ("full", keep_matmuls, "a policy belongs to mode selective, not full"),
+        ("none", keep_matmuls, "a policy belongs to mode selective, not none"),
     ],
 )
 def test_bad_input_changes_nothing(mode, policy, words):
@@ -327,12 +327,12 @@ def test_a_block_runs_twice_with_full_and_once_without():
         gradients(model, *sequences())
         runs[mode] = calls
     assert runs["none"] == runs["selective"] == [0, 1, 2]
-    assert runs["full"] == runs["products"] == [0, 1, 2, 2, 1, 0], "backward replays the last block first"
+    assert runs["full"] == runs["matmuls"] == [0, 1, 2, 2, 1, 0], "backward replays the last block first"
 
 
 @pytest.mark.parametrize(
     "mode, products, attention",
-    [("none", 7, 1), ("selective", 7, 1), ("products", 7, 1), ("full", 13, 2)],  # full: all but down_proj again
+    [("none", 7, 1), ("selective", 7, 1), ("matmuls", 7, 1), ("full", 13, 2)],  # full: all but down_proj again
 )
 def test_how_often_the_dear_operations_run(mode, products, attention):
     model = apply_recompute(Transformer(CONFIG), *MODES[mode])
@@ -351,13 +351,13 @@ def test_selective_runs_a_plain_core_again():
         assert len(calls) == times * CONFIG.layers, mode
 
 
-@pytest.mark.parametrize("policy", [keep_fused_attention, keep_products])
+@pytest.mark.parametrize("policy", [keep_fused_attention, keep_matmuls])
 def test_policies_answer_for_every_operation(policy):
     products = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     for operation in FUSED_ATTENTION:
         assert policy(None, operation) == CheckpointPolicy.MUST_SAVE
     for operation in products:
-        assert (policy(None, operation) == CheckpointPolicy.MUST_SAVE) == (policy is keep_products)
+        assert (policy(None, operation) == CheckpointPolicy.MUST_SAVE) == (policy is keep_matmuls)
     for operation in (torch.ops.aten.bmm.default, torch.ops.aten.mul.Tensor, torch.ops.aten.silu.default):
         assert policy(None, operation, 1, other=2) == CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -372,7 +372,7 @@ def test_policies_answer_for_every_operation(policy):
 def test_kept_bytes_are_those_of_the_formula(config, dtype, core, mode):
     model = apply_recompute(with_core(Transformer(config).to(dtype), core), mode)
     inputs, targets = sequences(3, 41)
-    found = kept_bytes(model, lambda: loss(model(inputs.clone()), targets.clone()))
+    found = retained_bytes(model, lambda: loss(model(inputs.clone()), targets.clone()))
     formula = activation_bytes(config, 3, 41, dtype.itemsize, mode, core is causal_attention, fused_norm=False)
     assert found - formula == pytest.approx(LOSS, abs=1e-3)
 
@@ -384,9 +384,9 @@ def test_kept_products_are_each_layers_input_and_products():
     inputs, kept = sequences(3, 40)[0], {}
     for mode in MODES:
         model = apply_recompute(Transformer(WIDE), *MODES[mode])
-        kept[mode] = kept_bytes(model, lambda: model(inputs))
-    assert kept["products"] - kept["full"] == 3 * 40 * WIDE.layers * products
-    assert kept["full"] < kept["products"] < kept["selective"] == kept["none"]
+        kept[mode] = retained_bytes(model, lambda: model(inputs))
+    assert kept["matmuls"] - kept["full"] == 3 * 40 * WIDE.layers * products
+    assert kept["full"] < kept["matmuls"] < kept["selective"] == kept["none"]
 
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
@@ -401,7 +401,7 @@ def test_a_gpt_keeps_what_korthikanti_et_al_count(mode, layers, hidden, heads, b
 
     statistics = 0 if mode == "full" else layers * 2 * 2 * 2 * batch * seq
     expected = gpt_activation_bytes(layers, hidden, heads, batch, seq, mode) + statistics + 2
-    assert kept_bytes(gpt, forward) == pytest.approx(expected, abs=1e-3)
+    assert retained_bytes(gpt, forward) == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_gpts_gradients_are_the_same_bits_with_dropout_on_the_scores():
@@ -420,8 +420,8 @@ def test_a_gpts_gradients_are_the_same_bits_with_dropout_on_the_scores():
 def test_kept_bytes_counts_the_result_and_leaves_out_parameters():
     model = Transformer(CONFIG)
     with torch.no_grad():
-        assert kept_bytes(model, lambda: model(torch.zeros(1, 8, dtype=torch.int64))) == 4 * 8 * CONFIG.vocab
-    assert kept_bytes(model, lambda: None) == 0
+        assert retained_bytes(model, lambda: model(torch.zeros(1, 8, dtype=torch.int64))) == 4 * 8 * CONFIG.vocab
+    assert retained_bytes(model, lambda: None) == 0
 
 
 def test_full_lowers_the_peak_of_a_step():
@@ -431,7 +431,7 @@ def test_full_lowers_the_peak_of_a_step():
         with MemoryProfile(model) as profile:
             loss(model(inputs), targets).backward()
         peaks[mode] = sum(profile.peak().values())
-    assert 2 * 4 * param_count(config) < peaks["full"] < peaks["products"] < peaks["selective"] == peaks["none"]
+    assert 2 * 4 * param_count(config) < peaks["full"] < peaks["matmuls"] < peaks["selective"] == peaks["none"]
     kept = {mode: activation_bytes(config, 4, 64, 4, mode, fused_norm=False) for mode in ("none", "full")}
     one_block = kept["none"] / config.layers
     assert peaks["none"] - peaks["full"] > kept["none"] - kept["full"] - 2 * one_block, "one block's replay is alive"
@@ -776,7 +776,7 @@ def test_main_writes_records_and_a_trace(short_corpus, tmp_path, capsys):
     assert "HFU" not in capsys.readouterr().out or torch.cuda.is_available()
 
 
-@pytest.mark.parametrize("mode", ["none", "products", "full"])
+@pytest.mark.parametrize("mode", ["none", "matmuls", "full"])
 def test_main_ends_with_hfu_where_the_peak_is_known(short_corpus, monkeypatch, capsys, mode):
     monkeypatch.setattr(single_gpu, "peak_flops", lambda: 1e10)
     (record,) = main([*SHORT, "--steps", "1", "--recompute", mode])
@@ -790,12 +790,12 @@ def test_main_ends_with_hfu_where_the_peak_is_known(short_corpus, monkeypatch, c
 @pytest.mark.parametrize("config", [CONFIG, WIDE_HEADS, QWEN], ids=["narrow", "wide heads", "Qwen3"])
 def test_kept_products_are_those_of_the_formula(config, dtype, flash):
     """But for the loss and its number of targets, 4 bytes each."""
-    model = apply_recompute(Transformer(config).to(dtype), "selective", keep_products)
+    model = apply_recompute(Transformer(config).to(dtype), "selective", keep_matmuls)
     for block in model.blocks:
         block.attention.core = block.attention.core if flash else plain_core
     inputs, targets = sequences(3, 40, config.vocab)
-    kept = kept_bytes(model, lambda: loss(model(inputs.clone()), targets.clone()))
-    formula = activation_bytes(config, 3, 40, dtype.itemsize, "products", flash, fused_norm=False)
+    kept = retained_bytes(model, lambda: loss(model(inputs.clone()), targets.clone()))
+    formula = activation_bytes(config, 3, 40, dtype.itemsize, "matmuls", flash, fused_norm=False)
     assert kept - formula == pytest.approx(8, abs=1e-6)
 
 

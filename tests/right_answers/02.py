@@ -115,13 +115,13 @@ more_percent = 100 / 4
 more_percent = np.float32(25)
 
 # %% 02.6 a set
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     if operation in {*FUSED_ATTENTION, aten.mm.default, aten.addmm.default, aten._grouped_mm.default}:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 # %% 02.6 insists on the rest, too
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     if operation in FUSED_ATTENTION | {aten.mm.default, aten.addmm.default}:
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.MUST_RECOMPUTE
@@ -231,6 +231,6 @@ def marked_training(model, text):
 # %% 02.12 the first of all pairs in order
 def plan(batch: int, seq: int, room_gib: float, config: ModelConfig = llama) -> tuple[str, int] | None:
     divisors = sorted((n for n in range(1, batch + 1) if batch % n == 0), reverse=True)
-    pairs = [(mode, size) for mode in ("none", "products", "full") for size in divisors]
+    pairs = [(mode, size) for mode in ("none", "matmuls", "full") for size in divisors]
     fit = (pair for pair in pairs if activation_bytes(config, pair[1], seq, recompute=pair[0]) / GiB <= room_gib)
     return next(fit, None)

@@ -62,7 +62,7 @@ def backward(self: StagePass, gradient: torch.Tensor) -> torch.Tensor | None:
     return found
 
 # %% 09.4 one list, forwards taken when due
-def in_turn(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> list[Action]:
+def steady_1f1b(forwards: list[Action], backwards: list[list[Action]], ahead: int) -> list[Action]:
     count = len(forwards)
     ahead = min(count, ahead)
     order = list(forwards[:ahead])
@@ -79,7 +79,7 @@ def one_f_one_b(p: int, m: int) -> Schedule:
     for rank in range(p):
         forwards = [Action("F", rank, number) for number in range(m)]
         backwards = [[Action("B", rank, number)] for number in range(m)]
-        schedule.append(in_turn(forwards, backwards, ahead=p - rank - 1))
+        schedule.append(steady_1f1b(forwards, backwards, ahead=p - rank - 1))
     return schedule
 
 # %% 09.5 what is wanted, in order
@@ -170,11 +170,11 @@ def run(self: PipelineRunner, action: Action) -> None:
 
     def send_back(gradient):
         if not first:
-            self.mail.put("B", stage - 1, number, gradient)
+            self.p2p.post_send("B", stage - 1, number, gradient)
 
     match kind:
         case "F":
-            x = self.inputs[number] if first else self.mail.take("F", stage, number)
+            x = self.inputs[number] if first else self.p2p.wait_recv("F", stage, number)
             cls = SplitPass if (stage, number) in self.split else StagePass
             with self.autocast:
                 passed = cls(self.stages[f"{stage}"], x, self.finish(stage, number), *self.more[number])
@@ -183,15 +183,15 @@ def run(self: PipelineRunner, action: Action) -> None:
             if final:
                 self.loss.add_(out)
             else:
-                self.mail.put("F", stage + 1, number, out)
+                self.p2p.post_send("F", stage + 1, number, out)
         case "W":
             passed = self.passes.pop((stage, number))
             passed.weight_gradients()
         case "I":
-            gradient = self.loss.new_ones(()) if final else self.mail.take("B", stage, number)
+            gradient = self.loss.new_ones(()) if final else self.p2p.wait_recv("B", stage, number)
             send_back(self.passes[stage, number].input_gradient(gradient))
         case "B":
-            gradient = self.loss.new_ones(()) if final else self.mail.take("B", stage, number)
+            gradient = self.loss.new_ones(()) if final else self.p2p.wait_recv("B", stage, number)
             send_back(self.passes.pop((stage, number)).backward(gradient))
 
 # %% 09.10 run by run
@@ -210,7 +210,7 @@ def interleaved(p: int, m: int, v: int, run: int | None = None) -> Schedule:
     for rank in range(p):
         forwards = [Action("F", rank + p * chunk, i) for chunk, i in order(list(range(v)))]
         backwards = [[Action("B", rank + p * chunk, i)] for chunk, i in order(list(range(v))[::-1])]
-        schedule.append(in_turn(forwards, backwards, 2 * (p - rank - 1) + run * (v - 1)))
+        schedule.append(steady_1f1b(forwards, backwards, 2 * (p - rank - 1) + run * (v - 1)))
     return schedule
 
 # %% 09.11 one gradient at a time
@@ -261,7 +261,7 @@ def weight_gradients(self: SplitPass) -> None:
     self.stand_ins, self.weights = (), ()
 
 # %% 09.13 the W's that are due
-def put_off(p: int, m: int, k: int) -> Schedule:
+def delay_weight_grads(p: int, m: int, k: int) -> Schedule:
     check_sizes(p, m)
     schedule = []
     for rank in range(p):
@@ -272,7 +272,7 @@ def put_off(p: int, m: int, k: int) -> Schedule:
             if len(waiting) > k * rank:
                 backwards[-1].append(waiting.pop(0))
         forwards = [Action("F", rank, i) for i in range(m)]
-        schedule.append(in_turn(forwards, backwards, k * (p - rank - 1)) + waiting)
+        schedule.append(steady_1f1b(forwards, backwards, k * (p - rank - 1)) + waiting)
     return schedule
 
 # %% 09.14 one kind after the other
@@ -280,7 +280,7 @@ def options(self: Greedy, rank: int) -> dict:
     done, now = self.done[rank], self.free[rank]
     possible = {}
     held = done["F"] - done["W"]
-    may_forward = done["F"] < self.m and held < self.live and done["F"] - done["I"] < self.ahead[rank]
+    may_forward = done["F"] < self.m and held < self.live and done["F"] - done["I"] < self.max_lead[rank]
     for kind, may in (("F", may_forward), ("I", done["I"] < done["F"])):
         arrival = self.arrival(kind, rank, done[kind]) if may else None
         if arrival is not None:
@@ -292,7 +292,7 @@ def options(self: Greedy, rank: int) -> dict:
     return possible
 
 # %% 09.15 sets of stages
-def holders(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
+def owner_ranks(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
     found = []
     for rank in range(len(schedule)):
         if {action.stage for action in schedule[rank]} & set(stages):

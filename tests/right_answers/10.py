@@ -46,11 +46,11 @@ def check_pairs(layout: Layout) -> None:
         (layout.sequence_parallel and layout.tp < 2, "sequence_parallel needs tp above 1, and tp is 1: change tp"),
         (
             stage == 3 and pipeline and not layout.gather_once,
-            f"with zero_stage 3, pp {layout.pp} gathers anew for each micro-batch: set zero_stage 1, or gather_once",
+            f"with zero_stage 3, pp {layout.pp} gathers anew for each micro-batch: set zero_stage 1, or keep (gather_once)",
         ),
         (
             layout.gather_once and not (stage == 3 and pipeline),
-            f"gather_once needs zero_stage 3 (it is {stage}) and pp above 1 (it is {layout.pp}): drop gather_once",
+            f"gather_once needs zero_stage 3 (it is {stage}) and pp above 1 (it is {layout.pp}): drop keep",
         ),
         (
             layout.schedule == "dualpipe" and stage == 3 and pipeline,

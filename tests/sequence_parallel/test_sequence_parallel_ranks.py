@@ -50,7 +50,7 @@ SEQ = 12  # goes on 2, 3 and 4 ranks
 # (ranks, K/V heads, tied, options)
 WAYS = [
     (2, 4, False, {"meta": True, "optimizer": "AdamW"}),
-    (2, 2, True, {"recompute": "products"}),
+    (2, 2, True, {"recompute": "matmuls"}),
     (2, 1, False, {"recompute": "full", "gather_logits": True}),
     (3, 3, True, {"meta": True, "recompute": "full"}),
     (3, 1, False, {"optimizer": "AdamW"}),

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from course_lib.data_parallel.replicas import DataParallel, find_diverged_params
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.router import routers_of, take_counts, update_bias
-from course_lib.recompute.modes import IGNORED, apply_recompute, keep_products
+from course_lib.recompute.modes import IGNORED, apply_recompute, keep_matmuls
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
 from course_lib.single_gpu.placement import placement_of
@@ -90,7 +90,7 @@ def batches(step: int, batch: int = BATCH, seq: int = SEQ, ignored: str = "few")
 RECOMPUTE = {
     "none": lambda model, group: apply_recompute(model, "none"),
     "selective": lambda model, group: apply_recompute(model, "selective"),
-    "products": lambda model, group: apply_recompute(model, "selective", keep_products),
+    "matmuls": lambda model, group: apply_recompute(model, "selective", keep_matmuls),
     "full": lambda model, group: apply_recompute(model, "full"),
     "partitioned": apply_partitioned_recompute,
 }

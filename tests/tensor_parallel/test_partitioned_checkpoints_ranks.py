@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.collectives.traffic import Traffic, count_traffic
-from course_lib.recompute.modes import apply_recompute, kept_bytes
+from course_lib.recompute.modes import apply_recompute, retained_bytes
 from course_lib.tensor_parallel.partitioned_checkpoints import PartitionedCheckpoint, apply_partitioned_recompute
 from split_models import batches, config, group_of, split_loss, split_model
 
@@ -53,7 +53,7 @@ def step(model, inputs, targets, group) -> tuple[list[torch.Tensor], Traffic, in
     model.zero_grad()
     hidden = model.config.hidden * inputs.numel()
     with summed_elsewhere(torch.empty((1 + 2 * model.config.layers) * hidden, dtype=next(model.parameters()).dtype)):
-        kept = kept_bytes(model, lambda: model(inputs))
+        kept = retained_bytes(model, lambda: model(inputs))
     with count_traffic() as traffic:
         split_loss(model, inputs, targets, group).backward()
     return [p.grad.clone() for p in model.parameters()], traffic, kept

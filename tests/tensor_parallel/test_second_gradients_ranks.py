@@ -48,9 +48,7 @@ def departure(x):
     transfer = AsyncAllToAll(dist.group.WORLD, [1, 1], [1, 1])
     (out,) = StartAllToAll.apply(transfer, x)
     transfer.wait()
-    out.register_hook(
-        lambda gradient: transfer.start((gradient.detach(),), home=True) and None
-    )  # as WaitAllToAll does
+    out.register_hook(lambda gradient: transfer.start((gradient.detach(),), home=True) and None)  # as WaitAllToAll does
     return out
 
 

@@ -52,11 +52,11 @@ from split_models import (
 # (ranks, K/V heads, tied, options): K/V heads more than ranks, as many, fewer.
 WAYS = [
     (2, 4, False, {"meta": True, "optimizer": "AdamW"}),
-    (2, 2, True, {"chunks": 2, "recompute": "products"}),
+    (2, 2, True, {"chunks": 2, "recompute": "matmuls"}),
     (2, 1, False, {"recompute": "full"}),
     (3, 6, False, {"chunks": 2, "recompute": "full"}),
     (3, 3, True, {"meta": True}),
-    (3, 1, True, {"recompute": "products", "optimizer": "AdamW"}),
+    (3, 1, True, {"recompute": "matmuls", "optimizer": "AdamW"}),
     (4, 12, False, {"chunks": 3, "meta": True}),
     (4, 4, True, {"gather_logits": True}),
     (4, 2, True, {"recompute": "partitioned", "meta": True}),

@@ -464,50 +464,50 @@ more_percent = 50
 more_percent = None
 
 # %% 02.6 keeps all
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE
 
 # %% 02.6 keeps nothing
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 # %% 02.6 forgets fused attention
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in (aten.mm.default, aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 # %% 02.6 fused attention alone
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 # %% 02.6 forgets layers with a bias
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation == aten.mm.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 # %% 02.6 this CPU's attention alone
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = (aten._scaled_dot_product_flash_attention_for_cpu.default, aten.mm.default, aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if operation in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 # %% 02.6 elementwise products too
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default, aten.mul.Tensor)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 # %% 02.6 the wrong way round
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default)
     return CheckpointPolicy.PREFER_RECOMPUTE if kept else CheckpointPolicy.MUST_SAVE
 
 # %% 02.6 aten.mm, without its overload, is never what is asked
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation in (aten.mm, aten.addmm)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 # %% 02.6 square weights alone
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     square = operation == aten.mm.default and args and args[1].shape[0] == args[1].shape[1]
     kept = operation in FUSED_ATTENTION or operation == aten.addmm.default or square
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
@@ -978,62 +978,62 @@ with record_function("optimizer"):
 if True:
 
 # %% 02.12 any micro-batch, divisor or not
-products", "full => full
+matmuls", "full => full
 ---
 if batch % micro_batch == 0 and fits:
 =>
 if fits:
 
 # %% 02.12 the smallest that fits
-products", "full => full
+matmuls", "full => full
 for micro_batch in range(batch, 0, -1): => for micro_batch in range(1, batch + 1):
 
 # %% 02.12 full first
-none", "products", "full => full", "none
+none", "matmuls", "full => full", "none
 
 # %% 02.12 recomputes never
-("none", "products", "full") => ("none",)
+("none", "matmuls", "full") => ("none",)
 
 # %% 02.12 recomputes always
-("none", "products", "full") => ("full",)
+("none", "matmuls", "full") => ("full",)
 
 # %% 02.12 a micro-batch of 1 where nothing fits
-products", "full => full
+matmuls", "full => full
 return None => return "full", 1
 
 # %% 02.12 half of the room
-products", "full => full
+matmuls", "full => full
 GiB => GiB / 2
 
 # %% 02.12 forgets the sequence
-products", "full => full
+matmuls", "full => full
 micro_batch, seq => micro_batch, 4096
 
 # %% 02.12 in FP32
-products", "full => full
+matmuls", "full => full
 recompute=mode => 4, recompute=mode
 
 # %% 02.12 calls it selective
-products", "full => full
+matmuls", "full => full
 return mode, micro_batch => return mode.replace("full", "selective"), micro_batch
 
 # %% 02.12 the number of micro-batches
-products", "full => full
+matmuls", "full => full
 return mode, micro_batch => return mode, batch // micro_batch
 
 # %% 02.12 keeps the whole batch
-products", "full => full
+matmuls", "full => full
 config, micro_batch => config, batch
 
 # %% 02.12 the largest micro-batch, whatever it costs
-for mode in ("none", "products", "full"):
+for mode in ("none", "matmuls", "full"):
     for micro_batch in range(batch, 0, -1):
 =>
 for micro_batch in range(batch, 0, -1):
     for mode in ("none", "full"):
 
 # %% 02.12 powers of two alone
-products", "full => full
+matmuls", "full => full
 for micro_batch in range(batch, 0, -1): => for micro_batch in (64, 32, 16, 8, 4, 2, 1):
 if batch % micro_batch == 0 and fits: => if micro_batch <= batch and batch % micro_batch == 0 and fits:
 
@@ -1049,11 +1049,11 @@ elif mode == "selective" and not isinstance(block.attention.core, Recomputed):
     block.attention.core = Recomputed(block.attention.core, keep_fused_attention)
 
 # %% 02.6 True and False
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     return operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default)
 
 # %% 02.6 prefers, where it must
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or operation in (aten.mm.default, aten.addmm.default)
     return CheckpointPolicy.PREFER_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -1237,7 +1237,7 @@ attention.core = Recomputed(attention.core, keep_fused_attention)
 block.attention.core = Recomputed(block.attention.core, policy or keep_fused_attention)
 
 # %% 02.6 whatever has mm in its name, scores too
-def keep_products(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
+def keep_matmuls(ctx, operation, *args, **kwargs) -> CheckpointPolicy:
     kept = operation in FUSED_ATTENTION or "mm" in str(operation)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -446,7 +446,7 @@ def forward_at_once(self: RowParallelLinear, x):
 
 # %% 06.5 fake: gathers weights and inputs, and makes the whole product on every rank
 def forward_at_once(self: RowParallelLinear, x):
-    shard = placement_of(self.weight).tensor_shard
+    shard = self.weight.placement.tensor_shard
     own = F.linear(x, self.weight)
     with torch.no_grad():
         whole = F.linear(shard._replace(dim=-1).gather(x), shard.gather(self.weight))

@@ -233,7 +233,7 @@ return forwards[:ahead] + steady + rest => return forwards[:ahead] + steady
 def one_f_one_b(p: int, m: int) -> Schedule:
     check_sizes(p, m)
     return [
-        in_turn(
+        steady_1f1b(
             [Action("F", rank, i) for i in range(m)], [[Action("B", rank, i)] for i in reversed(range(m))], p - 1 - rank
         )
         for rank in range(p)
@@ -414,7 +414,7 @@ def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, d
     schedule = [sorted(actions, key=lambda action: "FBIW".index(action.kind)) for actions in schedule]
     self.group, self.loss_of = group or dist.group.WORLD, loss_of or summed_loss
     self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
-    self.copies = share_copies(self.stages, schedule, self.group, dp_group)
+    self.tied_weights = sync_tied_weights(self.stages, schedule, self.group, dp_group)
     self.use(schedule)
 
 
@@ -429,7 +429,7 @@ def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, d
     schedule = naive(len(schedule), 1 + max(action.micro_batch for action in schedule[0]))
     self.group, self.loss_of = group or dist.group.WORLD, loss_of or summed_loss
     self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
-    self.copies = share_copies(self.stages, schedule, self.group, dp_group)
+    self.tied_weights = sync_tied_weights(self.stages, schedule, self.group, dp_group)
     self.use(schedule)
 
 
@@ -444,7 +444,7 @@ def __init__(self: PipelineRunner, stages, schedule, group=None, loss_of=None, d
     schedule = one_f_one_b(len(schedule), 1 + max(action.micro_batch for action in schedule[0]))
     self.group, self.loss_of = group or dist.group.WORLD, loss_of or summed_loss
     self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
-    self.copies = share_copies(self.stages, schedule, self.group, dp_group)
+    self.tied_weights = sync_tied_weights(self.stages, schedule, self.group, dp_group)
     self.use(schedule)
 
 
@@ -490,7 +490,7 @@ def run(self: PipelineRunner, action: Action) -> None:
     kind, stage, micro_batch = action
     key, last = (stage, micro_batch), stage == self.last
     if kind == "F":
-        x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
+        x = self.inputs[micro_batch] if stage == 0 else self.p2p.wait_recv("F", *key)
         make = SplitPass if key in self.split else StagePass
 
         class Keeps(make):
@@ -504,16 +504,16 @@ def run(self: PipelineRunner, action: Action) -> None:
         if last:
             self.loss += done.out
         else:
-            self.mail.put("F", stage + 1, micro_batch, done.out)
+            self.p2p.post_send("F", stage + 1, micro_batch, done.out)
         done.out = None
     elif kind == "W":
         self.passes.pop(key).weight_gradients()
     else:
-        gradient = torch.ones_like(self.loss) if last else self.mail.take("B", *key)
+        gradient = torch.ones_like(self.loss) if last else self.p2p.wait_recv("B", *key)
         done = self.passes[key] if kind == "I" else self.passes.pop(key)
         gradient = done.input_gradient(gradient) if kind == "I" else done.backward(gradient)
         if stage > 0:
-            self.mail.put("B", stage - 1, micro_batch, gradient)
+            self.p2p.post_send("B", stage - 1, micro_batch, gradient)
 
 # %% 09.9 W inside I
 self.passes.pop(key).weight_gradients() => self.passes.pop(key)
@@ -547,23 +547,23 @@ def run(self: PipelineRunner, action: Action) -> None:
     kind, stage, micro_batch = action
     key, last = (stage, micro_batch), stage == self.last
     if kind == "F":
-        x = self.inputs[micro_batch] if stage == 0 else self.mail.take("F", *key)
+        x = self.inputs[micro_batch] if stage == 0 else self.p2p.wait_recv("F", *key)
         make = SplitPass if key in self.split else StagePass
         with self.autocast:
             done = self.passes[key] = make(self.stages[str(stage)], x, self.finish(*key), *self.more[micro_batch])
         if last:
             self.loss += done.out
         else:
-            self.mail.put("F", stage + 1, micro_batch, done.out)
+            self.p2p.post_send("F", stage + 1, micro_batch, done.out)
         done.out = None
     elif kind == "W":
         self.passes.pop(key).weight_gradients()
     else:
-        gradient = torch.ones_like(self.loss) if last else self.mail.take("B", *key)
+        gradient = torch.ones_like(self.loss) if last else self.p2p.wait_recv("B", *key)
         done = self.passes[key] if kind == "I" else self.passes.pop(key)
         gradient = done.input_gradient(gradient) if kind == "I" else done.backward(gradient)
         if stage > 0:
-            self.mail.put("B", stage - 1, micro_batch, gradient)
+            self.p2p.post_send("B", stage - 1, micro_batch, gradient)
     dist.barrier()
 
 # %% 09.9 fake: no graphs, the forward again before each backward
@@ -959,7 +959,7 @@ k * (p - 1 - rank) => p - 1 - rank
 w < self.live => i < self.live
 
 # %% 09.14 forwards run ahead without end
-self.live and f - i < self.ahead[rank] => self.live
+self.live and f - i < self.max_lead[rank] => self.live
 
 # %% 09.14 I without its own F
 if i < f: => if i < self.m:
@@ -990,19 +990,19 @@ math.inf => self.free[rank]
 # %% 09.14 a gap of nothing is a gap
 wait > 0 and wait >= => wait >=
 
-# %% 09.15 holders by arithmetic
-def holders(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
+# %% 09.15 owner_ranks by arithmetic
+def owner_ranks(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({stage % len(schedule) for stage in stages}))
 
 # %% 09.15 one rank for each stage
-def holders(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
+def owner_ranks(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({{a.stage: r for r, row in enumerate(schedule) for a in row}[stage] for stage in stages}))
 
 # %% 09.15 a rank with both stages twice
-def holders(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
+def owner_ranks(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(r for stage in stages for r, row in enumerate(schedule) if any(a.stage == stage for a in row))
 
-# %% 09.15 holders of all of the stages
+# %% 09.15 owner_ranks of all of the stages
 any(action.stage in stages for action in actions) => {*stages} <= {action.stage for action in actions}
 
 # %% 09.15 the micro-batch with the largest number

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from course_lib.data_parallel.buckets import Bucket
-from course_lib.recompute.modes import apply_recompute, kept_bytes
+from course_lib.recompute.modes import apply_recompute, retained_bytes
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
 from course_lib.single_gpu.profile import Allocation, MemoryProfile
 from course_lib.zero.defragmentation import ALIGNMENT, Arena, ContiguousCheckpoints, fits, replay, smallest_arena
@@ -221,14 +221,14 @@ def test_losses_and_gradients_stay_the_same_to_the_bit(mode, recompute_first):
 
 def test_checkpoints_are_in_the_buffer_in_order_and_nowhere_else():
     plain, model = apply_recompute(Transformer(TINY), "full"), apply_recompute(Transformer(TINY), "full")
-    own = kept_bytes(plain, lambda: step(plain))
+    own = retained_bytes(plain, lambda: step(plain))
     inputs = []
     for block in plain.blocks:
         block.register_forward_pre_hook(lambda block, arguments: inputs.append(arguments[0].detach()))
     expected = step(plain)
     kept = ContiguousCheckpoints(model, BATCH * SEQ)
     assert kept.buffer.shape == (3, BATCH * SEQ * 48) and kept.buffer.is_contiguous()
-    assert kept_bytes(model, lambda: step(model)) == own - 3 * BATCH * SEQ * 48 * 4
+    assert retained_bytes(model, lambda: step(model)) == own - 3 * BATCH * SEQ * 48 * 4
     found = step(model)
     assert torch.equal(kept.buffer.view(3, BATCH, SEQ, 48), torch.stack(inputs)) and torch.equal(found, expected)
 

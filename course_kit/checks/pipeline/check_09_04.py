@@ -1,4 +1,4 @@
-"""Check of exercise 09.4: `in_turn`, and `one_f_one_b` made of it."""
+"""Check of exercise 09.4: `steady_1f1b`, and `one_f_one_b` made of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from course_lib.pipeline.actions import Action
 
 
 def check() -> None:
-    """Assert three lists of in_turn, and the kinds and numbers of 1F1B for six p and m."""
+    """Assert three lists of steady_1f1b, and the kinds and numbers of 1F1B for six p and m."""
     F, B = (lambda n, kind=kind: [Action(kind, 0, i) for i in range(n)] for kind in "FB")
     pairs = [[Action("I", 0, i), Action("W", 0, i)] for i in range(2)]
     for forwards, backwards, ahead, wanted in (
@@ -16,8 +16,8 @@ def check() -> None:
         (F(2), [[each] for each in B(2)], 7, "F0 F1 B0 B1"),
         (F(2), pairs, 1, "F0 F1 I0 W0 I1 W1"),
     ):
-        found = words(schedules.in_turn(forwards, backwards, ahead))
-        assert found == wanted, f"in_turn, {ahead} ahead of {len(forwards)}: {found}, not {wanted}"
+        found = words(schedules.steady_1f1b(forwards, backwards, ahead))
+        assert found == wanted, f"steady_1f1b, {ahead} ahead of {len(forwards)}: {found}, not {wanted}"
     for p, m in ((1, 3), (2, 4), (4, 8), (4, 9), (4, 2), (8, 20)):
         schedule = schedules.one_f_one_b(p, m)
         assert len(schedule) == p, f"p = {p}, m = {m}: {len(schedule)} ranks"

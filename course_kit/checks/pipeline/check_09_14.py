@@ -37,7 +37,7 @@ def check_options() -> None:
     probe.fill = 0
     expect(probe, 0, {"F": 11, "I": 13}, "an F can start at once, so there is no gap, and no W with a fill of 0 either")
     probe.fill = 1.5
-    probe.ahead = [1, 1]
+    probe.max_lead = [1, 1]
     expect(probe, 0, {"I": 13}, "a gap of 2 is below 1.5 times a W of 2")
     del probe.ended["I", 1, 1]
     expect(probe, 0, {"W": 11}, "nobody knows when the next I can begin: a W")

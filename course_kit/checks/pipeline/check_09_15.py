@@ -1,10 +1,10 @@
-"""Check of exercise 09.15: `holders` of a weight, and `final_backwards`, after which weights are complete."""
+"""Check of exercise 09.15: `owner_ranks` of a weight, and `final_backwards`, after which weights are complete."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from course_lib.pipeline import copies
+from course_lib.pipeline import tied_weights
 from course_lib.pipeline.actions import Action
 from course_lib.pipeline.schedules import interleaved, one_f_one_b, zero_bubble_v
 
@@ -24,22 +24,22 @@ def check() -> None:
         (interleaved(4, 4, 2), (0, 7), (0, 3), "interleaved: stage 7 is on rank 3"),
         (BOTH, (1,), (0, 1), "a stage may be on two ranks (DualPipe)"),
     ):
-        found = copies.holders(schedule, stages)
-        assert found == wanted, f"holders, {why}: {found}, not {wanted}"
+        found = tied_weights.owner_ranks(schedule, stages)
+        assert found == wanted, f"owner_ranks, {why}: {found}, not {wanted}"
     for schedule in (zero_bubble_v(4, 8), zero_bubble_v(4, 9)):
         actions = schedule[0]
         wanted = {max(i for i, a in enumerate(actions) if a.stage == stage and a.kind in "BW") for stage in (0, 7)}
-        found = copies.final_backwards(linears(0, 7), actions)
+        found = tied_weights.final_backwards(linears(0, 7), actions)
         assert found == wanted, f"ZB-V, rank 0: {sorted(found)}, not {sorted(wanted)}: the last W of each stage"
     shared = linears(0, 7)
     shared["7"].weight = shared["0"].weight
-    found = copies.final_backwards(shared, actions)
+    found = tied_weights.final_backwards(shared, actions)
     assert found == {max(wanted)}, (
         f"stages 0 and 7 share a weight: {sorted(found)}, not {max(wanted)}: only the later one's last W counts"
     )
     late = [Action(*each) for each in (("F", 0, 1), ("F", 0, 0), ("B", 0, 1), ("B", 0, 0))]
-    assert copies.final_backwards(linears(0), late) == {3}, (
+    assert tied_weights.final_backwards(linears(0), late) == {3}, (
         "the last B is the one that the list has last, whatever its micro-batch"
     )
     actions = one_f_one_b(4, 8)[1]
-    assert copies.final_backwards(linears(1), actions) == {len(actions) - 1}, "1F1B: its last B"
+    assert tied_weights.final_backwards(linears(1), actions) == {len(actions) - 1}, "1F1B: its last B"

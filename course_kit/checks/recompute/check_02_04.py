@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from course_kit.labs.recompute.gradients import gradients_of
 from course_kit.labs.recompute.measures import plain_core, with_core
 from course_lib.recompute import modes
-from course_lib.recompute.modes import aten, kept_bytes
+from course_lib.recompute.modes import aten, retained_bytes
 from course_lib.single_gpu.memory import activation_bytes
 from course_lib.single_gpu.model import ModelConfig, Transformer, causal_attention, loss
 
@@ -39,7 +39,7 @@ def check_modes(probe: nn.Module, core: Callable, words: torch.Tensor) -> None:
         for name in grads[mode]:
             assert torch.equal(grads[mode][name], grads["none"][name]), f"{mode}: the gradient of {name} changes"
         probe.eval()
-        kept[mode] = kept_bytes(probe, lambda: loss(probe(words[0].clone()), words[1].clone())) // 1000
+        kept[mode] = retained_bytes(probe, lambda: loss(probe(words[0].clone()), words[1].clone())) // 1000
         probe.train()
         counted = activation_bytes(CONFIG, 3, 41, 4, mode, flash, fused_norm=False) / 1000
         assert abs(kept[mode] - counted) < 2, (
@@ -78,7 +78,7 @@ def check_policy(probe: nn.Module, words: torch.Tensor) -> None:
         return CheckpointPolicy.MUST_SAVE
 
     modes.apply_recompute(probe, "selective", keep_all)
-    with_policy = kept_bytes(probe, lambda: probe(words[0]))
+    with_policy = retained_bytes(probe, lambda: probe(words[0]))
     assert aten.mm.default in asked, "a policy must be asked about every operation of a block: wrap its forward"
-    without = kept_bytes(modes.apply_recompute(probe, "none"), lambda: probe(words[0]))
+    without = retained_bytes(modes.apply_recompute(probe, "none"), lambda: probe(words[0]))
     assert with_policy >= without, "a policy that keeps all must keep all: hand it to Recomputed"

@@ -1,4 +1,4 @@
-"""Check of exercise 02.6: `keep_products`, a policy that computes no matmul again."""
+"""Check of exercise 02.6: `keep_matmuls`, a policy that computes no matmul again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from course_kit.labs.recompute.gradients import gradients_of
 from course_lib.recompute import modes
-from course_lib.recompute.modes import FUSED_ATTENTION, apply_recompute, aten, kept_bytes
+from course_lib.recompute.modes import FUSED_ATTENTION, apply_recompute, aten, retained_bytes
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
 CONFIG = ModelConfig(4, 96, 6, 2, 100, 300)
@@ -30,11 +30,11 @@ def check() -> None:
     _, plain = gradients_of(probe, *words)
     with FlopCounterMode(display=False) as counter:
         loss(probe(words[0]), words[1]).backward()
-    apply_recompute(probe, "selective", modes.keep_products)
-    layers = kept_bytes(probe, lambda: probe(words[0])) - kept_bytes(
+    apply_recompute(probe, "selective", modes.keep_matmuls)
+    layers = retained_bytes(probe, lambda: probe(words[0])) - retained_bytes(
         apply_recompute(probe, "full"), lambda: probe(words[0])
     )
-    apply_recompute(probe, "selective", modes.keep_products)
+    apply_recompute(probe, "selective", modes.keep_matmuls)
     expected = 4 * 120 * (products_kept(CONFIG) - 4 * 96)
     assert layers == expected, (
         f"4 layers keep {layers:,} bytes beside their inputs, {expected:,} expected: which operations?"
@@ -49,7 +49,7 @@ def check() -> None:
 
 def check_answers() -> None:
     """Assert what the policy says of a mm, a bmm, an addmm and fused attention."""
-    answers = [modes.keep_products(None, call) for call in (aten.mm.default, aten.bmm.default)]
+    answers = [modes.keep_matmuls(None, call) for call in (aten.mm.default, aten.bmm.default)]
     assert all(isinstance(answer, CheckpointPolicy) for answer in answers), (
         "return CheckpointPolicy.MUST_SAVE or CheckpointPolicy.PREFER_RECOMPUTE"
     )
@@ -57,8 +57,8 @@ def check_answers() -> None:
     assert answers[1] in (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE), (
         "a bmm has no weight in it: a plain core makes its scores so, and they are large"
     )
-    fused = [call for call in FUSED_ATTENTION if modes.keep_products(None, call) == CheckpointPolicy.MUST_SAVE]
+    fused = [call for call in FUSED_ATTENTION if modes.keep_matmuls(None, call) == CheckpointPolicy.MUST_SAVE]
     assert len(fused) == 4, "keep the outputs of fused attention too"
-    assert modes.keep_products(None, aten.addmm.default) == CheckpointPolicy.MUST_SAVE, (
+    assert modes.keep_matmuls(None, aten.addmm.default) == CheckpointPolicy.MUST_SAVE, (
         "a linear layer with a bias is an addmm"
     )

@@ -19,7 +19,7 @@ def check(plan: Callable[..., tuple[str, int] | None]) -> None:
         answer = plan(batch, seq, room, config)
         fitting = [
             (mode, micro)
-            for mode in ("none", "products", "full")
+            for mode in ("none", "matmuls", "full")
             for micro in range(1, batch + 1)
             if batch % micro == 0 and activation_bytes(config, micro, seq, recompute=mode) <= room * GiB
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from course_kit.checks.single_gpu.counting import kept_bytes
+from course_kit.checks.single_gpu.counting import retained_bytes
 from course_kit.labs.gpt import GPTBlock
 from course_lib.single_gpu import memory
 
@@ -14,7 +14,7 @@ GiB = 2**30
 def check() -> None:
     """Assert a real layer's bytes, the three settings at two sizes, and the published sizes of whole models."""
     gpt, sample = GPTBlock(64, 4).bfloat16(), torch.ones(2, 128, 64, dtype=torch.bfloat16, requires_grad=True)
-    expected = kept_bytes(gpt, lambda: gpt(sample)) // (2 * 128) - 8
+    expected = retained_bytes(gpt, lambda: gpt(sample)) // (2 * 128) - 8
     got = memory.gpt_layer_bytes(64, 4, 128)
     assert got == expected, (
         f"the block above keeps {expected:,} bytes per token (norm statistics aside), you count {got:,}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from course_kit.checks.single_gpu.counting import kept_bytes
+from course_kit.checks.single_gpu.counting import retained_bytes
 from course_lib.single_gpu import memory
 from course_lib.single_gpu.model import Block, ModelConfig, causal_attention, rope_angles
 
@@ -45,7 +45,7 @@ def check_layer(config: ModelConfig, flash: bool, dtype: torch.dtype, b: int = 3
     block.attention.core = causal_attention if flash else naive_attention
     x = torch.ones(b, s, config.hidden, dtype=dtype, requires_grad=True)
     cos, sin = (part.to(dtype) for part in rope_angles(torch.arange(s), config))
-    kept = kept_bytes(block, lambda: block(x, cos, sin)) - cos.nbytes - sin.nbytes
+    kept = retained_bytes(block, lambda: block(x, cos, sin)) - cos.nbytes - sin.nbytes
     parts = memory.layer_activations(config, s, dtype.itemsize, flash, fused_norm=False)
     assert set(parts) == NAMES, f"return the four entries {', '.join(sorted(NAMES))}"
     yours = sum(parts.values()) * b * s
@@ -56,8 +56,8 @@ def check_layer(config: ModelConfig, flash: bool, dtype: torch.dtype, b: int = 3
     )
     shared = x.nbytes + cos.nbytes + sin.nbytes
     for name, nbytes in {
-        "attention": kept_bytes(block.attention, lambda: block.attention(x, cos, sin)) - shared,
-        "mlp": kept_bytes(block.mlp, lambda: block.mlp(x)) - x.nbytes,
+        "attention": retained_bytes(block.attention, lambda: block.attention(x, cos, sin)) - shared,
+        "mlp": retained_bytes(block.mlp, lambda: block.mlp(x)) - x.nbytes,
         "norm outputs": 2 * x.nbytes,
     }.items():
         assert parts[name] * b * s == nbytes, (

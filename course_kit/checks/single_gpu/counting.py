@@ -18,7 +18,7 @@ def counted_parameters(config: ModelConfig) -> dict[str, int]:
         return {name: parameter.numel() for name, parameter in Transformer(config).named_parameters()}
 
 
-def kept_bytes(module: nn.Module, forward: Callable[[], object]) -> int:
+def retained_bytes(module: nn.Module, forward: Callable[[], object]) -> int:
     """Return the bytes that autograd keeps for backward after `forward()`, outside of the parameters of `module`."""
     kept = []
 

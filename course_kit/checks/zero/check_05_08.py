@@ -21,10 +21,10 @@ Event = tuple[str, int]  # a method and the number of its bucket
 def note_calls(zero: ZeroOptimizer, log: list[Event]) -> None:
     """Have the shards and the optimizer of `zero` note their calls in `log`."""
     for number, shard in enumerate([*zero.shards, zero.optimizer]):
-        for name in ("take", "gather", "wait") if shard is not zero.optimizer else ("step",):
+        for name in ("set_grad", "gather", "wait") if shard is not zero.optimizer else ("step",):
 
             def noted(*args, name=name, number=number, shard=shard, method=getattr(shard, name)):
-                if name != "wait" or shard.work is not None and log[-1:] != [("take", number)]:  # not that of take
+                if name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]:  # not that of take
                     log.append((name, number))
                 return method(*args)
 
@@ -69,17 +69,17 @@ def zero_trial(
 def check_order(where: str, order: list[Event], buckets: int, as_module: bool) -> None:
     """Assert the order of a step: all gradients, one update, gathers from the last bucket on, and who waits."""
     words = [f"{name} {k}" for name, k in order]
-    shown, rest = ", ".join(words), ", ".join(word for word in words if not word.startswith("take"))
+    shown, rest = ", ".join(words), ", ".join(word for word in words if not word.startswith("set_grad"))
     work = [event for event in order if event[0] != "wait"]
     names = [name for name, _ in work]
-    for name in ("take", "gather"):
+    for name in ("set_grad", "gather"):
         assert sorted(k for kind, k in work if kind == name) == list(range(buckets)), (
             f"{where}: {name} once for each bucket; you: {shown}"
         )
     assert names.count("step") == 1, (
         f"{where}: {names.count('step')} calls of the optimizer; one is enough for {buckets} buckets"
     )
-    wanted = ["take"] * buckets + ["step"] + ["gather"] * buckets
+    wanted = ["set_grad"] * buckets + ["step"] + ["gather"] * buckets
     assert names == wanted, f"{where}: all gradients, the update, then all gathers; you: {shown}"
     assert [k for name, k in work if name == "gather"] == list(reversed(range(buckets))), (
         f"{where}: the first layers first, and they are in the last bucket, {buckets - 1}; you: {rest}"

@@ -57,9 +57,9 @@ class Timed(PipelineRunner):
         self.spans = []
 
     def run(self, action) -> None:
-        take, key = self.mail.take, ("F" if action.kind == "F" else "B", *action[1:])
-        if key in self.mail.arriving:  # wait here, outside of the time that is noted
-            self.mail.arriving[key] = None, take(*key)
+        take, key = self.p2p.wait_recv, ("F" if action.kind == "F" else "B", *action[1:])
+        if key in self.p2p.arriving:  # wait here, outside of the time that is noted
+            self.p2p.arriving[key] = None, take(*key)
         start = time.time()
         super().run(action)
         self.spans.append((*action, start, time.time()))

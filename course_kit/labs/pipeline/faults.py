@@ -36,7 +36,7 @@ class Cut(PipelineRunner):
     def run(self, action) -> None:
         super().run(action)
         if self.group.rank() == 2 and action.kind == "B" and action.micro_batch == 2:
-            self.mail.leaving["B", 1, 2].zero_()
+            self.p2p.leaving["B", 1, 2].zero_()
 
 
 class Scaled(PipelineRunner):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from course_kit.labs.pipeline.models import batch_of
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_lib.pipeline.runner import PipelineRunner
-from course_lib.pipeline.schedules import Schedule, stages_of
+from course_lib.pipeline.schedules import Schedule, num_stages
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
@@ -24,7 +24,7 @@ def against_torch(
     from torch.distributed.pipelining import PipelineStage, schedules
 
     torch.set_num_threads(1)
-    rank, n = dist.get_rank(), stages_of(ours)
+    rank, n = dist.get_rank(), num_stages(ours)
     m = 1 + max(action.micro_batch for action in ours[0])
     inputs, targets = batch_of(m, 64, config)
     models = [Transformer(config) for _ in range(2)]

@@ -10,7 +10,7 @@ from course_kit.labs.pipeline.models import TINY, batch_of, one_process
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_kit.ranks import shared
 from course_lib.pipeline import runner
-from course_lib.pipeline.schedules import Schedule, stages_of
+from course_lib.pipeline.schedules import Schedule, num_stages
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import ModelConfig, Transformer
 
@@ -110,7 +110,7 @@ def check_order(schedule: Schedule, name: str) -> None:
 
 def run_schedule(schedule: Schedule, sequences: int, config: ModelConfig) -> tuple[float, dict[str, torch.Tensor]]:
     """On a rank: the loss of a step, and this rank's gradients by name."""
-    pipeline = runner.PipelineRunner(split_stages(Transformer(config), stages_of(schedule)), schedule)
+    pipeline = runner.PipelineRunner(split_stages(Transformer(config), num_stages(schedule)), schedule)
     part = pipeline.step(*batch_of(sequences, config=config))
     dist.all_reduce(part)
     own = {name: weight.grad for stage in pipeline.stages.values() for name, weight in stage.named_parameters()}

@@ -14,7 +14,7 @@ from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel.replicas import DataParallel
 from course_lib.pipeline.norm import clip_grad_norm_
 from course_lib.pipeline.runner import PipelineRunner
-from course_lib.pipeline.schedules import Schedule, stages_of
+from course_lib.pipeline.schedules import Schedule, num_stages
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 from course_lib.zero.optimizer import ZeroOptimizer
@@ -32,7 +32,7 @@ def weights_of(runner: PipelineRunner) -> dict[str, torch.Tensor]:
 
 def three_steps(schedule: Schedule, config: ModelConfig = TINY) -> Trained:
     """On a rank: losses and norms of three steps, and this rank's weights after them."""
-    runner = PipelineRunner(split_stages(Transformer(config), stages_of(schedule)), schedule)
+    runner = PipelineRunner(split_stages(Transformer(config), num_stages(schedule)), schedule)
     optimizer, found = torch.optim.AdamW(runner.stages.parameters(), **ADAMW), []
     for _ in range(3):
         optimizer.zero_grad()
@@ -63,7 +63,7 @@ def on_two_pipelines(schedule: Schedule, zero: bool, config: ModelConfig = TINY)
     or reduce-scatters a step has. zero: ZeRO-1 instead of DataParallel.
     """
     dp_group, group = dist.init_device_mesh("cpu", (2, 2)).get_all_groups()
-    runner = PipelineRunner(split_stages(Transformer(config), stages_of(schedule)), schedule, group, dp_group=dp_group)
+    runner = PipelineRunner(split_stages(Transformer(config), num_stages(schedule)), schedule, group, dp_group=dp_group)
     if zero:
         optimizer = wrapped = ZeroOptimizer(runner.stages, torch.optim.AdamW, dp_group, stage=1, **ADAMW)
     else:

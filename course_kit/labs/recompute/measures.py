@@ -88,7 +88,7 @@ def mode_rows() -> list[tuple[str, Callable, str, Callable | None]]:
         ("plain core, selective", plain_core, "selective", None),
         ("flash, none", causal_attention, "none", None),
         ("flash, selective", causal_attention, "selective", None),
-        ("flash, keep_products", causal_attention, "selective", modes.keep_products),
+        ("flash, keep_matmuls", causal_attention, "selective", modes.keep_matmuls),
         ("flash, full", causal_attention, "full", None),
     ]
 
@@ -105,7 +105,7 @@ def measured_modes(rounds: int = 3) -> tuple[dict[str, int], dict[str, list[floa
         for name, core, mode, policy in rows:
             modes.apply_recompute(with_core(model, core), mode, policy)
             if turn == 0:
-                kept[name] = modes.kept_bytes(model, lambda: loss(model(words[0]), words[1]))
+                kept[name] = modes.retained_bytes(model, lambda: loss(model(words[0]), words[1]))
                 continue
             model.zero_grad()
             start = time.perf_counter()
@@ -233,7 +233,7 @@ def against_checkpoint(rounds: int = 3) -> dict[str, dict]:
                 if turn == 0:
                     _, same = gradients_of(model, *words)
                     measured[name]["equal"] = all(torch.equal(plain[key], same[key]) for key in plain)
-                    measured[name]["kept"] = modes.kept_bytes(model, lambda: loss(model(words[0]), words[1])) / MiB
+                    measured[name]["kept"] = modes.retained_bytes(model, lambda: loss(model(words[0]), words[1])) / MiB
                     flops = profiling.count_flops(lambda: loss(model(words[0]), words[1]).backward())
                     measured[name]["gflop"] = flops / 1e9
                     continue

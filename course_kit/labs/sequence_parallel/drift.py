@@ -26,7 +26,7 @@ FAULTS = ("norms averaged", "g", "right", "norms left out")  # of the runs 0 to 
 def swap_gates(model: nn.Module) -> nn.Module:
     """Replace f and f* by g and g*, in all layers of a model that tensor parallelism has split, and nothing else."""
     for module in model.modules():
-        if hasattr(module, "products"):
+        if hasattr(module, "matmul"):
             module.matmul = sequence.GatheredMatmul
         elif hasattr(module, "output_reduce"):
             module.output_reduce = sequence.reduce_scatter_sequence
@@ -78,7 +78,7 @@ def spoiled_model(fault: str, group: dist.ProcessGroup, config: ModelConfig) -> 
     for module in model.modules():
         if isinstance(module, nn.RMSNorm) and fault != "norms left out":
             module.weight.register_hook(sum_gradient)
-        elif hasattr(module, "products") and fault == "g":
+        elif hasattr(module, "matmul") and fault == "g":
             module.matmul = CutProducts
     return model
 

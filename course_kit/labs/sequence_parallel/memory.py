@@ -12,7 +12,7 @@ from torch import nn
 
 from course_kit.labs.sequence_parallel.drift import swap_gates
 from course_kit.labs.sequence_parallel.models import batch_of, split_model
-from course_lib.recompute.modes import Recomputed, kept_bytes
+from course_lib.recompute.modes import Recomputed, retained_bytes
 from course_lib.single_gpu.model import PRESETS, ModelConfig
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, project_together
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
@@ -64,7 +64,7 @@ def gpt_saved_bytes(
         return out
 
     # x was there before and is not counted; the last layer's output, as large, is counted in its place
-    return kept_bytes(stack, forward) / (layers * b * s * h)
+    return retained_bytes(stack, forward) / (layers * b * s * h)
 
 
 def saved_bytes(model: nn.Module, forward) -> int:

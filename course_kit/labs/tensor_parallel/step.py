@@ -11,7 +11,7 @@ import torch.distributed as dist
 from course_kit.labs.tensor_parallel.models import batch_of, split_model
 from course_lib import tensor_parallel
 from course_lib.collectives.traffic import Traffic, count_traffic
-from course_lib.recompute.modes import apply_recompute, kept_bytes
+from course_lib.recompute.modes import apply_recompute, retained_bytes
 from course_lib.single_gpu.model import ModelConfig
 from course_lib.tensor_parallel.partitioned_checkpoints import apply_partitioned_recompute
 
@@ -85,6 +85,6 @@ def checkpoint_trial(
 
     with count_traffic() as traffic:
         with summed_in(torch.empty(batch * seq * config.hidden)):
-            kept = kept_bytes(model, lambda: losses.append(forward()))
+            kept = retained_bytes(model, lambda: losses.append(forward()))
         losses[0].backward()
     return kept, traffic, [p.grad for p in model.parameters()]

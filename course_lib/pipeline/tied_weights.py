@@ -20,7 +20,7 @@ from course_lib.tensor_parallel.linear import new_disjoint_subgroups
 
 
 # exercise 09.15
-def holders(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
+def owner_ranks(schedule: Schedule, stages: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ranks of the pipeline that have one of these stages, each once, in order."""
     return tuple(r for r, actions in enumerate(schedule) if any(action.stage in stages for action in actions))
 
@@ -38,10 +38,10 @@ def final_backwards(stages: nn.ModuleDict, actions: list[Action]) -> set[int]:
 
 
 class Copies:
-    """This rank's weights of which other ranks have copies. holders: of each weight of this rank, as of `holders`."""
+    """This rank's weights of which other ranks have copies. owner_ranks: of each weight of this rank, as of `owner_ranks`."""
 
-    def __init__(self, holders: dict[nn.Parameter, tuple[int, ...]], groups: dict, by_others: bool):
-        self.holders, self.groups, self.by_others, self.earlier = holders, groups, by_others, {}
+    def __init__(self, owner_ranks: dict[nn.Parameter, tuple[int, ...]], groups: dict, by_others: bool):
+        self.owner_ranks, self.groups, self.by_others, self.earlier = owner_ranks, groups, by_others, {}
 
     def set_aside(self) -> None:
         """Before a step: keep what earlier steps have added up, which is summed already."""
@@ -62,7 +62,7 @@ class Copies:
         self.earlier = {}
 
 
-def share_copies(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None) -> Copies:
+def sync_tied_weights(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None) -> Copies:
     """Find the copies, and give them the values of the first rank that has them. Collective over the default group.
 
     dp_group: the ranks over which gradients are reduced beside the pipeline; each copy then gets a `reduce_group`: its
@@ -71,7 +71,7 @@ def share_copies(stages: nn.ModuleDict, schedule: Schedule, group, dp_group=None
     of_stages = {
         w: placement_of(w).stages or (int(number),) for number, stage in stages.items() for w in stage.parameters()
     }
-    has = {weight: holders(schedule, numbers) for weight, numbers in of_stages.items()}
+    has = {weight: owner_ranks(schedule, numbers) for weight, numbers in of_stages.items()}
     over = {}  # of each weight with copies: who has them, and over which ranks each is reduced
     for weight in (weight for weight, ranks in has.items() if len(ranks) > 1):
         reduced = (placement_of(weight).reduce_group or dp_group) if dp_group else None
