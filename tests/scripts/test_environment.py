@@ -1,5 +1,6 @@
 """What is installed: pyproject.toml, constraints.txt, environment.yml, setup.sh and ci.yml agree. Only reads files."""
 
+import json
 import re
 import sys
 import tomllib
@@ -54,13 +55,31 @@ def test_conda_installs_this_project_with_its_constraints_and_nothing_else():
     assert last == {"pip": ["-c constraints.txt", "-e .[test]"]}
 
 
+def workflow(name: str) -> dict:
+    """A workflow of GitHub Actions."""
+    return yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text(encoding="utf-8"))
+
+
 def test_the_same_pythons_everywhere():
     spoken = SpecifierSet(PROJECT["requires-python"])
     assert [python for python in (f"3.{minor}" for minor in range(8, 20)) if f"{python}.5" in spoken] == PYTHONS
     assert " | ".join(PYTHONS) + ")" in (ROOT / "scripts/setup.sh").read_text(encoding="utf-8")
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text(encoding="utf-8"))
-    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == PYTHONS
-    assert {job["env"]["PYTHON"] for job in workflow["jobs"].values()} == {"python"}, ".ci/run would take the system's"
+    ci, nightly, parts = (workflow(name) for name in ("ci", "nightly", "parts"))
+    once, everywhere = (json.loads(each["jobs"]["test"]["with"]["pythons"]) for each in (ci, nightly))
+    quick = ci["jobs"]["quick"]["strategy"]["matrix"]["include"]
+    assert everywhere == PYTHONS and len(once) == 1
+    assert {*once, *(job["python"] for job in quick if "ubuntu" in job["os"])} == set(PYTHONS)
+    assert [job["os"] for job in quick].count("macos-latest") == 1
+    own_steps = [job for each in (ci, nightly, parts) for job in each["jobs"].values() if "steps" in job]
+    assert {job["env"]["PYTHON"] for job in own_steps} == {"python"}, ".ci/run would take the system's"
+
+
+@pytest.mark.parametrize("name", ["ci", "nightly", "parts", "site"])
+def test_a_workflow_may_only_read_and_a_newer_push_cancels_an_older_run(name):
+    permissions = workflow(name)["permissions"]
+    assert permissions["contents"] == "read" and (name == "site" or len(permissions) == 1)
+    if name == "ci":
+        assert workflow(name)["concurrency"]["cancel-in-progress"] is True
 
 
 @pytest.mark.parametrize("need", declared(), ids=str)

@@ -105,5 +105,5 @@ def test_of_the_exercises_a_choice_leaves_its_own():
 
 
 def test_the_workflow_has_a_job_for_each_choice():
-    workflow = yaml.safe_load((suite.ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load((suite.ROOT / ".github" / "workflows" / "parts.yml").read_text(encoding="utf-8"))
     assert workflow["jobs"]["test"]["strategy"]["matrix"]["part"] == [*suite.NOTEBOOKS, suite.SCRIPTS]
