@@ -116,7 +116,7 @@ def dense_case(
 def document_lengths(tokens: int, count: int) -> list[int]:
     """A row of so many tokens, cut at random places."""
     cuts = sorted(chance.Random(0).sample(range(1, tokens), count - 1))
-    return [end - start for start, end in zip([0, *cuts], [*cuts, tokens])]
+    return [end - start for start, end in zip([0, *cuts], [*cuts, tokens], strict=True)]
 
 
 def padded(lengths: list[int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

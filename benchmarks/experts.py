@@ -104,7 +104,9 @@ class Mixture(nn.Module):
         self.top_k, self.slots = top_k, slots if way == "batched" else None
         with torch.no_grad():
             self.router.weight.copy_(theirs.gate.weight)
-            for layer, weight in zip((self.experts.gate_proj, self.experts.up_proj), weights.gate_up_proj.chunk(2, 1)):
+            for layer, weight in zip(
+                (self.experts.gate_proj, self.experts.up_proj), weights.gate_up_proj.chunk(2, 1), strict=True
+            ):
                 layer.weight.copy_(weight)
             self.experts.down_proj.weight.copy_(weights.down_proj)
 

@@ -58,7 +58,9 @@ SIZES = {  # m, n, k: a cube, and 8k tokens in the MLP of Llama 3 8B
 
 def operands(x: torch.Tensor, w: torch.Tensor, blocks: tuple[tuple[int, int], tuple[int, int]]) -> list[torch.Tensor]:
     """Values and scales of x and w for the product, of both once more for a scale a matrix, and one."""
-    found = [each for source, block in zip((x, w), blocks) for each in quantize_fused(source, block=block)[:2]]
+    found = [
+        each for source, block in zip((x, w), blocks, strict=True) for each in quantize_fused(source, block=block)[:2]
+    ]
     return found + [each for source in (x, w) for each in quantize_fused(source)[:2]]
 
 

@@ -97,7 +97,7 @@ def machine(device: torch.device) -> Iterator[dict]:
         if shutil.which("nvidia-smi"):
             command = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
             told = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-            row |= dict(zip(asked.split(","), told.split(", ")))
+            row |= dict(zip(asked.split(","), told.split(", "), strict=True))
     yield row | ceilings_of(device)
 
 

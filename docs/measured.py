@@ -60,11 +60,11 @@ def table(rows: list[dict]) -> str:
     columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = [columns] + [[shown(row.get(column)) for column in columns] for row in rows]
     if columns[0] == "":
-        for above, line in zip(lines[-2::-1], lines[:0:-1]):
+        for above, line in zip(lines[-2::-1], lines[:0:-1], strict=True):
             if line[0] == above[0]:
                 line[0] = ""  # the same place as the line above
     if len(columns) > WIDE:
-        lines = [list(line) for line in zip(*lines)]
+        lines = [list(line) for line in zip(*lines, strict=True)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

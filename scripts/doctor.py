@@ -62,13 +62,10 @@ def look_python(in_environment):
     version = sys.version_info[:2]
     yield "Python", "{}, {}".format(platform.python_version(), sys.prefix if in_environment else sys.executable)
     if version not in PYTHONS:
-        yield (
-            None,
-            (
-                "Python {}.{} is too {}: the course needs 3.11, 3.12 or 3.13. Install one and name it: "
-                "make lab PYTHON=python3.12"
-            ).format(version[0], version[1], "old" if version < PYTHONS[0] else "new"),
-        )
+        yield None, (
+            "Python {}.{} is too {}: the course needs 3.11, 3.12 or 3.13. Install one and name it: "
+            "make lab PYTHON=python3.12"
+        ).format(version[0], version[1], "old" if version < PYTHONS[0] else "new")
     elif not in_environment and importlib.util.find_spec("ensurepip") is None:
         yield None, "This Python cannot make environments: sudo apt install python3-venv"
 
@@ -81,22 +78,16 @@ def look_machine(in_environment):
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory = min(memory, number_in("/sys/fs/cgroup/memory.max") or memory)
     free = shutil.disk_usage(ROOT).free
-    yield (
-        "machine",
-        "{} {}, cores: {}, memory: {:.1f} GiB, free disk: {:.0f} GB".format(
-            platform.system(), platform.machine(), cores, memory / GiB, free / 1e9
-        ),
+    yield "machine", "{} {}, cores: {}, memory: {:.1f} GiB, free disk: {:.0f} GB".format(
+        platform.system(), platform.machine(), cores, memory / GiB, free / 1e9
     )
     if cores < 2:
         yield None, "One core: everything runs; what is timed on several ranks says little."
     if memory < MEMORY_GIB * GiB:
-        yield (
-            None,
-            (
-                "Less than {} GiB of memory: notebook 10 takes 2 with its eight ranks, and one of them may be killed. Shut "
-                "down the kernels of other notebooks first."
-            ).format(MEMORY_GIB),
-        )
+        yield None, (
+            "Less than {} GiB of memory: notebook 10 takes 2 with its eight ranks, and one of them may be killed. Shut "
+            "down the kernels of other notebooks first."
+        ).format(MEMORY_GIB)
     if not in_environment and free < DISK_GB * 1e9 and platform.system() != "Darwin":  # there is none for macOS
         yield None, "PyTorch's CUDA build wants {} GB of disk. Its CPU build is small: make lab CPU=1".format(DISK_GB)
 
@@ -113,11 +104,8 @@ def look_torch(torch, why):
         built = "the CPU" if platform.system() != "Darwin" else "macOS"
     yield "PyTorch", "{}, built for {}".format(torch.__version__, built)
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
-        yield (
-            None,
-            "PyTorch {} is older than {}.{}: the course's code does not run on it".format(
-                torch.__version__, *OLDEST_TORCH
-            ),
+        yield None, "PyTorch {} is older than {}.{}: the course's code does not run on it".format(
+            torch.__version__, *OLDEST_TORCH
         )
 
 
@@ -135,27 +123,18 @@ def look_gpu(torch):
     if usable:
         found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
         for card in found:
-            yield (
-                "GPU",
-                "{}, {:.0f} GiB, compute capability {}.{}".format(
-                    card.name, card.total_memory / GiB, card.major, card.minor
-                ),
+            yield "GPU", "{}, {:.0f} GiB, compute capability {}.{}".format(
+                card.name, card.total_memory / GiB, card.major, card.minor
             )
         if len(found) == 1:
-            yield (
-                None,
-                (
-                    "One GPU: it runs the notebooks of one process. NCCL wants a GPU for each rank, so ranks are "
-                    "processes on the CPU, with gloo."
-                ),
+            yield None, (
+                "One GPU: it runs the notebooks of one process. NCCL wants a GPU for each rank, so ranks are "
+                "processes on the CPU, with gloo."
             )
         if torch.version.cuda and min((card.major, card.minor) for card in found) < (8, 9):
-            yield (
-                None,
-                (
-                    "A GPU without FP8 (Ada, Hopper and later have it): notebook 14b multiplies in a wider type there. The "
-                    "results are right, the gain in time is missing."
-                ),
+            yield None, (
+                "A GPU without FP8 (Ada, Hopper and later have it): notebook 14b multiplies in a wider type there. The "
+                "results are right, the gain in time is missing."
             )
         return
     if torch is None:
@@ -168,36 +147,24 @@ def look_gpu(torch):
     else:
         yield "GPU", "none that PyTorch can use" if listed else "none"
     if listed and torch.version.cuda is None:
-        yield (
-            None,
-            (
-                "There is a GPU ({}), and this PyTorch cannot use it: it is the build for the CPU. For the other one: "
-                "rm -rf .venv, then make lab without CPU=1"
-            ).format(listed[0]),
-        )
+        yield None, (
+            "There is a GPU ({}), and this PyTorch cannot use it: it is the build for the CPU. For the other one: "
+            "rm -rf .venv, then make lab without CPU=1"
+        ).format(listed[0])
     elif listed:
-        yield (
-            None,
-            "There is a GPU ({}), and PyTorch cannot use it: {}".format(
-                listed[0], str(said[0].message).split("\n")[0] if said else "torch.cuda.is_available() is False"
-            ),
+        yield None, "There is a GPU ({}), and PyTorch cannot use it: {}".format(
+            listed[0], str(said[0].message).split("\n")[0] if said else "torch.cuda.is_available() is False"
         )
     driver = next(filter(os.path.exists, DRIVERS), None)
     if driver and not os.environ.get("TRITON_INTERPRET"):
-        yield (
-            None,
-            (
-                "Set TRITON_INTERPRET=1, or the kernels of notebooks 12 to 14b fail: where there is a GPU's driver ({}), "
-                "they are not interpreted otherwise."
-            ).format(driver),
-        )
+        yield None, (
+            "Set TRITON_INTERPRET=1, or the kernels of notebooks 12 to 14b fail: where there is a GPU's driver ({}), "
+            "they are not interpreted otherwise."
+        ).format(driver)
     if not listed:
-        yield (
-            None,
-            (
-                "No NVIDIA GPU: ranks are processes on the CPU, with gloo, and Triton's kernels (notebooks 12 to 14b) are "
-                "interpreted. The results are right, times say nothing of a GPU. Figures of GPUs show recorded runs."
-            ),
+        yield None, (
+            "No NVIDIA GPU: ranks are processes on the CPU, with gloo, and Triton's kernels (notebooks 12 to 14b) are "
+            "interpreted. The results are right, times say nothing of a GPU. Figures of GPUs show recorded runs."
         )
 
 
@@ -216,20 +183,14 @@ def look_nvcc(torch):
     yield "nvcc", "{}, CUDA {}.{}".format(nvcc, *release.groups()) if release else "none"
     gpu = torch is not None and torch.version.cuda and torch.cuda.is_available()
     if not release:
-        yield (
-            None,
-            (
-                "No nvcc (NVIDIA's CUDA toolkit): notebook 12 says 'not compiled' where it compiles CUDA C++ for an H100{}."
-                " Triton has a compiler of its own and needs none."
-            ).format(", and builds its operator in C++ in place of CUDA C++" if gpu else ""),
-        )
+        yield None, (
+            "No nvcc (NVIDIA's CUDA toolkit): notebook 12 says 'not compiled' where it compiles CUDA C++ for an H100{}."
+            " Triton has a compiler of its own and needs none."
+        ).format(", and builds its operator in C++ in place of CUDA C++" if gpu else "")
     elif gpu and release.group(1) != torch.version.cuda.split(".")[0]:
-        yield (
-            None,
-            (
-                "nvcc is of CUDA {}, PyTorch of CUDA {}: notebook 12 builds its operator in C++ in place of CUDA C++."
-            ).format(release.group(1), torch.version.cuda),
-        )
+        yield None, (
+            "nvcc is of CUDA {}, PyTorch of CUDA {}: notebook 12 builds its operator in C++ in place of CUDA C++."
+        ).format(release.group(1), torch.version.cuda)
 
 
 def look_triton(torch):
@@ -237,11 +198,8 @@ def look_triton(torch):
     triton, why = loaded("triton")
     yield "Triton", getattr(triton, "__version__", why)
     if triton is None:
-        yield (
-            None,
-            "Triton is {}{}: notebooks 12, 12b, 13 and 14b stop where they import it. All others run.".format(
-                why, " (there is none for macOS)" if platform.system() == "Darwin" else ""
-            ),
+        yield None, "Triton is {}{}: notebooks 12, 12b, 13 and 14b stop where they import it. All others run.".format(
+            why, " (there is none for macOS)" if platform.system() == "Darwin" else ""
         )
 
 
@@ -252,31 +210,22 @@ def look_compiler(in_environment):
     version = said_by(path, "--version").split("\n")[0] if path else ""
     yield "C++ compiler", "{}, {}".format(path, version) if path else "none"
     if not path:
-        yield (
-            None,
-            (
-                "No C++ compiler ({} is not on the path): notebook 12 skips its cells of torch.compile and of C++. Debian: "
-                "sudo apt install g++"
-            ).format(compiler),
-        )
+        yield None, (
+            "No C++ compiler ({} is not on the path): notebook 12 skips its cells of torch.compile and of C++. Debian: "
+            "sudo apt install g++"
+        ).format(compiler)
     elif in_environment and not os.path.exists(os.path.join(sysconfig.get_paths()["include"], "Python.h")):
-        yield (
-            None,
-            (
-                "No headers of this Python (Python.h): notebook 12 skips its cells of torch.compile. Debian: "
-                "sudo apt install python3-dev"
-            ),
+        yield None, (
+            "No headers of this Python (Python.h): notebook 12 skips its cells of torch.compile. Debian: "
+            "sudo apt install python3-dev"
         )
 
 
 def look_packages():
     """Parts of the course that not everybody installs."""
     if importlib.util.find_spec("transformers") is None:
-        yield (
-            None,
-            (
-                "No transformers: notebooks 01, 08 and 10b skip their comparisons with it. .venv/bin/pip install -e '.[hf]'"
-            ),
+        yield None, (
+            "No transformers: notebooks 01, 08 and 10b skip their comparisons with it. .venv/bin/pip install -e '.[hf]'"
         )
 
 
@@ -285,12 +234,9 @@ def look_clone():
     found = importlib.util.find_spec("course_lib")
     place = os.path.dirname(os.path.dirname(os.path.realpath(found.origin))) if found else None
     if place != os.path.realpath(ROOT):
-        yield (
-            None,
-            ("course_lib {}, and this is {}: rm -rf .venv here (of a link, the link alone goes), then make lab").format(
-                "comes from " + place if place else "is not installed", ROOT
-            ),
-        )
+        yield None, (
+            "course_lib {}, and this is {}: rm -rf .venv here (of a link, the link alone goes), then make lab"
+        ).format("comes from " + place if place else "is not installed", ROOT)
 
 
 def look_slurm():

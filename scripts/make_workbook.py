@@ -148,7 +148,7 @@ def by_id(cells: list[dict], known: dict[str, dict]) -> dict[str, dict]:
             free = {} if cell.get("id") else {name: other for name, other in known.items() if name not in ids}
             same = next((name for name, other in free.items() if alike(cell, other)), None)
             ids[number] = same or uuid.uuid4().hex[:8]
-    return {name: {**cell, "id": name} for name, cell in zip(ids, cells)}
+    return {name: {**cell, "id": name} for name, cell in zip(ids, cells, strict=True)}
 
 
 def merged_metadata(base: dict, learner: dict, course: dict) -> dict:

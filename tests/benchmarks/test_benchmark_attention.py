@@ -61,7 +61,7 @@ def test_the_reference_agrees_with_pytorch_in_float64(kernel_runs):
     found = __import__("attention_exact").exact(lengths, True, q, k, v)
     assert all(each.dtype == torch.float64 for each in found)
     inputs = [each.detach().double().requires_grad_() for each in (q, k, v)]
-    documents = zip(*(each.transpose(1, 2).split(lengths, 2) for each in inputs))
+    documents = zip(*(each.transpose(1, 2).split(lengths, 2) for each in inputs), strict=True)
     outs = [F.scaled_dot_product_attention(*document, is_causal=True, enable_gqa=True) for document in documents]
     out = torch.cat(outs, 2).transpose(1, 2)
     (gradient,) = kernel_runs.draw_gradients((q,))

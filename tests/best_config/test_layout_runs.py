@@ -1,4 +1,4 @@
-"""course_lib.best_config.runs: the measured runs with their traps, and hand-made cases of what is said of predictions."""
+"""course_lib.best_config.runs: the measured runs with their traps, and hand-made cases of what predictions say."""
 
 import csv
 import dataclasses

@@ -40,7 +40,7 @@ def test_every_step_can_be_and_is_faster_than_the_one_before(name, cluster, gpus
     config, of = PRESETS[name], CLUSTERS[cluster]
     steps = steps_of(name, cluster, gpus, batch)
     assert steps
-    for before, step in zip([None, *steps], steps):
+    for before, step in zip([None, *steps], steps, strict=False):
         check_layout(config, step.layout, gpus, batch, 4096)
         found = estimate(config, of, step.layout, batch)
         assert found.risk <= RISK and (step.tokens_per_s, step.mfu) == pytest.approx((found.tokens_per_s, found.mfu))

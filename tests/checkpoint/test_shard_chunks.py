@@ -1,4 +1,4 @@
-"""course_lib.checkpoint.chunks against slicing, and the small functions beside it: save_interval, fitted, drop_tokens."""
+"""course_lib.checkpoint.chunks against slicing, and the small functions: save_interval, fitted, drop_tokens."""
 
 import dataclasses
 import itertools

@@ -105,10 +105,12 @@ def test_a_collective_without_a_factor_is_refused(name):
 def test_the_fit_is_exact_without_noise_in_any_order_and_any_unit():
     for alpha, beta in ((1e-6, 400e9), (10e-6, 50e9), (3e-4, 1e9), (2.0, 10.0)):
         points = [(size, alpha + size / beta) for size in SIZES]
-        assert fit_alpha_beta(*zip(*points)) == pytest.approx((alpha, beta), rel=1e-6)
+        assert fit_alpha_beta(*zip(*points, strict=True)) == pytest.approx((alpha, beta), rel=1e-6)
         random.Random(0).shuffle(points)
-        assert fit_alpha_beta(*zip(*points)) == pytest.approx((alpha, beta), rel=1e-6)
-        assert fit_alpha_beta(*zip(*points[:2])) == pytest.approx((alpha, beta), rel=1e-6), "two points are enough"
+        assert fit_alpha_beta(*zip(*points, strict=True)) == pytest.approx((alpha, beta), rel=1e-6)
+        assert fit_alpha_beta(*zip(*points[:2], strict=True)) == pytest.approx((alpha, beta), rel=1e-6), (
+            "two points are enough"
+        )
 
 
 def test_the_fit_is_numpys_with_weights_of_one_over_the_time():

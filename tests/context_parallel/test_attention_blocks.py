@@ -178,7 +178,9 @@ def test_all_pieces_of_all_ranks_make_up_the_whole(name, order):
         off = errors(whole, {x: expected[x] for x in whole})
         assert max(off.values()) < WITHIN[dtype], (n, causal, dtype, off)
         assert all(
-            torch.equal(a, b) for ours, theirs in zip(of_ranks, before, strict=True) for a, b in zip(ours, theirs)
+            torch.equal(a, b)
+            for ours, theirs in zip(of_ranks, before, strict=True)
+            for a, b in zip(ours, theirs, strict=True)
         )
 
 
@@ -219,7 +221,7 @@ def test_a_backward_inside_autocast_is_the_one_outside(name):
     outside = torch.autograd.grad(out.square().sum(), (q, k, v), retain_graph=True)
     with torch.autocast("cpu", torch.bfloat16):
         inside = torch.autograd.grad(out.square().sum(), (q, k, v))
-    assert all(torch.equal(*pair) for pair in zip(outside, inside))
+    assert all(torch.equal(*pair) for pair in zip(outside, inside, strict=True))
 
 
 @pytest.mark.parametrize("name", BLOCKS)

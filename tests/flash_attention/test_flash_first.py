@@ -1,4 +1,4 @@
-"""course_lib.flash_attention.first: FlashAttention-1's order of work gives exact attention. Interpreted, or on a GPU."""
+"""course_lib.flash_attention.first: FlashAttention-1's order of work gives exact attention. Interpreted or on a GPU."""
 
 import dataclasses
 import re

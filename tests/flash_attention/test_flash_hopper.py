@@ -161,7 +161,7 @@ def compiled():
     with record_launches() as launches:
         for (head_dim, overlapped), dtype in choices.items():
             hopper_attention(*inputs(128, 128, head_dim=head_dim, dtype=dtype), overlapped=overlapped)
-    return dict(zip(choices, compile_launches(launches)))
+    return dict(zip(choices, compile_launches(launches), strict=True))
 
 
 def loop_of(compiled) -> str:

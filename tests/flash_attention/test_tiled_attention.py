@@ -59,7 +59,7 @@ def ours(q, k, v, case: Case):
 def test_random_shapes_in_float64_are_exact():
     for seed, case in enumerate(random_cases(30)):
         given = inputs(case, torch.float64, seed)
-        for name, found, expected in zip(NAMES, run(ours, given, case), exact(given, case)):
+        for name, found, expected in zip(NAMES, run(ours, given, case), exact(given, case), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11, msg=lambda m: f"{name}, {case}: {m}")
         _, lse = tiled_forward(*given[1:], case.causal, case.scale, case.block_q, case.block_k)
         expected = plain_scores(*given[1:3], case).logsumexp(-1).transpose(1, 2)
@@ -117,7 +117,9 @@ def test_the_sizes_of_the_tiles_do_not_matter(causal):
     given = inputs(case)
     expected = run(ours, given, case._replace(block_q=128, block_k=128))
     for block_q, block_k in itertools.product((1, 16, 24, 64), repeat=2):
-        for found, same in zip(run(ours, given, case._replace(block_q=block_q, block_k=block_k)), expected):
+        for found, same in zip(
+            run(ours, given, case._replace(block_q=block_q, block_k=block_k)), expected, strict=True
+        ):
             assert rms(found - same) <= 1e-6 * rms(same)
             torch.testing.assert_close(found, same, rtol=0, atol=1e-6 * same.abs().max().item())
 
@@ -251,7 +253,7 @@ def test_online_step_on_a_row_of_five_scores():
     for columns in (slice(0, 2), slice(2, 4), slice(4, 5)):
         before = [x.clone() for x in state]
         after = online_step(*state, scores[:, columns], values[columns])
-        assert all(torch.equal(x, same) for x, same in zip(state, before)), "an argument has changed"
+        assert all(torch.equal(x, same) for x, same in zip(state, before, strict=True)), "an argument has changed"
         state = after
         highest.append(state[0].item())
         totals.append(state[1].item())

@@ -90,7 +90,11 @@ def test_out_and_gradients_are_those_of_the_quantized_operands(casts, dtype):
     layer, x, gradient = a_layer(casts, dtype=dtype), an_input(dtype), a_gradient(dtype)
     found = run(layer, x, gradient)
     for name, our, (exact, terms), like in zip(
-        ("y", "dx", "dw"), found, expected(layer.weight.detach(), x, gradient, casts), (gradient, x, layer.weight)
+        ("y", "dx", "dw"),
+        found,
+        expected(layer.weight.detach(), x, gradient, casts),
+        (gradient, x, layer.weight),
+        strict=True,
     ):
         assert our.shape == like.shape and our.dtype == dtype, name
         rounded = exact.abs() * (torch.finfo(dtype).eps / 2 if dtype != torch.float32 else 0)

@@ -1,4 +1,4 @@
-"""course_lib.fp8.recipe_optimizer: what a recipe keeps is kept in its dtypes, to the byte, and nothing beside it. CPU."""
+"""course_lib.fp8.recipe_optimizer: what a recipe keeps has its dtypes, to the byte, and nothing else. CPU."""
 
 import copy
 import dataclasses

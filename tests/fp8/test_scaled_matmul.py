@@ -224,7 +224,7 @@ def test_scales_lie_as_cublas_reads_them(rows, k):
     (16, 16, 128, torch.bfloat16), (48, 272, 448, torch.float32), (272, 48, 1040, torch.float16),
 ])  # fmt: skip
 def test_cublas_multiplies_blocks(blocks, m, n, k, out_dtype):
-    a, b = (any_codes(rows, k, E4M3, block, seed=rows) for rows, block in zip((m, n), blocks))
+    a, b = (any_codes(rows, k, E4M3, block, seed=rows) for rows, block in zip((m, n), blocks, strict=True))
     assert scaled_matmul.scales_blocks(a, b, out_dtype)
     assert not scaled_matmul.scales_blocks(a._replace(values=a.values.to(E5M2)), b, out_dtype)
     exact, size = stands_for(a) @ stands_for(b).t(), stands_for(a).abs() @ stands_for(b).abs().t()
@@ -267,7 +267,10 @@ def test_rows_are_scaled_by_the_product_itself_where_it_can(blocks, monkeypatch)
         products.append(out_dtype)
         return (left.double() @ right.double() * of_rows * of_columns).to(out_dtype)
 
-    a, b = (quantize(torch.randn(rows, 75) * torch.rand(rows, 1), block=each) for rows, each in zip((37, 50), blocks))
+    a, b = (
+        quantize(torch.randn(rows, 75) * torch.rand(rows, 1), block=each)
+        for rows, each in zip((37, 50), blocks, strict=True)
+    )
     expected, products = emulated_matmul(a, b, torch.float64), []
     monkeypatch.setattr(scaled_matmul, "scales_rows", lambda device, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)

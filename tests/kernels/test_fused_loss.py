@@ -82,8 +82,8 @@ def test_loss_and_gradients_are_as_exact_as_eager(dtype, chunk_rows):
         if vocab == 1:
             assert not any(tensor.any() for tensor in found)
             continue
-        theirs = errors(with_gradients(eager(x, weight, targets), x, weight), exact)
-        for ours, theirs in zip(errors(found, exact), theirs, strict=True):
+        of_eager = errors(with_gradients(eager(x, weight, targets), x, weight), exact)
+        for ours, theirs in zip(errors(found, exact), of_eager, strict=True):
             roundings = 4 if dtype == torch.float32 else 2
             assert ours <= 2 * theirs + roundings * EPS[dtype], (tokens, hidden, vocab, ours, theirs)
 

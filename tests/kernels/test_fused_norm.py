@@ -41,7 +41,7 @@ def run(function, inputs, upstream):
     x, weight, *residual = (tensor.detach().requires_grad_() for tensor in inputs)
     out = function(x, weight, *residual)
     out = out if isinstance(out, tuple) else (out,)
-    torch.autograd.backward(out, [grad.to(tensor) for grad, tensor in zip(upstream, out)])
+    torch.autograd.backward(out, [grad.to(tensor) for grad, tensor in zip(upstream, out, strict=False)])
     return [tensor.detach() for tensor in out] + [tensor.grad for tensor in (x, weight, *residual)]
 
 
@@ -105,7 +105,7 @@ def test_mixed_types_promote_as_in_eager(x_dtype, weight_dtype, residual_dtype):
     x, weight, residual = random(4, 8, dtype=x_dtype), random(8, dtype=weight_dtype), random(4, 8, dtype=residual_dtype)
     assert_as_precise_as_eager([x, weight, residual], 2**-7)
     with torch.autocast(DEVICE, torch.bfloat16):
-        for ours, theirs in zip(fused(x, weight, residual), eager(x, weight, residual)):
+        for ours, theirs in zip(fused(x, weight, residual), eager(x, weight, residual), strict=False):
             assert ours.dtype == theirs.dtype
 
 
@@ -147,7 +147,7 @@ def test_one_output_alone():
         inputs = x, weight, residual = random(4, 6), random(6), random(4, 6)
         ours = torch.autograd.grad(fused(*inputs)[used].square().sum(), inputs, allow_unused=True)
         theirs = torch.autograd.grad(eager(*inputs)[used].square().sum(), inputs, allow_unused=True)
-        for our, their in zip(ours, theirs):
+        for our, their in zip(ours, theirs, strict=False):
             assert (our is None) == (their is None)
             if our is not None:
                 torch.testing.assert_close(our, their, rtol=1e-5, atol=1e-5)
@@ -247,7 +247,7 @@ def test_the_weight_gradient_does_not_vary():
     inputs = [random(50, 8, dtype=torch.bfloat16), random(8, dtype=torch.bfloat16)]
     upstream = [random(50, 8, dtype=torch.bfloat16, requires_grad=False)]
     first = run(fused, inputs, upstream)
-    assert all(torch.equal(a, b) for a, b in zip(first, run(fused, inputs, upstream)))
+    assert all(torch.equal(a, b) for a, b in zip(first, run(fused, inputs, upstream), strict=False))
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
@@ -275,7 +275,7 @@ def test_activation_checkpointing():
     upstream = [random(4, 6, requires_grad=False) for _ in range(2)]
     plain = run(fused, inputs, upstream)
     again = run(lambda *args: checkpoint(fused, *args, use_reentrant=False), inputs, upstream)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=False))
 
 
 @pytest.mark.parametrize("eps", [1e-5, None])

@@ -56,7 +56,7 @@ def assert_as_precise_as_eager(x, upstream=None):
     upstream = random(*x.shape, dtype=x.dtype) if upstream is None else upstream
     exact, ours, theirs = run(eager, x.double(), upstream), run(softmax, x, upstream), run(eager, x, upstream)
     rounding = (16 + math.log2(x.shape[-1])) * 2.0**-24 * exact[0].abs().max() * upstream.abs().max()
-    for true, our, their in zip(exact, ours, theirs):
+    for true, our, their in zip(exact, ours, theirs, strict=True):
         assert our.dtype == their.dtype and our.shape == their.shape
         error, usual = ((result.double() - true).abs().max() for result in (our, their))
         assert error <= max(TOLERANCE[x.dtype] * true.abs().max(), 2 * usual, rounding)
@@ -189,7 +189,7 @@ def test_a_wider_result_is_not_rounded_on_the_way():
 def test_activation_checkpointing():
     x, upstream = random(4, 6), random(4, 6)
     again = run(lambda x: checkpoint(softmax, x, use_reentrant=False), x, upstream)
-    assert all(torch.equal(a, b) for a, b in zip(run(softmax, x, upstream), again))
+    assert all(torch.equal(a, b) for a, b in zip(run(softmax, x, upstream), again, strict=True))
 
 
 @pytest.mark.parametrize("x", [torch.ones(()), torch.ones(3, 4).double(), torch.ones(3, 4).int()])

@@ -107,7 +107,7 @@ def test_attention_without_an_idea_is_attention(step, causal):
     variant = undone(flash_forward_kernel, STEPS[step])
     assert difference(flash_forward_kernel, variant).count("\n+") >= len(STEPS[step])
     exact = plain_forward(q.double(), k.double(), v.double(), causal)
-    for ours, true in zip(attention(variant, q, k, v, causal), exact):
+    for ours, true in zip(attention(variant, q, k, v, causal), exact, strict=True):
         assert (ours.double() - true).abs().max() <= 1e-5 * true.abs().max()
 
 

@@ -39,7 +39,7 @@ def test_random_choices_make_as_many_copies_as_the_formula_says(experts, k, n):
 
 
 def test_a_node_limit_bounds_the_crossings():
-    once, each = zip(*(traffic.crossings(limit, 4, 32, 8, 2000) for limit in (1, 2, 4)))
+    once, each = zip(*(traffic.crossings(limit, 4, 32, 8, 2000) for limit in (1, 2, 4)), strict=True)
     assert once[0] < once[1] < once[2] <= 3 and once[1] <= 2 and max(each) - min(each) < 0.3
 
 

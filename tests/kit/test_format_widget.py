@@ -120,7 +120,7 @@ def test_no_two_texts_of_a_row_lie_on_each_other(number):
     (axes,) = figure.axes
     for row in range(len(FORMATS)):
         boxes = sorted(t.get_window_extent().extents.tolist() for t in axes.texts if t.get_position()[1] == row + 0.5)
-        assert all(left[2] <= right[0] for left, right in zip(boxes, boxes[1:]))
+        assert all(left[2] <= right[0] for left, right in zip(boxes, boxes[1:], strict=False))
         assert 0 <= boxes[0][0] and boxes[-1][2] <= figure.bbox.width
 
 

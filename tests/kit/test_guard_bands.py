@@ -58,12 +58,14 @@ for operator, gradient in ((double, double_wild), (double_wild, double_fake)):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_guarded_is_the_same_tensor_with_nan_round_it(dtype):
-    x = torch.randint(0, 2, (3, 5), device=DEVICE).to(dtype)
-    for x in (x, x.t(), x[:, 1:4], x[1:2].expand(4, 5), x[1, 1]):
+    first = torch.randint(0, 2, (3, 5), device=DEVICE).to(dtype)
+    for x in (first, first.t(), first[:, 1:4], first[1:2].expand(4, 5), first[1, 1]):
         y = guarded(x)
         assert torch.equal(x, y) and y.dtype == x.dtype and y.stride() == x.stride() and y.device == x.device
         band = BAND_BYTES // y.element_size()
-        after = y.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(y.size(), y.stride()))
+        after = (
+            y.storage_offset() + 1 + sum((size - 1) * stride for size, stride in zip(y.size(), y.stride(), strict=True))
+        )
         for outside in (y.as_strided((band,), (1,), y.storage_offset() - band), y.as_strided((band,), (1,), after)):
             assert torch.equal(outside, torch.full_like(outside, -1)) or outside.isnan().all()
 

@@ -54,7 +54,7 @@ def kernels():
     found = {}
     for capability, stages in ((80, 2), (90, 3)):
         made = compile_launches([forward(head_dim, stages) for head_dim in (64, 128)], capability)
-        found |= {(capability, head_dim): each for head_dim, each in zip((64, 128), made)}
+        found |= {(capability, head_dim): each for head_dim, each in zip((64, 128), made, strict=True)}
     return found
 
 

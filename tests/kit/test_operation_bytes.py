@@ -1,4 +1,4 @@
-"""course_kit.gpu.operation_bytes: each operation's inputs and results are counted, once, and views are not. CPU or GPU."""
+"""course_kit.gpu.operation_bytes: each operation's inputs and results are counted once, views are not. CPU or GPU."""
 
 import torch
 

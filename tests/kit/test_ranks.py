@@ -5,6 +5,7 @@ Notebooks are real Jupyter kernels. The last test wants CUDA.
 """
 
 import collections
+import contextlib
 import importlib
 import inspect
 import itertools
@@ -532,10 +533,8 @@ def test_the_timeout_is_a_minute_unless_told_otherwise(ranks):
 
 def swallows() -> None:
     while True:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             time.sleep(600)
-        except KeyboardInterrupt:
-            pass
 
 
 def kills_itself() -> None:

@@ -178,7 +178,7 @@ def test_real_runs_and_resume(folder, capfd):
     assert [row["ok"] for row in rows] == [1, 1, 0], [row["why"] for row in rows]
     ran = [row for row in rows if row["ok"]]
     assert all(abs(row["loss"] - ran[0]["loss"]) < 2e-4 for row in ran)
-    for row, _run in zip(rows, runs):
+    for row, _run in zip(rows, runs, strict=True):
         if row["ok"]:
             assert row["tokens_per_s_per_gpu"] == pytest.approx(8 * 32 / row["step_s"] / 2, rel=1e-3)
             assert 0.05 < row["peak_mem_gb"] < 4 and row["seconds"] > row["step_s"] and "CPU" in row["machine"]

@@ -1,4 +1,4 @@
-"""course_kit.planning.tested_layouts: the table of tested layouts is made of the files of runs, and covers each of them."""
+"""course_kit.planning.tested_layouts: the table of tested layouts is made from the files of runs and covers all."""
 
 import dataclasses
 

@@ -87,7 +87,7 @@ def test_numbers_of_a_row_are_the_softmax_of_the_scores_so_far(scores, block):
     assert len(axes.texts) == of_rows + len(scores) + 3
     frames = [patch.get_bbox().bounds for patch in axes.patches if not patch.get_fill()]
     starts = [0, *ends[:-1]]
-    assert frames == [(start, row, end - start, 1) for row, (start, end) in enumerate(zip(starts, ends))]
+    assert frames == [(start, row, end - start, 1) for row, (start, end) in enumerate(zip(starts, ends, strict=False))]
 
 
 @pytest.mark.parametrize("scores, block", [([], 2), ([1.0], 0), ([1.0], -1)])
@@ -117,7 +117,7 @@ def test_every_step_of_a_walk_is_drawn_as_it_was_recorded(cut):
         errors = [line.get_xdata()[0] for line in error.lines]
         assert len(errors) == int(step.errors.isfinite().sum())
         low, high = error.get_xlim()
-        for found, wanted in zip(errors, step.errors.tolist()):
+        for found, wanted in zip(errors, step.errors.tolist(), strict=False):
             assert low <= found <= high and (found == wanted or wanted == 0 and found == low)
         words = " ".join(text.get_text().strip() for text in numbers.texts)
         rose = f"{rows_that_rose(steps, number)} of {step.tile.row_end - step.tile.row}"
@@ -168,7 +168,7 @@ def test_a_strip_shows_the_steps_that_were_named():
     figure = draw_walk_strip(steps, (1, 3, 5))
     drawn(figure)
     assert [axes.get_title() for axes in figure.axes[:3]] == [f"after tile {number} of 5" for number in (1, 3, 5)]
-    for axes, number in zip(figure.axes, (1, 3, 5)):
+    for axes, number in zip(figure.axes, (1, 3, 5), strict=False):
         seen = int((~walk_state(steps, number).p.isnan()).sum())
         assert (axes.images[0].get_array() != 1).any(-1).sum() == seen
         frames = [patch for patch in axes.patches if patch.get_zorder() == 3]

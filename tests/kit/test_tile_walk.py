@@ -1,4 +1,4 @@
-"""course_kit.pictures.tile_walk: each step is exact for the keys seen so far, and counts what it holds and moves. CPU."""
+"""course_kit.pictures.tile_walk: each step is exact for the keys so far, and counts what it holds and moves. CPU."""
 
 import math
 from typing import NamedTuple
@@ -125,7 +125,10 @@ def test_a_step_moves_only_its_own_rows_and_there_by_one_factor_down(case):
     for number in range(2, len(steps) + 1):
         before, now, tile = walk_state(steps, number - 1), walk_state(steps, number), steps[number - 1].tile
         elsewhere = [row for row in range(case.s_q) if not tile.row <= row < tile.row_end]
-        assert all(torch.equal(a[elsewhere].nan_to_num(-1), b[elsewhere].nan_to_num(-1)) for a, b in zip(before, now))
+        assert all(
+            torch.equal(a[elsewhere].nan_to_num(-1), b[elsewhere].nan_to_num(-1))
+            for a, b in zip(before, now, strict=True)
+        )
         rows, old = slice(tile.row, tile.row_end), slice(0, tile.column)
         torch.testing.assert_close(now.p[rows, : tile.column_end].sum(-1).double(), torch.ones_like(now.total[rows]))
         if tile.column:
@@ -201,11 +204,11 @@ def test_inputs_stay_as_they_are_and_no_graph_is_kept():
     q, k, v = (torch.randn(6, 2, requires_grad=True) for _ in range(3))
     before = [x.detach().clone() for x in (q, k, v)]
     steps = record_walk(q, k, v, True, None, 2, 2)
-    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before))
+    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
     assert not any(step.out.requires_grad for step in steps)
     kept = [step.errors.clone() for step in steps]
     walk_state(steps, len(steps)).p.zero_()
-    assert all(torch.equal(a.nan_to_num(), b.errors.nan_to_num()) for a, b in zip(kept, steps))
+    assert all(torch.equal(a.nan_to_num(), b.errors.nan_to_num()) for a, b in zip(kept, steps, strict=True))
 
 
 def of_shapes(*shapes, dtype=torch.float32):

@@ -326,7 +326,7 @@ def requests_of(layout: dict[str, list[int]], shape: list[int], wide: int) -> li
     """Flat numbers of the elements of each request of each warp: `wide` neighbours in a thread go out together."""
     size, lanes, warps = (np.array(layout[key]) for key in ("sizePerThread", "threadsPerWarp", "warpsPerCTA"))
     fast, whole = layout["order"][0], size * lanes * warps
-    repeats = [range(max(1, side // int(tile))) for side, tile in zip(shape, whole)]
+    repeats = [range(max(1, side // int(tile))) for side, tile in zip(shape, whole, strict=True)]
     first = [range(0, int(n), wide if dim == fast else 1) for dim, n in enumerate(size)]
     found = []
     for repeat, warp, corner in itertools.product(

@@ -80,7 +80,8 @@ def test_masters_step_as_the_optimizer_does_in_float32(dtype):
     masters = [master.detach() for master in optimizer.master_parameters]
     assert_same_bits(masters, [p.detach() for p in reference.parameters() if p.requires_grad])
     assert_same_bits(
-        [p.detach() for p in optimizer.weights], [m.to(w.dtype) for w, m in zip(optimizer.weights, masters)]
+        [p.detach() for p in optimizer.weights],
+        [m.to(w.dtype) for w, m in zip(optimizer.weights, masters, strict=True)],
     )
     assert model.norm.weight.data_ptr() == masters[-1].data_ptr(), "a float32 parameter needs no copy"
     assert {p.dtype for p in model.blocks.parameters()} == {dtype}

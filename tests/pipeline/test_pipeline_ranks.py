@@ -1,4 +1,4 @@
-"""course_lib.pipeline.runner on four ranks against one process: every schedule, with other parallelism too. CPU, gloo."""
+"""course_lib.pipeline.runner on four ranks against one process: every schedule, also with other axes. CPU, gloo."""
 
 import contextlib
 import dataclasses

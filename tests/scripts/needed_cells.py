@@ -83,9 +83,9 @@ def changed_names(source: str) -> set[str]:
                 continue
             if isinstance(child, ast.Attribute | ast.Subscript) and not isinstance(child.ctx, ast.Load):
                 root(child)
-            if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
-                if isinstance(child.value.func, ast.Attribute):
-                    root(child.value.func)
+            called = child.value.func if isinstance(child, ast.Expr) and isinstance(child.value, ast.Call) else None
+            if isinstance(called, ast.Attribute):
+                root(called)
             visit(child)
 
     if compiled(source):
@@ -101,7 +101,7 @@ def needed_cells(sources: list[str], check: int, variants: dict[int, list[str]])
     used, bound, changed = {}, {}, {}
     for number in range(check + 1):
         every = [sources[number], *variants.get(number, [])]
-        used[number] = [set().union(*names) for names in zip(*map(used_names, every))]
+        used[number] = [set().union(*names) for names in zip(*map(used_names, every), strict=True)]
         bound[number] = set().union(*map(bound_names, every))
         changed[number] = changed_names(sources[number])
 

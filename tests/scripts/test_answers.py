@@ -108,7 +108,7 @@ def library_of(exercise: str) -> list:
 
 
 def same(one: list, other: list) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other))
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 class Trials:
@@ -307,7 +307,7 @@ def tiny_faults(tmp_path, workbook, monkeypatch):
         files = tmp_path / "wrong.py", tmp_path / "right.py"
         if right is None:
             right = "".join(f"# %% {name} it\n{without_marks(source)}\n" for name, (source, _) in numbered.items())
-        for file, text in zip(files, (wrong, right)):
+        for file, text in zip(files, (wrong, right), strict=True):
             file.write_text(text)
         monkeypatch.setattr(frame, "check_module", lambda exercise: numbered[exercise][1])
         monkeypatch.setattr(frame, "check_function", lambda exercise: numbered[exercise][1])

@@ -44,7 +44,7 @@ def machine(cuda=None, cards=(), driver=None) -> types.SimpleNamespace:
 
     def is_available():
         if driver:
-            warnings.warn(driver)
+            warnings.warn(driver, stacklevel=2)
         return bool(cards)
 
     gpu = types.SimpleNamespace(

@@ -202,9 +202,10 @@ def makers_of_widgets() -> set[str]:
     found = set()
     for path in (ROOT / "course_kit/pictures").glob("*.py"):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                if any(isinstance(line, ast.Import) and line.names[0].name == "ipywidgets" for line in node.body):
-                    found.add(node.name)
+            public = isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+            lines = node.body if public else ()
+            if any(isinstance(line, ast.Import) and line.names[0].name == "ipywidgets" for line in lines):
+                found.add(node.name)
     return found
 
 

@@ -31,7 +31,7 @@ def solutions(path) -> dict[str, list[tuple[str, str]]]:
         sources = [plain(cell["source"]) for cell in cells]
         if all(read(source, "") for source in sources):
             texts = ["\n".join(line for line in source.split("\n") if not MARKER.match(line)) for source in sources]
-            found[name] = [(text, f"{cell['id']}") for text, cell in zip(texts, cells)]
+            found[name] = [(text, f"{cell['id']}") for text, cell in zip(texts, cells, strict=True)]
     return found
 
 

@@ -100,7 +100,7 @@ def expanded(text: str, cells: list[str]) -> list[str]:
     if is_whole(text):
         return whole_answer(text, cells)
     places = sorted(place_of(change, cells) for change in changes(text))
-    for one, other in zip(places, places[1:]):
+    for one, other in zip(places, places[1:], strict=False):
         if one.cell == other.cell and one.end > other.start:
             raise AnswerError(f"two changes meet: one begins in '{first_line(cells[one.cell][other.start :])}'")
     for place in reversed(places):
@@ -229,7 +229,7 @@ def whole_answer(text: str, cells: list[str]) -> list[str]:
         parts[name], start = lines[start:end], end
     parts[name] += lines[start:]
     found = []
-    for cell, there in zip(cells, ours):
+    for cell, there in zip(cells, ours, strict=True):
         lines = cell.split("\n")
         for name, (start, end) in reversed(there.items()):
             lines[start:end] = parts.get(name, lines[start:end])

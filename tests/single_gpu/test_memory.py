@@ -106,7 +106,9 @@ def test_zero_of_7b_on_8_gpus(stage, gigabytes):
 @pytest.mark.parametrize("stage, expected", enumerate([(2, 6, 12), (2, 6, 3), (2, 1.5, 3), (0.5, 1.5, 3)]))
 def test_each_zero_stage_divides_its_own_part(stage, expected):
     parts = state_bytes(1000, "bf16, fp32 gradients", stage, dp=4)
-    assert parts == {name: 1000 * size for name, size in zip(("parameters", "gradients", "optimizer states"), expected)}
+    assert parts == {
+        name: 1000 * size for name, size in zip(("parameters", "gradients", "optimizer states"), expected, strict=True)
+    }
 
 
 @pytest.mark.parametrize(
@@ -166,7 +168,7 @@ def test_the_fullest_gpu_of_a_split_model(tp, pp, ep, expected):
     "mode, gib", [("none", (9.25, 46.25, 145.69)), ("selective", (4.25, 21.25, 66.94)), ("full", (0.25, 1.25, 3.94))]
 )
 def test_activations_by_recomputation(mode, gib):
-    for shape, size in zip(SHAPES.values(), gib):
+    for shape, size in zip(SHAPES.values(), gib, strict=True):
         assert gpt_activation_bytes(*shape, 1, 1024, mode) / GiB == pytest.approx(size, abs=0.0051)
 
 
@@ -214,7 +216,7 @@ def test_a_token_of_a_context_parallel_rank_sees_the_whole_sequence():
 )
 def test_the_playbooks_activation_plot(model, plotted):
     """It has one mask of s·b·h bytes more than the formula."""
-    for seq, size in zip((1024, 2048, 4096, 8192, 16384), plotted):
+    for seq, size in zip((1024, 2048, 4096, 8192, 16384), plotted, strict=True):
         found = (gpt_activation_bytes(*SHAPES[model], 1, seq) + seq * SHAPES[model][1]) / GiB
         decimals = len(size.split(".")[1])
         assert abs(found - float(size)) <= 0.5 * 10**-decimals + 1e-9, f"{seq} tokens"

@@ -345,7 +345,7 @@ def test_training_is_bitwise_the_same_inside_a_profile():
     losses = [one_step(*plain) for _ in range(3)]
     with MemoryProfile(*watched[:2]):
         assert losses == [one_step(*watched) for _ in range(3)]
-    for (name, expected), found in zip(plain[0].named_parameters(), watched[0].parameters()):
+    for (name, expected), found in zip(plain[0].named_parameters(), watched[0].parameters(), strict=True):
         assert torch.equal(found, expected), name
         assert torch.equal(found.grad, expected.grad), f"gradient of {name}"
 

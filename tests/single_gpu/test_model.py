@@ -340,7 +340,7 @@ def caching_core(kept: list):
 
     def core(q, k, v):
         kept.append((k, v))
-        q, k, v = (x.transpose(1, 2) for x in (q, *(torch.cat(parts, dim=1) for parts in zip(*kept))))
+        q, k, v = (x.transpose(1, 2) for x in (q, *(torch.cat(parts, dim=1) for parts in zip(*kept, strict=True))))
         sees = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=True).transpose(1, 2)
 

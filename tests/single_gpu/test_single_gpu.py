@@ -66,7 +66,10 @@ def test_an_evaluation_is_the_mean_and_changes_nothing(tokens):
     modes = [module.training for module in model.modules()]
     found = evaluate(model, TokenBatches(tokens, 2, 32), 3)
     with torch.no_grad():
-        losses = [loss(model(inputs), targets) for _, (inputs, targets) in zip(range(3), TokenBatches(tokens, 2, 32))]
+        losses = [
+            loss(model(inputs), targets)
+            for _, (inputs, targets) in zip(range(3), TokenBatches(tokens, 2, 32), strict=False)
+        ]
     assert found.item() == pytest.approx(sum(losses).item() / 3) and not found.requires_grad
     assert modes == [module.training for module in model.modules()]
 
@@ -82,12 +85,12 @@ def test_a_step_is_the_step_written_out(tokens, max_norm):
         step_loss = nn.functional.cross_entropy(expected(inputs).flatten(0, 1), targets.flatten())
         gradients = torch.autograd.grad(step_loss, list(expected.parameters()))
         norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
-        for parameter, gradient in zip(expected.parameters(), gradients):
+        for parameter, gradient in zip(expected.parameters(), gradients, strict=True):
             parameter.grad = gradient * min(1.0, max_norm / (norm + 1e-6))
         expected_optimizer.step()
         assert found.item() == pytest.approx(step_loss.item(), rel=1e-6)
         assert not found.requires_grad and found.shape == ()
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters()):
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         error = (parameter - other).norm() / other.norm()
         assert error < 1e-5, f"{name}: relative error {error:.1e}"
 
@@ -99,7 +102,7 @@ def test_old_gradients_do_not_count(tokens):
         parameter.grad = torch.ones_like(parameter)
     train_step(model, optimizer, inputs, targets)
     train_step(expected, expected_optimizer, inputs, targets)
-    assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters()))
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True))
 
 
 def test_records_hold_what_each_step_did(tokens):
@@ -143,7 +146,7 @@ def test_bfloat16_products_train_as_well(tokens):
     assert seen == {torch.bfloat16}
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
     exact = train(*fresh(), TokenBatches(tokens, 4, 32), 8)
-    for found, expected in zip(records, exact):
+    for found, expected in zip(records, exact, strict=True):
         assert found["loss"] == pytest.approx(expected["loss"], rel=0.01)
 
 
@@ -255,7 +258,7 @@ def test_main_trains_prints_and_writes_its_records(tmp_path, capsys, short_corpu
     assert written["options"]["preset"] == "debug" and written["options"]["steps"] == "3"
     lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert lines[0].startswith("debug: 108,864 parameters on ") and len(lines) == 4
-    for line, record in zip(lines[1:], records):
+    for line, record in zip(lines[1:], records, strict=False):
         assert f"loss {record['loss']:.4f}" in line
         assert all(words in line for words in ("step", "tokens/s", "peak memory", "GiB"))
 

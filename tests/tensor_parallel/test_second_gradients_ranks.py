@@ -82,7 +82,10 @@ ONCE = {
     "GatherSequence": (lambda x: GatherSequence.apply(x, dist.group.WORLD), (1, 2, 3)),
     "GatheredMatmul": (lambda x, *w: GatheredMatmul.apply(x, dist.group.WORLD, *w), (1, 2, 3), (4, 3), (5, 3)),
     "BlockAttention": (lambda q, k, v: BlockAttention.apply(q, k, v, PLAIN_BLOCK, True), *[(1, 4, 2, 8)] * 3),
-    "DeferredBalanceLoss": (lambda x: DeferredBalanceLoss.apply(x.exp(), torch.tensor([3, 1]), dist.group.WORLD), (4, 2)),
+    "DeferredBalanceLoss": (
+        lambda x: DeferredBalanceLoss.apply(x.exp(), torch.tensor([3, 1]), dist.group.WORLD),
+        (4, 2),
+    ),
     "RouterLoss": (
         lambda x, extra: RouterLoss.apply(x, extra, torch.ones(3), SimpleNamespace(counts=None, loss_weight=1.0)),
         (2, 3), (),
@@ -173,7 +176,10 @@ def test_a_second_gradient_raises_an_error(name, two):
 @pytest.mark.parametrize("name", TWICE)
 def test_a_second_gradient_is_that_of_plain_operations(name, two):
     _, plain, *shapes = TWICE[name]
-    every = [torch.stack(xs).detach().requires_grad_() for xs in zip(*(inputs(shapes, r) for r in range(RANKS)))]
+    every = [
+        torch.stack(xs).detach().requires_grad_()
+        for xs in zip(*(inputs(shapes, r) for r in range(RANKS)), strict=False)
+    ]
     penalty(plain(*every), every, power=3).backward()
     for rank, found in enumerate(two(second_gradients, name)):
         for ours, x in zip(found, every, strict=True):

@@ -145,7 +145,9 @@ def gradients_in_one_buffer(model) -> list:
 
 def test_no_two_blocks_of_a_real_step_overlap():
     profile = recorded(Transformer(TINY))
-    placed = [(a, *place) for a, place in zip(profile.allocations, replay(profile.allocations)) if place[1]]
+    placed = [
+        (a, *place) for a, place in zip(profile.allocations, replay(profile.allocations), strict=True) if place[1]
+    ]
     assert len(placed) > 300
     for number, (a, start, size) in enumerate(placed):
         for b, other, length in placed[:number]:
@@ -215,7 +217,7 @@ def test_losses_and_gradients_stay_the_same_to_the_bit(mode, recompute_first):
         expected.backward()
         found.backward()
         assert torch.equal(found, expected)
-        for (name, parameter), other in zip(watched.named_parameters(), plain.parameters()):
+        for (name, parameter), other in zip(watched.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(parameter.grad, other.grad), name
 
 
@@ -299,4 +301,6 @@ def test_it_works_in_bfloat16():
     model.zero_grad()
     ContiguousCheckpoints(model, BATCH * SEQ, torch.bfloat16)
     step(model).backward()
-    assert all(torch.equal(parameter.grad, other) for parameter, other in zip(model.parameters(), gradients))
+    assert all(
+        torch.equal(parameter.grad, other) for parameter, other in zip(model.parameters(), gradients, strict=True)
+    )

@@ -890,11 +890,11 @@ def loaded() -> tuple[dict, dict, list[str]]:
     """A state, what a model with other weights has after loading it and failing to load bad ones, and the messages."""
     first = fully_shard(make_model(tied=True))
     second = fully_shard(make_model(tied=True, seed=1), compute_dtype=torch.bfloat16)
-    state, said_of = full_state_dict(first), []
+    state = full_state_dict(first)
     load_full_state_dict(second, state)
-    for bad in ({}, state | {"more": torch.zeros(1)}, state | {"norm.weight": torch.zeros(2)}):
-        said_of.append(said(lambda: load_full_state_dict(second, bad)))
-    return state, full_state_dict(second), said_of
+    bad_states = ({}, state | {"more": torch.zeros(1)}, state | {"norm.weight": torch.zeros(2)})
+    errors = [said(lambda: load_full_state_dict(second, bad)) for bad in bad_states]
+    return state, full_state_dict(second), errors
 
 
 def test_a_whole_state_is_loaded_and_a_bad_one_is_one_line(ranks):

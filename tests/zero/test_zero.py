@@ -1,4 +1,4 @@
-"""course_lib.zero.optimizer as a program, and the formula of stage 3's overlap: one process, and four ranks. CPU, gloo."""
+"""course_lib.zero.optimizer as a program, and the formula of stage 3's overlap: one process, four ranks. CPU, gloo."""
 
 import pytest
 import torch
