@@ -18,10 +18,10 @@ help: ## list these commands
 
 # The set-up runs again only when what is to be installed has changed.
 .venv/installed-lab: pyproject.toml constraints.txt | own-venv
-	@bash scripts/setup.sh . && touch $@
+	@bash scripts/setup.sh ".[lab]" && touch $@
 
 .venv/installed-site: pyproject.toml constraints.txt | own-venv
-	@bash scripts/setup.sh ".[site]" && touch $@ .venv/installed-lab
+	@bash scripts/setup.sh ".[lab,site]" && touch $@ .venv/installed-lab
 
 .venv/installed-test: pyproject.toml constraints.txt | own-venv
 	@bash scripts/setup.sh ".[test]" && touch $@ .venv/installed-lab .venv/installed-site
@@ -53,8 +53,7 @@ doctor: ## say what this machine has, and what will not work here and why
 # by page, a moment later (notebook 10: 181 CPU-seconds for 189).
 test: .venv/installed-test ## set up and run what CI runs: lint, the export check, tests, notebooks (K=zero: one notebook's; WORKERS=1)
 	@status=0; \
-	echo "Lint"; $(RUN) -m ruff check . || status=1; \
-	echo "Export check"; $(RUN) scripts/export.py --check || status=1; \
+	$(MAKE) --no-print-directory lint || status=1; \
 	OMP_NUM_THREADS=1 MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 \
 	$(RUN) -m pytest --nbmake --nbmake-timeout=300 --parts -n $(WORKERS) \
 		$(if $(K),--concerning $(K)) tests notebooks || status=1; \
@@ -63,8 +62,13 @@ test: .venv/installed-test ## set up and run what CI runs: lint, the export chec
 nightly: .venv/installed-test ## run every notebook as a learner gets it: only checks and blank values may fail
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -m nightly tests/scripts/test_blank_notebooks.py
 
-lint: .venv/installed-test ## check the code, in notebooks too
-	@$(RUN) -m ruff check .
+lint: .venv/installed-test ## check style, format, types, layers and exports, in notebooks too
+	@status=0; \
+	echo "Ruff"; $(RUN) -m ruff check . || status=1; $(RUN) -m ruff format --check --quiet . || status=1; \
+	echo "Types"; $(RUN) -m mypy || status=1; \
+	echo "Layers"; PATH="$$PWD/.venv/bin:$$PATH" lint-imports --no-logo >/dev/null || status=1; \
+	echo "Export check"; $(RUN) scripts/export.py --check || status=1; \
+	exit $$status
 
 export: .venv/installed-lab ## put what the notebooks build into course_lib/
 	@$(RUN) scripts/export.py

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv and install the course into it, from `make`:    scripts/setup.sh "." | ".[test]"
+# Make .venv and install the course into it, from `make`:    scripts/setup.sh ".[lab]" | ".[test]"
 # Before that, and each time:                               scripts/setup.sh whose
 # PYTHON is the Python to make it with. CPU=1 asks for PyTorch's CPU wheels, a tenth of the size of those for GPUs.
 # TORCH=2.11.0 asks for another PyTorch than the pinned one.

@@ -110,7 +110,7 @@ def test_installs_once_and_again_when_the_list_changes(course):
         assert make(course, *words).returncode == 0
         return [line for line in (course / "calls").read_text().splitlines() if "pip install" in line]
 
-    assert installs("lab") == ["-m pip install -c constraints.txt -e ."]
+    assert installs("lab") == ["-m pip install -c constraints.txt -e .[lab]"]
     assert installs("lab") == []
     assert installs("test") == ["-m pip install -c constraints.txt -e .[test]"]
     assert installs("test") == installs("lab") == []

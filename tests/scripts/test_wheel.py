@@ -23,6 +23,8 @@ from course_lib.best_config.tested import measured_layouts
 assert len(measured_layouts().table)
 from course_lib.best_config.program import main
 main("--preset llama3-8B --cluster H100 --gpus 64 --batch 256".split())
+extras = {"scipy", "matplotlib", "IPython", "ipywidgets", "jupyterlab", "torchao", "transformers"} & sys.modules.keys()
+assert not extras, extras
 print(len(names), "modules")
 """
 
