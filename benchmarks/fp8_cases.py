@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from kernel_runs import DTYPES, WIDER, Case, random
 
-from course_lib.fp8.casts import quantize_both, quantize_delayed, quantize_fused, turn_tiles
+from course_lib.fp8.casts import quantize_both, quantize_delayed, quantize_fused, transpose_tiles
 from course_lib.fp8.hopper import hopper_block_matmul
 from course_lib.fp8.kernels import block_matmul
-from course_lib.fp8.linear import Fp8Products, LayerCasters
+from course_lib.fp8.linear import Fp8LinearFunction, LayerQuantizers
 from course_lib.fp8.operands import Casts
 from course_lib.fp8.quantization import (
     ROW,
@@ -42,7 +42,7 @@ from course_lib.fp8.quantization import (
     quantize,
 )
 from course_lib.fp8.recipes import by_blocks, per_tensor
-from course_lib.fp8.scaled_matmul import block_scaled_matmul, fp8_matmul, scales_rows
+from course_lib.fp8.scaled_matmul import block_scaled_matmul, fp8_matmul, supports_row_scales
 
 torchao = importlib.util.find_spec("torchao")
 BLOCKS = {"tensor": TENSOR, "row": ROW, "1 x 128": TILE, "128 x 128": SQUARE}
@@ -104,7 +104,7 @@ def product_case(device: torch.device, m: int, n: int, k: int, names: tuple[str,
         "fast": partial(per_matrix, fast=True),
         "BF16": lambda x, w, *_: torch.mm(x, w.t()),
     }
-    if blocks == (ROW, ROW) and scales_rows(device, DTYPES[device.type]):
+    if blocks == (ROW, ROW) and supports_row_scales(device, DTYPES[device.type]):
         methods["scaled_mm"] = per_row
     if pieces:
         methods["plain"] = partial(ours, blocks=blocks, matmul=block_matmul)
@@ -160,7 +160,7 @@ def turned_case(device: torch.device, rows: int, columns: int) -> Case:
         return tensors(quantize_fused(random(rows, columns, device=device, needs_gradient=False), block=TILE))
 
     def ours(values, scale):
-        return tensors(turn_tiles(Quantized(values, scale, TILE)))
+        return tensors(transpose_tiles(Quantized(values, scale, TILE)))
 
     def eager(values, scale):
         return tensors(quantize(dequantize(Quantized(values, scale, TILE)).t(), block=TILE))
@@ -221,13 +221,13 @@ def layer(casts: Casts, device: torch.device, kept: bool = False) -> Callable:
     """x, w -> x w^T in 8 bits, as an `Fp8Linear` with the weight w makes it; kept: w is quantized the first time."""
 
     @cache
-    def casters() -> LayerCasters:
-        made = LayerCasters(casts).to(device)
+    def quantizers() -> LayerQuantizers:
+        made = LayerQuantizers(casts).to(device)
         made.weight.keeps = kept
         return made
 
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return Fp8Products.apply(x, None, [casters()], w)[0]
+        return Fp8LinearFunction.apply(x, None, [quantizers()], w)[0]
 
     return product
 

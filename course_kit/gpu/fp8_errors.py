@@ -13,7 +13,7 @@ Activations.)
 import torch
 from torch import nn
 
-from course_lib.fp8.linear import Fp8Linear, Fp8Products
+from course_lib.fp8.linear import Fp8Linear, Fp8LinearFunction
 from course_lib.fp8.operands import Casts
 from course_lib.fp8.quantization import dequantize
 from course_lib.mixed_precision.block_formats import relative_error
@@ -53,11 +53,11 @@ def layer_errors(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, casts: Cast
     layer = Fp8Linear(nn.Linear(w.shape[1], w.shape[0], bias=False, device=w.device, dtype=w.dtype), casts)
     layer.weight.data.copy_(w)
     given = x.detach().requires_grad_()
-    (y,) = Fp8Products.apply(given, None, [layer.casters], layer.weight)
+    (y,) = Fp8LinearFunction.apply(given, None, [layer.quantizers], layer.weight)
     dx, dw = torch.autograd.grad(y, [given, layer.weight], dy)
     x64, w64, dy64 = x.double(), w.double(), dy.double()
-    casters = (layer.casters.input, layer.casters.weight, layer.casters.gradient)
-    kept = [dequantize(caster(each)) for caster, each in zip(casters, (x, w, dy), strict=True)]
+    quantizers = (layer.quantizers.input, layer.quantizers.weight, layer.quantizers.gradient)
+    kept = [dequantize(quantizer(each)) for quantizer, each in zip(quantizers, (x, w, dy), strict=True)]
     pairs = [*zip(kept, (x64, w64, dy64), strict=True), (y, x64 @ w64.t()), (dx, dy64 @ w64), (dw, dy64.t() @ x64)]
     errors = {name: relative_error(a.double(), b) for name, (a, b) in zip(OPERANDS + MATMULS, pairs, strict=True)}
     return errors | {"dy lost": ((kept[2] == 0) & (dy != 0)).float().mean().item()}

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from course_lib.flash_attention.reference import check_attention, online_step, scale_or_usual, tile_scores, wide_dtype
+from course_lib.flash_attention.reference import check_attention, online_step, scale_or_default, tile_scores, wide_dtype
 from course_lib.flash_attention.tiles import Tile, check_blocks, row_of_tiles, tiles
 
 
@@ -104,7 +104,7 @@ def record_walk(
     """
     check_walk(q, k, v, scale, block_q, block_k)
     q, k, v = (x.detach().cpu() for x in (q, k, v))
-    shape, scale = WalkShape(len(q), *k.shape, block_q, block_k, causal), scale_or_usual(scale, q.shape[1])
+    shape, scale = WalkShape(len(q), *k.shape, block_q, block_k, causal), scale_or_default(scale, q.shape[1])
     exact = exact_head(q, k, v, causal, scale)
     steps, errors, read, written = [], torch.full_like(exact[:, 0], math.nan), 0, 0
     for first_row in range(0, len(q), block_q):

@@ -8,7 +8,7 @@ delta is the sum of p dp along a row, which softmax's gradient asks for. That ro
 Three kernels: delta; dk and dv, by programs that hold a tile of keys and walk along the queries, of all query heads
 that share its head (a sum that no two programs write to); dq, by programs that hold a tile of queries and walk along
 the keys. The second and the third make z and dp twice: seven products instead of five, against forward's two. The same
-inputs give the same bits; `one_walk` makes five products, and adds dq in another order each time.
+inputs give the same bits; `one_pass` makes five products, and adds dq in another order each time.
 
 Where lse and out are those of more keys than are at hand (a ring), the gradients are those of this block's part.
 """
@@ -23,12 +23,12 @@ from course_lib.flash_attention.forward import (
     FOR_TUNER,
     LOG2_E,
     TUNED_BY,
+    contiguous_rows_at,
     head_at,
     head_sizes,
     length_class,
     load_columns,
     load_rows,
-    own_rows_at,
     seen_keys,
     sequence_at,
     sequences_of,
@@ -61,8 +61,8 @@ def delta_kernel(
     batch, start, queries, _ = sequence_at(tl.program_id(2), cu_seqlens, s_q, s_q)
     first = tl.program_id(0) * BLOCK_Q
     row, count, width = tl.arange(0, BLOCK_Q), queries - first, heads * HEAD_DIM
-    out_rows = own_rows_at(out, batch, start + first, head, s_q, heads, HEAD_DIM)
-    grad_rows = own_rows_at(out_grad, batch, start + first, head, s_q, heads, HEAD_DIM)
+    out_rows = contiguous_rows_at(out, batch, start + first, head, s_q, heads, HEAD_DIM)
+    grad_rows = contiguous_rows_at(out_grad, batch, start + first, head, s_q, heads, HEAD_DIM)
     out_tile = load_rows(out_rows, count, width, HEAD_DIM, BLOCK_Q, BLOCK_D)
     grad_tile = load_rows(grad_rows, count, width, HEAD_DIM, BLOCK_Q, BLOCK_D)
     sums = tl.sum(widen(out_tile) * widen(grad_tile), axis=1)
@@ -116,8 +116,8 @@ def query_gradient_kernel(
         q_rows = head_at(q, batch, start + first_query, head, q_batch, q_row, q_head)
         k_rows = head_at(k, batch, start, head // group, k_batch, k_row, k_head)
         v_rows = head_at(v, batch, start, head // group, v_batch, v_row, v_head)
-        grad_rows = own_rows_at(out_grad, batch, start + first_query, head, s_q, heads, HEAD_DIM)
-        q_grad_rows = own_rows_at(q_grad, batch, start + first_query, head, s_q, heads, HEAD_DIM)
+        grad_rows = contiguous_rows_at(out_grad, batch, start + first_query, head, s_q, heads, HEAD_DIM)
+        q_grad_rows = contiguous_rows_at(q_grad, batch, start + first_query, head, s_q, heads, HEAD_DIM)
         row, count = tl.arange(0, BLOCK_Q), queries - first_query
         lse_rows = head_at(lse, batch, start + first_query, head, s_q * heads, 1, s_q)
         delta_rows = head_at(delta, batch, start + first_query, head, s_q * heads, 1, s_q)
@@ -198,15 +198,15 @@ def key_gradient_kernel(
         v_sum = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         for head in range(kv_head * group, (kv_head + 1) * group):
             q_rows = head_at(q, batch, start, head, q_batch, q_row, q_head)
-            grad_rows = own_rows_at(out_grad, batch, start, head, s_q, heads, HEAD_DIM)
+            grad_rows = contiguous_rows_at(out_grad, batch, start, head, s_q, heads, HEAD_DIM)
             lse_rows = head_at(lse, batch, start, head, s_q * heads, 1, s_q)
             delta_rows = head_at(delta, batch, start, head, s_q * heads, 1, s_q)
             k_sum, v_sum = gather_key_gradients(
                 k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, lse_rows, delta_rows, q_row, width,
                 first_key, queries, scale * LOG2_E, CAUSAL, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D,
             )  # fmt: skip
-        k_grad_rows = own_rows_at(k_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
-        v_grad_rows = own_rows_at(v_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
+        k_grad_rows = contiguous_rows_at(k_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
+        v_grad_rows = contiguous_rows_at(v_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
         store_rows(k_grad_rows, k_sum * scale, keys - first_key, kv_heads * HEAD_DIM, HEAD_DIM, BLOCK_K, BLOCK_D)
         store_rows(v_grad_rows, v_sum, keys - first_key, kv_heads * HEAD_DIM, HEAD_DIM, BLOCK_K, BLOCK_D)
 

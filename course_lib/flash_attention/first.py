@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from course_lib.flash_attention.reference import check_attention, scale_or_usual
+from course_lib.flash_attention.reference import check_attention, scale_or_default
 from course_lib.kernels.rounding import cast, dot
 
 FIRST_TILES = {"BLOCK_Q": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
@@ -95,7 +95,7 @@ def first_attention(
         with torch.cuda.device_of(q):
             first_attention_kernel[heads, b](
                 q, k, v, out, highest, total, s_q, k.shape[1], heads // k.shape[2],
-                scale_or_usual(scale, head_dim), *strides, CAUSAL=causal, HEAD_DIM=head_dim, **FIRST_TILES,
+                scale_or_default(scale, head_dim), *strides, CAUSAL=causal, HEAD_DIM=head_dim, **FIRST_TILES,
             )  # fmt: skip
     return out.to(q.dtype), (highest + total.log()).transpose(1, 2)
 

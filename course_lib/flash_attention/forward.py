@@ -83,7 +83,7 @@ def head_at(tensor, batch, start, head, batch_stride, row_stride, head_stride):
 
 
 @triton.jit
-def own_rows_at(tensor, batch, start, head, tokens, heads, HEAD_DIM: tl.constexpr):
+def contiguous_rows_at(tensor, batch, start, head, tokens, heads, HEAD_DIM: tl.constexpr):
     """`head_at` of a tensor of ours, [b, tokens, heads, HEAD_DIM], contiguous: in 64 bits from the first product on."""
     return tensor + ((tl.cast(batch, tl.int64) * tokens + start) * heads + head) * HEAD_DIM
 
@@ -184,7 +184,7 @@ def flash_forward_kernel(
         q_rows = head_at(q, batch, start + first_query, head, q_batch, q_row, q_head)
         k_rows = head_at(k, batch, start, head // group, k_batch, k_row, k_head)
         v_rows = head_at(v, batch, start, head // group, v_batch, v_row, v_head)
-        out_rows = own_rows_at(out, batch, start + first_query, head, s_q, heads, HEAD_DIM)
+        out_rows = contiguous_rows_at(out, batch, start + first_query, head, s_q, heads, HEAD_DIM)
         count = queries - first_query
 
         q_tile = load_rows(q_rows, count, q_row, HEAD_DIM, BLOCK_Q, BLOCK_D)

@@ -40,13 +40,13 @@ from course_lib.flash_attention.forward import (
     FOR_TUNER,
     LOG2_E,
     TUNED_BY,
+    contiguous_rows_at,
     head_at,
     head_sizes,
     length_class,
-    own_rows_at,
     strides_of,
 )
-from course_lib.flash_attention.reference import check_attention, scale_or_usual
+from course_lib.flash_attention.reference import check_attention, scale_or_default
 from course_lib.kernels.matmul import tunable
 from course_lib.kernels.rounding import cast, dot
 
@@ -117,7 +117,7 @@ def hopper_forward_kernel(
     q_head_at = head_at(q, batch, 0, head, q_batch, q_row, q_head)
     k_head_at = head_at(k, batch, 0, head // group, k_batch, k_row, k_head)
     v_head_at = head_at(v, batch, 0, head // group, v_batch, v_row, v_head)
-    out_head_at = own_rows_at(out, batch, 0, head, queries, heads, HEAD_DIM)
+    out_head_at = contiguous_rows_at(out, batch, 0, head, queries, heads, HEAD_DIM)
     q_rows = tl.make_tensor_descriptor(q_head_at, [queries, HEAD_DIM], [q_row, 1], [BLOCK_Q, BLOCK_D])
     k_rows = tl.make_tensor_descriptor(k_head_at, [keys, HEAD_DIM], [k_row, 1], [BLOCK_K, BLOCK_D])
     v_rows = tl.make_tensor_descriptor(v_head_at, [keys, HEAD_DIM], [v_row, 1], [BLOCK_K, BLOCK_D])
@@ -223,7 +223,7 @@ def hopper_attention(
         triton.set_allocator(descriptor_memory)
     with torch.cuda.device_of(q):
         HOPPER_KERNELS[overlapped][(triton.cdiv(queries, BLOCK_Q), heads, batch)](
-            q, k, v, out, lse, queries, keys, heads // k.shape[2], scale_or_usual(scale, head_dim),
+            q, k, v, out, lse, queries, keys, heads // k.shape[2], scale_or_default(scale, head_dim),
             *strides_of(q, k, v), CAUSAL=causal, MASKED=causal or keys % 128 != 0, OVERLAPPED=overlapped,
             **head_sizes(head_dim), LENGTH=length_class(queries),
         )  # fmt: skip

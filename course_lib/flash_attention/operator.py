@@ -7,7 +7,7 @@
     use_flash_attention(model)                every layer of a `Transformer` computes with it
 
 Kept for backward: q, k, v, out and one number a query and head; with e bytes an element (2 s a + 2 s' kv) d e + 4 s a a
-sequence, where a stored softmax needs s s' a e more. Kernels: `forward`, `one_walk`, `backward`, `hopper`.
+sequence, where a stored softmax needs s s' a e more. Kernels: `forward`, `one_pass`, `backward`, `hopper`.
 Dao et al. 2022; Dao 2023.
 """
 
@@ -25,8 +25,8 @@ from course_lib.context_parallel.blocks import AttentionBlock, contiguous_rows
 from course_lib.flash_attention.backward import launch_backward
 from course_lib.flash_attention.forward import launch_forward, length_class
 from course_lib.flash_attention.hopper import hopper_attention, suits_hopper
-from course_lib.flash_attention.one_walk import launch_one_walk
-from course_lib.flash_attention.reference import check_attention, flash_attention_reference, scale_or_usual
+from course_lib.flash_attention.one_pass import launch_one_pass
+from course_lib.flash_attention.reference import check_attention, flash_attention_reference, scale_or_default
 from course_lib.single_gpu import model as plain_model
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import Transformer, need_transformer
@@ -84,7 +84,7 @@ def flash_backward_operator(
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     given, launch = (out_grad, q, k, v, out, lse, cu_seqlens, longest, causal, scale), launch_backward
     if q.itemsize == 2 and not torch.are_deterministic_algorithms_enabled():
-        ways = launch_one_walk, launch_backward
+        ways = launch_one_pass, launch_backward
         launch = fastest(ways, q, longest, causal, given) if q.is_cuda else ways[0]
     return launch(*given)
 
@@ -125,7 +125,7 @@ def check_for_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: f
         )
     if max(q.shape[0], q.shape[2]) > MOST_PROGRAMS:
         raise ValueError(f"q is {list(q.shape)}: a GPU takes at most {MOST_PROGRAMS} sequences, and as many heads")
-    return scale_or_usual(scale, q.shape[-1])
+    return scale_or_default(scale, q.shape[-1])
 
 
 def flash_attention(

@@ -71,7 +71,7 @@ def check_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: fl
         raise ValueError(f"scale is {scale!r}: expected a positive finite number, or None for 1 / sqrt(head_dim)")
 
 
-def scale_or_usual(scale: float | None, head_dim: int) -> float:
+def scale_or_default(scale: float | None, head_dim: int) -> float:
     """scale, or 1 / sqrt(head_dim) where it is None."""
     return 1 / math.sqrt(head_dim) if scale is None else scale
 
@@ -81,7 +81,7 @@ def wide_dtype(x: torch.Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def rounded_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def rounded_matmul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """x @ y as a tensor core has it: x rounded to the dtype of y, then products exact and summed in wide_dtype(y)."""
     wide = wide_dtype(y)
     return x.to(y.dtype).to(wide) @ y.to(wide)
@@ -115,7 +115,7 @@ def online_step(
     base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
     rescale = torch.exp(highest - base)
     p = torch.exp(scores - base[..., None])
-    return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_product(p, values)
+    return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_matmul(p, values)
 
 
 def tile_scores(q_tile: torch.Tensor, k_tile: torch.Tensor, tile: Tile, scale: float, causal: bool) -> torch.Tensor:
@@ -124,7 +124,7 @@ def tile_scores(q_tile: torch.Tensor, k_tile: torch.Tensor, tile: Tile, scale: f
     q_tile: [b, kv, a/kv * rows of the tile, d], as fold_heads; k_tile: [b, kv, columns of the tile, d]. Only partial
     tiles are masked, and only at the diagonal: a block that is cut at the end of the keys has no columns past it.
     """
-    z = rounded_product(q_tile, k_tile.mT) * scale
+    z = rounded_matmul(q_tile, k_tile.mT) * scale
     if not causal or tile.kind == "full":
         return z
     query = torch.arange(tile.row, tile.row_end, device=z.device)
@@ -145,7 +145,7 @@ def tiled_forward(
     `wide_dtype(q)`. Makes no tensor of more elements than q, k or a tile of scores has.
     """
     (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
+    scale = scale_or_default(scale, d)
     out, lse = q.new_zeros(q.shape), q.new_full(q.shape[:3], -math.inf, dtype=wide_dtype(q))
     if s_k == 0:
         return out, lse
@@ -171,11 +171,11 @@ def tiled_backward(
     """Return the gradients of q, k and v, in their shapes and dtypes. gradient, out: [b, s, a, d]; lse: [b, s, a].
 
     out and lse may be those of more keys than these, as in a ring: then these keys' part of dq is what comes back.
-    scale None: 1 / sqrt(d). Products are those of `rounded_product`; sums, delta among them, are in `wide_dtype(q)`.
+    scale None: 1 / sqrt(d). Products are those of `rounded_matmul`; sums, delta among them, are in `wide_dtype(q)`.
     Makes no tensor of more elements than q, k or a tile of scores has.
     """
     (s_q, heads, d), (s_k, kv_heads) = q.shape[1:], k.shape[1:3]
-    scale = scale_or_usual(scale, d)
+    scale = scale_or_default(scale, d)
     dq = q.new_zeros(q.shape)
     dk, dv = (x.new_zeros(x.shape, dtype=wide_dtype(x)).transpose(1, 2) for x in (k, v))  # [b, kv, s', d]
     for first_row in range(0, s_q, block_q):
@@ -188,10 +188,10 @@ def tiled_backward(
             columns = slice(tile.column, tile.column_end)
             k_tile, v_tile = (fold_heads(x[:, columns], kv_heads) for x in (k, v))
             p = torch.exp(tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile)
-            ds = p * (rounded_product(upper, v_tile.mT) - delta)
-            dq_tile += rounded_product(ds, k_tile)
-            dk[:, :, columns] += rounded_product(ds.mT, q_tile)
-            dv[:, :, columns] += rounded_product(p.mT, upper)
+            ds = p * (rounded_matmul(upper, v_tile.mT) - delta)
+            dq_tile += rounded_matmul(ds, k_tile)
+            dk[:, :, columns] += rounded_matmul(ds.mT, q_tile)
+            dv[:, :, columns] += rounded_matmul(p.mT, upper)
         dq[:, rows] = unfold_heads(dq_tile * scale, heads)
     return dq, dk.mul_(scale).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
 

@@ -130,14 +130,14 @@ def quantize_piece(
 
 @triton.jit
 def quantize_kernel(
-    x, values, scale, turned, turned_scale, amax, rows, columns, x_row,
-    step_row, step_column, turned_step_row, turned_step_column,
+    x, values, scale, transposed, transposed_scale, amax, rows, columns, x_row,
+    step_row, step_column, transposed_step_row, transposed_step_column,
     SOURCE: tl.constexpr, POWER_OF_TWO: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr,
-    TURNED_DOWN: tl.constexpr, TURNED_ACROSS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    TRANSPOSED_DOWN: tl.constexpr, TRANSPOSED_ACROSS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     x_scale=None, x_step_row=0, x_step_column=0,
 ):  # fmt: skip
-    """One piece of x into values, and transposed into turned, where there are these; of one scale for both there is no
-    `turned_scale`. Blocks and steps are in the order of x. Where scales are given, `amax` gets the matrix's. x_scale: x
+    """One piece of x into values, and transposed into transposed, where there are these; of one scale for both there is no
+    `transposed_scale`. Blocks and steps are in the order of x. Where scales are given, `amax` gets the matrix's. x_scale: x
     is in 8 bits itself, in tiles of 1 x 128.
     """
     pieces_across = tl.cdiv(columns, COLUMNS)
@@ -147,7 +147,7 @@ def quantize_kernel(
     inside = (row < rows) & (column < columns)
     loaded = tl.load(x + row * x_row + column, inside, other=0.0)
     if x_scale is None:
-        piece = widen(loaded) if turned is None else widen_first(loaded)
+        piece = widen(loaded) if transposed is None else widen_first(loaded)
     else:  # a piece is as wide as a tile, or half
         of_row = x_scale + row * x_step_row + first_column // 128 * x_step_column
         piece = widen_fp8(loaded) * tl.load(of_row, row < rows, other=0.0)
@@ -163,17 +163,19 @@ def quantize_kernel(
             values.dtype.element_ty, SOURCE, DOWN, ACROSS, POWER_OF_TWO,
         )  # fmt: skip
         tl.store(values + tl.max_contiguous(row * columns + column, [1, WIDE]), codes, inside)
-    if turned is not None:
-        if turned_scale is not None:
+    if transposed is not None:
+        if transposed_scale is not None:
             codes = quantize_piece(
-                piece, turned_scale, amax, row, column, piece_row, piece_column, rows, columns,
-                turned_step_row, turned_step_column,
-                turned.dtype.element_ty, SOURCE, TURNED_DOWN, TURNED_ACROSS, POWER_OF_TWO,
+                piece, transposed_scale, amax, row, column, piece_row, piece_column, rows, columns,
+                transposed_step_row, transposed_step_column,
+                transposed.dtype.element_ty, SOURCE, TRANSPOSED_DOWN, TRANSPOSED_ACROSS, POWER_OF_TWO,
             )  # fmt: skip
-        turned_row = first_column + tl.arange(0, COLUMNS)[:, None]
-        turned_column = first_row + tl.arange(0, ROWS)[None, :]
-        there = (turned_row < columns) & (turned_column < rows)
-        tl.store(turned + tl.max_contiguous(turned_row * rows + turned_column, [1, WIDE]), tl.trans(codes), there)
+        transposed_row = first_column + tl.arange(0, COLUMNS)[:, None]
+        transposed_column = first_row + tl.arange(0, ROWS)[None, :]
+        there = (transposed_row < columns) & (transposed_column < rows)
+        tl.store(
+            transposed + tl.max_contiguous(transposed_row * rows + transposed_column, [1, WIDE]), tl.trans(codes), there
+        )
 
 
 @triton.jit

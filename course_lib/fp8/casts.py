@@ -1,5 +1,5 @@
 """Quantization in as few looks at memory as it takes: `quantize_fused`, `quantize_both`, `quantize_delayed`,
-`turn_tiles`.
+`transpose_tiles`.
 
 `quantize` of PyTorch's operators reads and writes a matrix some ten times over. A kernel reads e bytes an element and
 writes 1 (`cast_kernels`):
@@ -9,7 +9,7 @@ writes 1 (`cast_kernels`):
     a scale that is there already (delayed)         one pass, with the amax for the steps to come      e + 1
 
 and 4 bytes for each scale. The backward pass wants operands transposed: an FP8 product takes k last in both. Of a piece
-that is in registers a turned copy costs 1 byte an element, written. Turned later it costs 2, and with scales of tiles,
+that is in registers a transposed copy costs 1 byte an element, written. Turned later it costs 2, and with scales of tiles,
 whose blocks are others there, it is rounded twice. `quantize_both` writes both from one look, each from x as it was.
 
 Tiles of 1 x 128: DeepSeek-AI 2024 (DeepSeek-V3, §3.3.2). Casts that transpose: NVIDIA's Transformer Engine.
@@ -24,7 +24,7 @@ import triton
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from course_lib.fp8.cast_kernels import EACH, GIVEN, MATRIX, MEASURED, OWN, PIECE, amax_kernel, quantize_kernel
-from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quantized, blocks_of, check_scales
+from course_lib.fp8.quantization import FULL, ROW, SQUARE, TENSOR, TILE, Quantized, blocks_of, check_scales
 from course_lib.kernels.rows import LONGEST_BLOCK, as_rows, shape_of_work
 
 CAST_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -33,24 +33,24 @@ FUSED_BLOCKS = (TILE, SQUARE, ROW, TENSOR)
 
 def sharing(block: tuple[int, int]) -> tuple[int, int]:
     """Who shares a scale, down and across."""
-    kinds = {1: EACH.value, 128: PIECE.value, WHOLE: MATRIX.value}
+    kinds = {1: EACH.value, 128: PIECE.value, FULL: MATRIX.value}
     return kinds[block[0]], kinds[block[1]]
 
 
-def shape_of_piece(blocks: list[tuple[int, int]], turned: bool, columns: int | None = None) -> dict[str, int]:
+def shape_of_piece(blocks: list[tuple[int, int]], transposed: bool, columns: int | None = None) -> dict[str, int]:
     """Rows and columns of x that a program holds, and its warps. A thread has 32 elements, or 64 where each gets two
     scales: twice as many threads would have too few registers each. blocks: those of the results, in the order of x.
     columns: a row's, where a program has to have all of it.
 
-    Each row of a piece is whole lines of memory, 128 bytes of 16-bit numbers or more. Each row of a turned one is a
+    Each row of a piece is whole lines of memory, 128 bytes of 16-bit numbers or more. Each row of a transposed one is a
     line, or half of one where no block asks for 128 rows: of such small pieces four or five fit on an SM, and some
     compute while others wait for memory.
     """
     if columns is not None:
         rows, columns, num_warps = shape_of_work(columns)
         return {"ROWS": rows, "COLUMNS": columns, "num_warps": num_warps}
-    rows = 128 if any(block[0] == 128 for block in blocks) else 64 if turned else 32
-    columns = 64 if turned and all(block[1] != 128 for block in blocks) else 128
+    rows = 128 if any(block[0] == 128 for block in blocks) else 64 if transposed else 32
+    columns = 64 if transposed and all(block[1] != 128 for block in blocks) else 128
     elements = 64 if len(set(blocks)) == 2 else 32
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": rows * columns // elements // 32}
 
@@ -112,38 +112,44 @@ class CastOutputs(NamedTuple):
 
     values: torch.Tensor  # [rows, columns]
     scale: torch.Tensor  # [blocks of rows, blocks of columns]
-    turned: torch.Tensor  # the transpose's
-    turned_scale: torch.Tensor
+    transposed: torch.Tensor  # the transpose's
+    transposed_scale: torch.Tensor
     amax: torch.Tensor  # [1, 1], of the whole matrix
 
 
 def cast_outputs(
-    x: torch.Tensor, dtype: torch.dtype, block: tuple[int, int], straight: bool, turned: bool, given: bool, record: bool
+    x: torch.Tensor,
+    dtype: torch.dtype,
+    block: tuple[int, int],
+    straight: bool,
+    transposed: bool,
+    given: bool,
+    record: bool,
 ) -> CastOutputs:
     """Memory for x in 8 bits, for its transpose, or both; for scales unless they are given, one for both where a block
     is as long as it is wide; and for an amax to record.
     """
     new = straight and not given
-    turned_new = turned and not given and not (straight and block[0] == block[1])
+    transposed_new = transposed and not given and not (straight and block[0] == block[1])
     return CastOutputs(
         x.new_empty(x.shape if straight else (0,), dtype=dtype),
         new_scales(x, x.shape, block) if new else x.new_empty(0, dtype=torch.float32),
-        x.new_empty(x.shape[::-1] if turned else (0,), dtype=dtype),
-        new_scales(x, x.shape[::-1], block) if turned_new else x.new_empty(0, dtype=torch.float32),
+        x.new_empty(x.shape[::-1] if transposed else (0,), dtype=dtype),
+        new_scales(x, x.shape[::-1], block) if transposed_new else x.new_empty(0, dtype=torch.float32),
         x.new_zeros((1, 1) if record else (0,), dtype=torch.float32),
     )
 
 
 def quantize_now(
     x: torch.Tensor, scale: torch.Tensor | None, amax: torch.Tensor | None, dtype: torch.dtype, block_rows: int,
-    block_columns: int, power_of_two: bool, straight: bool, turned: bool, record: bool,
+    block_columns: int, power_of_two: bool, straight: bool, transposed: bool, record: bool,
     x_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """`CastOutputs`. A block is one of x and of its transpose alike. scale, amax: of x where `straight`, or else of the
     transpose; none: each block's own. x_scale: of x, where it is in 8 bits, in tiles.
     """
     block = block_rows, block_columns
-    made = cast_outputs(x, dtype, block, straight, turned, scale is not None, record)
+    made = cast_outputs(x, dtype, block, straight, transposed, scale is not None, record)
     if x.numel():
         launch_quantize(as_rows(x), scale, amax, made, block, power_of_two, x_scale)
     return tuple(made)
@@ -153,8 +159,8 @@ quantize_operator = torch.library.custom_op("course::quantize", mutates_args=())
 
 
 @quantize_operator.register_fake
-def _(x, scale, amax, dtype, block_rows, block_columns, power_of_two, straight, turned, record, x_scale=None):
-    return tuple(cast_outputs(x, dtype, (block_rows, block_columns), straight, turned, scale is not None, record))
+def _(x, scale, amax, dtype, block_rows, block_columns, power_of_two, straight, transposed, record, x_scale=None):
+    return tuple(cast_outputs(x, dtype, (block_rows, block_columns), straight, transposed, scale is not None, record))
 
 
 def quantized(x: torch.Tensor, *given) -> CastOutputs:
@@ -167,13 +173,13 @@ def launch_quantize(
     power_of_two: bool, x_scale: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Fill `made`. For the kernel all scales are in the order of x."""
-    values, new, turned, turned_new, recorded = (each if each.numel() else None for each in made)
+    values, new, transposed, transposed_new, recorded = (each if each.numel() else None for each in made)
     source = (GIVEN if scale is not None else OWN if amax is None else MEASURED).value
     across = block[::-1]
-    blocks = [block] * (values is not None) + [across] * (turned is not None)
-    piece = shape_of_piece(blocks, turned is not None, x.shape[1] if block == ROW and source == OWN.value else None)
+    blocks = [block] * (values is not None) + [across] * (transposed is not None)
+    piece = shape_of_piece(blocks, transposed is not None, x.shape[1] if block == ROW and source == OWN.value else None)
     if scale is None:
-        mine, others = new, None if turned_new is None else turned_new.t()
+        mine, others = new, None if transposed_new is None else transposed_new.t()
     else:
         mine, others = (scale, None) if values is not None else (None, scale.t())
     seen = amax if recorded is None else recorded.view(torch.int32)
@@ -181,7 +187,7 @@ def launch_quantize(
     of_x = {"x_scale": x_scale, "x_step_row": steps[2][0], "x_step_column": steps[2][1]}
     with torch.cuda.device_of(x):
         quantize_kernel[programs(x, piece)](
-            x, values, mine, turned, others, seen, *x.shape, x.stride(0), *steps[0], *steps[1],
+            x, values, mine, transposed, others, seen, *x.shape, x.stride(0), *steps[0], *steps[1],
             source, power_of_two, *sharing(block), *sharing(across), **piece, **of_x,
         )  # fmt: skip
 
@@ -217,7 +223,7 @@ def quantize_fused(
     x, whole = x.detach(), block == TENSOR or block == ROW and (transposed or x.shape[1] > LONGEST_BLOCK)
     amax = block_amaxes(x, *block, transposed) if whole and scale is None else None
     made = quantized(x, scale, amax, dtype, *block, power_of_two, not transposed, transposed, False)
-    values, new = (made.turned, made.turned_scale) if transposed else (made.values, made.scale)
+    values, new = (made.transposed, made.transposed_scale) if transposed else (made.values, made.scale)
     return Quantized(values, new if scale is None else scale, block)
 
 
@@ -237,11 +243,11 @@ def quantize_both(
     amax = block_amaxes(x, *block, False) if block == TENSOR and scale is None else None
     made = quantized(x, scale, amax, dtype, *block, power_of_two, True, True, False)
     found = made.scale if scale is None else scale
-    turned_scale = made.turned_scale if block == TILE else found.t()
-    return Quantized(made.values, found, block), Quantized(made.turned, turned_scale, block)
+    transposed_scale = made.transposed_scale if block == TILE else found.t()
+    return Quantized(made.values, found, block), Quantized(made.transposed, transposed_scale, block)
 
 
-def turn_tiles(x: Quantized, power_of_two: bool = False) -> Quantized:
+def transpose_tiles(x: Quantized, power_of_two: bool = False) -> Quantized:
     """The transpose of x, which is in tiles of 1 x 128, in such tiles again: as `quantize` makes it of what its 8 bits
     stand for, to the bit, by one look at them. Raises ValueError for other blocks.
     """
@@ -249,7 +255,7 @@ def turn_tiles(x: Quantized, power_of_two: bool = False) -> Quantized:
         raise ValueError(f"x is in blocks of {x.block}: expected tiles, {TILE}")
     how = None, None, x.values.dtype, *TILE, power_of_two, False, True, False
     made = quantized(x.values, *how, x.scale)
-    return Quantized(made.turned, made.turned_scale, TILE)
+    return Quantized(made.transposed, made.transposed_scale, TILE)
 
 
 def quantize_delayed(
@@ -260,5 +266,5 @@ def quantize_delayed(
     """
     check_cast(x, dtype, TENSOR, scale)
     made = quantized(x.detach(), scale, None, dtype, *TENSOR, False, True, both, True)
-    turned = Quantized(made.turned, scale, TENSOR) if both else None
-    return Quantized(made.values, scale, TENSOR), turned, made.amax
+    transposed = Quantized(made.transposed, scale, TENSOR) if both else None
+    return Quantized(made.values, scale, TENSOR), transposed, made.amax

@@ -33,16 +33,16 @@ import torch
 import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from course_lib.fp8.linear import Caster, DelayedCaster, max_over
+from course_lib.fp8.linear import DelayedQuantizer, Quantizer, max_over
 from course_lib.fp8.quantization import Quantized, block_amax, blocks_of, dequantize, quantize
 from course_lib.zero.sharded_parameters import Encoding, ShardedParameters
 
 
-def weight_caster(places: list[tuple]) -> Caster | None:
+def weight_quantizer(places: list[tuple]) -> Quantizer | None:
     """Who quantizes the parameter at these places (full name, module, name there); None: nobody does."""
     for _, module, name in places:
-        if name == "weight" and hasattr(module, "casters"):
-            return module.casters.weight
+        if name == "weight" and hasattr(module, "quantizers"):
+            return module.quantizers.weight
     return None
 
 
@@ -69,11 +69,11 @@ def span_amax(piece: torch.Tensor, first: int, shape: torch.Size, block: tuple[i
     return amax
 
 
-def span_codes(piece: torch.Tensor, first: int, shape: torch.Size, caster: Caster) -> torch.Tensor:
-    """A piece of a matrix in 8 bits, by the scales that the caster has been given."""
-    dtype, block = caster.cast.dtype, caster.cast.block
+def span_codes(piece: torch.Tensor, first: int, shape: torch.Size, quantizer: Quantizer) -> torch.Tensor:
+    """A piece of a matrix in 8 bits, by the scales that the quantizer has been given."""
+    dtype, block = quantizer.cast.dtype, quantizer.cast.block
     rows, numbers = whole_rows(piece, first, shape[1])
-    scale = caster.given[numbers // blocks_of(shape, block)[2]]  # [rows, blocks of columns]
+    scale = quantizer.given[numbers // blocks_of(shape, block)[2]]  # [rows, blocks of columns]
     values = quantize(rows, dtype, (1, block[1]), scale=scale).values
     start = first % shape[1]
     return values.flatten()[start : start + len(piece)]
@@ -82,16 +82,16 @@ def span_codes(piece: torch.Tensor, first: int, shape: torch.Size, caster: Caste
 class Fp8Payload:
     """What travels for the parameters of a `part` of which some are weights in 8 bits.
 
-    casters: of each such weight, by its number. A payload has the other parameters' elements, in the gathered dtype and
+    quantizers: of each such weight, by its number. A payload has the other parameters' elements, in the gathered dtype and
     filled up to as many as the rank with most has, then a code for each element of the piece.
     """
 
-    def __init__(self, part: ShardedParameters, casters: dict[int, Caster], gather: Fp8Gather):
-        self.part, self.casters, self.gather = part, casters, gather
+    def __init__(self, part: ShardedParameters, quantizers: dict[int, Quantizer], gather: Fp8Gather):
+        self.part, self.quantizers, self.gather = part, quantizers, gather
         self.seen_by = [copy.copy(part.layout) for _ in range(part.layout.world_size)]
         for rank, layout in enumerate(self.seen_by):
             layout.rank = rank
-        others = [i for i in range(len(part.layout.shapes)) if i not in casters]
+        others = [i for i in range(len(part.layout.shapes)) if i not in quantizers]
         spans = [[layout.span(i) for i in others] for layout in self.seen_by]
         self.most = max(sum(last - first for first, last in each) for each in spans)
 
@@ -100,12 +100,12 @@ class Fp8Payload:
         """Bytes before the codes."""
         return self.most * self.part.buffer.values.itemsize
 
-    def amaxes(self) -> dict[Caster, torch.Tensor]:
+    def amaxes(self) -> dict[Quantizer, torch.Tensor]:
         """Of each weight what this rank has of its blocks' amax."""
         pieces, layout = self.part.layout.local_views(self.part.shard), self.part.layout
         return {
-            caster: span_amax(pieces[i], layout.span(i)[0], layout.shapes[i], caster.cast.block)
-            for i, caster in self.casters.items()
+            quantizer: span_amax(pieces[i], layout.span(i)[0], layout.shapes[i], quantizer.cast.block)
+            for i, quantizer in self.quantizers.items()
         }
 
     def encode(self, shard: torch.Tensor) -> torch.Tensor:
@@ -115,11 +115,11 @@ class Fp8Payload:
         length = self.header + len(shard)
         payload = shard.new_zeros(length + -length % values.itemsize, dtype=torch.uint8)
         pieces, codes = layout.local_views(shard), layout.local_views(payload[self.header : length])
-        for i, caster in self.casters.items():
+        for i, quantizer in self.quantizers.items():
             if len(pieces[i]):
-                own = span_codes(pieces[i], layout.span(i)[0], layout.shapes[i], caster)
+                own = span_codes(pieces[i], layout.span(i)[0], layout.shapes[i], quantizer)
                 codes[i].copy_(own.view(torch.uint8))
-        others = torch.cat([shard[:0], *(piece for i, piece in enumerate(pieces) if i not in self.casters)])
+        others = torch.cat([shard[:0], *(piece for i, piece in enumerate(pieces) if i not in self.quantizers)])
         payload[: self.header].view(values.dtype)[: len(others)].copy_(others)
         return payload
 
@@ -127,11 +127,11 @@ class Fp8Payload:
         """Write all values [ranks, numbers of a piece] of all ranks' payloads [ranks, bytes]."""
         codes = payloads[:, self.header : self.header + out.shape[1]].reshape(-1)
         whole = self.part.layout.views(out.view(-1))
-        for i, caster in self.casters.items():
-            values = self.part.layout.views(codes.view(caster.cast.dtype))[i]
-            whole[i].copy_(dequantize(Quantized(values, caster.given, caster.cast.block), out.dtype))
+        for i, quantizer in self.quantizers.items():
+            values = self.part.layout.views(codes.view(quantizer.cast.dtype))[i]
+            whole[i].copy_(dequantize(Quantized(values, quantizer.given, quantizer.cast.block), out.dtype))
         for layout, payload, row in zip(self.seen_by, payloads, out, strict=True):
-            pieces = [piece for i, piece in enumerate(layout.local_views(row)) if i not in self.casters]
+            pieces = [piece for i, piece in enumerate(layout.local_views(row)) if i not in self.quantizers]
             sizes = [len(piece) for piece in pieces]
             others = payload[: self.header].view(out.dtype)[: sum(sizes)].split(sizes)
             for piece, values in zip(pieces, others, strict=True):
@@ -153,13 +153,13 @@ class Fp8Gather:
 
     def __call__(self, part: ShardedParameters) -> Encoding | None:
         """How a flat buffer travels. Raises ValueError for a weight that does not lie in memory row by row."""
-        found = {i: weight_caster(places) for i, places in enumerate(part.slots)}
-        casters = {i: caster for i, caster in found.items() if caster is not None}
-        if not casters or part.shard.itemsize == 1:
+        found = {i: weight_quantizer(places) for i, places in enumerate(part.slots)}
+        quantizers = {i: quantizer for i, quantizer in found.items() if quantizer is not None}
+        if not quantizers or part.shard.itemsize == 1:
             return None
-        if turned := [part.slots[i][0][0] for i in casters if part.layout.strides[i][1] != 1]:
+        if turned := [part.slots[i][0][0] for i in quantizers if part.layout.strides[i][1] != 1]:
             raise ValueError(f"{turned[0]} does not lie in memory row by row")
-        self.payloads.append(Fp8Payload(part, casters, self))
+        self.payloads.append(Fp8Payload(part, quantizers, self))
         self.seen = None
         return Encoding(self.payloads[-1].encode, self.payloads[-1].decode)
 
@@ -173,14 +173,14 @@ class Fp8Gather:
         """How often the pieces, and the histories of delayed scales, have been changed in ways that PyTorch counts; and
         whether amax are recorded, as in training.
         """
-        casters = [caster for payload in self.payloads for caster in payload.casters.values()]
-        delayed = [caster for caster in casters if isinstance(caster, DelayedCaster)]
-        tensors = [payload.part.shard for payload in self.payloads] + [caster.history for caster in delayed]
-        return [*(tensor._version for tensor in tensors), *(caster.training for caster in delayed)]
+        quantizers = [quantizer for payload in self.payloads for quantizer in payload.quantizers.values()]
+        delayed = [quantizer for quantizer in quantizers if isinstance(quantizer, DelayedQuantizer)]
+        tensors = [payload.part.shard for payload in self.payloads] + [quantizer.history for quantizer in delayed]
+        return [*(tensor._version for tensor in tensors), *(quantizer.training for quantizer in delayed)]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Give all casters their weights' scales, where they may have changed. Collective then, over each group that a
+        """Give all quantizers their weights' scales, where they may have changed. Collective then, over each group that a
         weight is split over: one all-reduce for all weights.
         """
         changes = self.changes()
@@ -189,11 +189,11 @@ class Fp8Gather:
         amaxes, over = {}, {}
         for payload in self.payloads:
             amaxes |= payload.amaxes()
-            for caster in payload.casters.values():
-                for group in (payload.part.layout.group, *caster.groups()):
-                    over.setdefault(group, []).append(amaxes[caster])
+            for quantizer in payload.quantizers.values():
+                for group in (payload.part.layout.group, *quantizer.groups()):
+                    over.setdefault(group, []).append(amaxes[quantizer])
         for group, tensors in over.items():
             max_over(tensors, group)
-        for caster, amax in amaxes.items():
-            caster.given = caster.next_scale(amax)
+        for quantizer, amax in amaxes.items():
+            quantizer.given = quantizer.next_scale(amax)
         self.seen = changes

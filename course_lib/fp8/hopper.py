@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 
 from course_lib.flash_attention.hopper import descriptor_memory
-from course_lib.fp8.kernels import has_pieces
-from course_lib.fp8.quantization import LARGEST, WHOLE, Quantized, check_scales
+from course_lib.fp8.kernels import same_k_blocks
+from course_lib.fp8.quantization import FULL, LARGEST, Quantized, check_scales
 from course_lib.fp8.rounding import dot_fp8
 from course_lib.kernels.matmul import tile_of, tunable
 from course_lib.kernels.rounding import cast
@@ -78,7 +78,7 @@ def promote(total, partial, scale_a, scale_b, each_row: tl.constexpr, each_colum
 
 @triton.jit
 def hopper_block_matmul_kernel(
-    a, b, out, scale_a, scale_b, m, n, k, a_row, b_row, scale_a_row, scale_a_piece, scale_b_row, scale_b_piece,
+    a, b, out, scale_a, scale_b, m, n, k, a_row, b_row, scale_a_row, scale_a_block, scale_b_row, scale_b_block,
     rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
     specialized: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
@@ -94,8 +94,8 @@ def hopper_block_matmul_kernel(
     scales_b, there_b = scales_of_tile(scale_b, first_column, n, scale_b_row, rows_b, block_n)
     total = tl.zeros((block_m, block_n), tl.float32)
     for number in tl.range(0, tl.cdiv(k, piece), warp_specialize=specialized):
-        of_a = tl.load(scales_a + number * scale_a_piece, there_a, other=0.0)
-        of_b = tl.load(scales_b + number * scale_b_piece, there_b, other=0.0)
+        of_a = tl.load(scales_a + number * scale_a_block, there_a, other=0.0)
+        of_b = tl.load(scales_b + number * scale_b_block, there_b, other=0.0)
         tile_a = a_tiles.load([first_row, number * piece])
         tile_b = b_tiles.load([first_column, number * piece])
         partial = dot_fp8(tile_a, tl.trans(tile_b), tl.zeros((block_m, block_n), tl.float32))
@@ -173,8 +173,8 @@ def hopper_block_matmul(
             f"hopper_block_matmul takes [m, k] and [n, k] on one device, for float32, bfloat16 or float16, not "
             f"{list(a.values.shape)} {a.values.device} and {list(b.values.shape)} {b.values.device} for {out_dtype}"
         )
-    if not has_pieces(a, b):
+    if not same_k_blocks(a, b):
         raise ValueError(f"scales of {a.block} and {b.block}: along k both change after the same 32, 64 or 128 numbers")
-    rows_a, rows_b = (ALL_ROWS if each.block[0] == WHOLE else each.block[0] for each in (a, b))
+    rows_a, rows_b = (ALL_ROWS if each.block[0] == FULL else each.block[0] for each in (a, b))
     operands = a.values, b.values, a.scale, b.scale
     return hopper_block_matmul_op(*operands, rows_a, rows_b, a.block[1], out_dtype, specialized)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from course_lib.fp8.quantization import WHOLE, Quantized
+from course_lib.fp8.quantization import FULL, Quantized
 from course_lib.fp8.rounding import dot_fp8
 from course_lib.kernels.matmul import tile_of, tunable
 from course_lib.kernels.rounding import cast
@@ -33,13 +33,13 @@ BLOCK_MATMUL_CONFIGURATIONS = [
 @triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k", "rows_a", "rows_b"])
 @triton.jit
 def block_matmul_kernel(
-    a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_piece, scale_b_row, scale_b_piece,
+    a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_block, scale_b_row, scale_b_block,
     rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of out [m, n] = a times the transpose of b. a: [m, k]; b: [n, k]; all three contiguous.
 
-    A scale of a is for rows_a rows and `piece` numbers of k, one of b for rows_b rows; scale_a_row, scale_a_piece …:
+    A scale of a is for rows_a rows and `piece` numbers of k, one of b for rows_b rows; scale_a_row, scale_a_block …:
     their strides. The sum of each piece starts at 0; times its scales it is added to `total`, in float32.
     """
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
@@ -61,13 +61,13 @@ def block_matmul_kernel(
         total += piece_sum * of_a[:, None] * of_b[None, :]
         a += piece
         b += piece
-        scale_a += scale_a_piece
-        scale_b += scale_b_piece
+        scale_a += scale_a_block
+        scale_b += scale_b_block
     at = out + row[:, None].to(tl.int64) * n + column[None, :]
     tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
 
 
-def has_pieces(a: Quantized, b: Quantized) -> bool:
+def same_k_blocks(a: Quantized, b: Quantized) -> bool:
     """Whether the scales of both change after the same 32, 64 or 128 numbers of k, as `block_matmul` wants them."""
     return a.block[1] == b.block[1] in (32, 64, 128)
 
@@ -99,8 +99,8 @@ def block_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.floa
     """
     if a.values.shape[1] != b.values.shape[1]:
         raise ValueError(f"k is last in both and must agree: {list(a.values.shape)} and {list(b.values.shape)}")
-    if not has_pieces(a, b):
+    if not same_k_blocks(a, b):
         raise ValueError(f"scales of {a.block} and {b.block}: along k both change after the same 32, 64 or 128 numbers")
-    rows_a, rows_b = (max(len(q.values), 1) if q.block[0] == WHOLE else q.block[0] for q in (a, b))
+    rows_a, rows_b = (max(len(q.values), 1) if q.block[0] == FULL else q.block[0] for q in (a, b))
     operands = a.values.contiguous(), b.values.contiguous(), a.scale, b.scale
     return block_matmul_op(*operands, rows_a, rows_b, a.block[1], out_dtype)

@@ -25,26 +25,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from course_lib.fp8.casts import quantize_delayed, turn_tiles, watched
+from course_lib.fp8.casts import quantize_delayed, transpose_tiles, watched
 from course_lib.fp8.operands import (
-    BothWays,
     Cast,
     Casts,
     Float32Buffers,
+    RowColumnQuantized,
     Split,
     amax_of,
     cast_matrix,
     has_kernels,
-    turns_by_kernel,
-    with_turned,
+    has_transpose_kernel,
+    with_transposed,
 )
-from course_lib.fp8.quantization import SQUARE, TENSOR, TILE, WHOLE, Quantized, dequantize, scale_of
+from course_lib.fp8.quantization import FULL, SQUARE, TENSOR, TILE, Quantized, dequantize, scale_of
 from course_lib.fp8.scaled_matmul import fp8_matmul
 from course_lib.tensor_parallel.linear import as_autocast
 from course_lib.tensor_parallel.regions import OnceDifferentiable
 
 
-class Caster(Float32Buffers):
+class Quantizer(Float32Buffers):
     """Quantizes the operands of one role of one layer, each by its own amax.
 
     splits: over which groups they are split; a scale that holds for what several ranks have is the same on them all.
@@ -59,7 +59,9 @@ class Caster(Float32Buffers):
         self.both = self.keeps = False
         self.known, self.asked = False, 0  # asked: the steps until `update_scales` looks at the history again
         self.given: torch.Tensor | None = None
-        self.kept: tuple[torch.Tensor, int, BothWays] | None = None  # of what, in which version, and in 8 bits
+        self.kept: tuple[torch.Tensor, int, RowColumnQuantized] | None = (
+            None  # of what, in which version, and in 8 bits
+        )
         self.found: tuple[torch.Tensor, int, torch.Tensor] | None = None  # the scale of a history, and its version
         self.register_buffer("stored_scale", None)
 
@@ -70,7 +72,7 @@ class Caster(Float32Buffers):
 
     def groups(self, transposed: bool = False) -> tuple[dist.ProcessGroup, ...]:
         """The groups over whose ranks a block of the (transposed) matrix lies."""
-        return tuple(s.group for s in self.splits if self.cast.block[1 - s.dim if transposed else s.dim] == WHOLE)
+        return tuple(s.group for s in self.splits if self.cast.block[1 - s.dim if transposed else s.dim] == FULL)
 
     def next_scale(self, amax: torch.Tensor) -> torch.Tensor:
         """The scales of a matrix whose blocks have this amax [blocks of rows, blocks of columns] over all ranks."""
@@ -97,7 +99,7 @@ class Caster(Float32Buffers):
             if self.training:
                 straight, turned, amax = quantize_delayed(x, scale, self.cast.dtype, both)
                 torch.maximum(self.amax, amax.view(1), out=self.amax)
-                return with_turned(straight, turned) if both else straight
+                return with_transposed(straight, turned) if both else straight
         if scale is None:
             scale = self.given if self.given is not None else self.known_scale(x)
         return cast_matrix(x, self.cast, scale, self.groups(), both=both)
@@ -112,11 +114,11 @@ class Caster(Float32Buffers):
         self.found = (self.history, self.history._version, scale) if once else None
         return scale
 
-    def once(self, x: torch.Tensor) -> BothWays:
+    def once(self, x: torch.Tensor) -> RowColumnQuantized:
         """x in 8 bits, both ways: as it was kept, or made and kept."""
         if self.kept is None or not self.kept[0].is_set_to(x) or self.kept[1] != x._version:
             made = self.quantize(x, None, True)
-            made = made if isinstance(made, BothWays) else with_turned(made, self.turned(made, x))
+            made = made if isinstance(made, RowColumnQuantized) else with_transposed(made, self.transposed(made, x))
             self.kept = x.detach(), x._version, made
         return self.kept[2]
 
@@ -124,16 +126,16 @@ class Caster(Float32Buffers):
         """The scale, where it is not that of x itself."""
         return None
 
-    def turned(self, quantized: Quantized, x: torch.Tensor | None = None) -> Quantized:
+    def transposed(self, quantized: Quantized, x: torch.Tensor | None = None) -> Quantized:
         """The transpose of what has been quantized, for a product over its rows; anew where blocks are not the same
         both ways, from x or from what the 8 bits stand for.
         """
-        if isinstance(quantized, BothWays):
-            return quantized.turned
+        if isinstance(quantized, RowColumnQuantized):
+            return quantized.transposed
         if self.cast.block[0] == self.cast.block[1]:
             return quantized.t()
-        if x is None and self.cast.block == TILE and turns_by_kernel(quantized.values):
-            return turn_tiles(quantized, self.cast.power_of_two)
+        if x is None and self.cast.block == TILE and has_transpose_kernel(quantized.values):
+            return transpose_tiles(quantized, self.cast.power_of_two)
         x = dequantize(quantized) if x is None or x.itemsize == 1 else x
         return cast_matrix(x, self.cast, None, self.groups(True), transposed=True)
 
@@ -144,7 +146,7 @@ class Caster(Float32Buffers):
         return stored.values
 
 
-class DelayedCaster(Caster):
+class DelayedQuantizer(Quantizer):
     """Quantizes by the largest amax of the last `cast.history` steps: the scale is there before the matrix is read.
 
     amax [1]: the largest since the last `update`, evaluation apart; history [steps]: those before it. Where the history
@@ -190,13 +192,13 @@ class DelayedCaster(Caster):
         self.updated = True
 
 
-class LayerCasters(nn.Module):
-    """The casters of a layer: of its input, its weight, and the gradient of its output."""
+class LayerQuantizers(nn.Module):
+    """The quantizers of a layer: of its input, its weight, and the gradient of its output."""
 
     def __init__(self, casts: Casts, splits: dict[str, tuple[Split, ...]] | None = None):
         super().__init__()
         made = [
-            (DelayedCaster if cast.history else Caster)(cast, (splits or {}).get(role, ()))
+            (DelayedQuantizer if cast.history else Quantizer)(cast, (splits or {}).get(role, ()))
             for role, cast in casts._asdict().items()
         ]
         self.input, self.weight, self.gradient = made
@@ -209,7 +211,7 @@ def gradient_dtype(weight: torch.Tensor) -> torch.dtype:
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 
-class Fp8Products(OnceDifferentiable):
+class Fp8LinearFunction(OnceDifferentiable):
     """x wᵀ for each weight, and the gradients, each product in 8 bits. x is quantized once for all weights, and kept in
     8 bits for backward.
 
@@ -217,14 +219,16 @@ class Fp8Products(OnceDifferentiable):
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
+    def forward(ctx, x: torch.Tensor, group, quantizers: list[LayerQuantizers], *weights: torch.Tensor) -> tuple:
         """Return one [..., out] for each weight, in x's dtype. x: [..., in]; weights: [out, in]."""
-        rows = casters[0].input(x.reshape(-1, x.shape[-1]))
-        factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
+        rows = quantizers[0].input(x.reshape(-1, x.shape[-1]))
+        factors = [each.weight(w) for each, w in zip(quantizers, weights, strict=True)]
         outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
-        ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
+        ctx.group, ctx.quantizers, ctx.block, ctx.shape, ctx.dtype = group, quantizers, rows.block, x.shape, x.dtype
         ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
-        kept = rows.turned.values.t() if isinstance(rows, BothWays) else rows.values  # the same, as it lies for Wgrad
+        kept = (
+            rows.transposed.values.t() if isinstance(rows, RowColumnQuantized) else rows.values
+        )  # the same, as it lies for Wgrad
         ctx.save_for_backward(kept, rows.scale, *weights, *(factor.scale for factor in factors))
         return tuple(out.view(*x.shape[:-1], len(weight)) for out, weight in zip(outs, weights, strict=True))
 
@@ -239,22 +243,24 @@ class Fp8Products(OnceDifferentiable):
         computed, in `ctx.grad_dtypes`.
         """
         values, scale, *saved = ctx.saved_tensors
-        weights, scales = saved[: len(ctx.casters)], saved[len(ctx.casters) :]
+        weights, scales = saved[: len(ctx.quantizers)], saved[len(ctx.quantizers) :]
         grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # [tokens, out]
-        parts = list(zip(ctx.casters, [c.gradient(g) for c, g in zip(ctx.casters, grads, strict=True)], strict=True))
+        parts = list(
+            zip(ctx.quantizers, [c.gradient(g) for c, g in zip(ctx.quantizers, grads, strict=True)], strict=True)
+        )
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            kept = zip(ctx.casters, weights, scales, strict=True)
-            turned = [c.weight.turned(c.weight(w, of_w), w) for c, w, of_w in kept]  # [in, out]
+            kept = zip(ctx.quantizers, weights, scales, strict=True)
+            turned = [c.weight.transposed(c.weight(w, of_w), w) for c, w, of_w in kept]  # [in, out]
             products = [fp8_matmul(dy, w, ctx.dtype) for (_, dy), w in zip(parts, turned, strict=True)]
             grad_x = sum(products[1:], products[0]).view(ctx.shape)
             work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
         grad_weights, needed = [None] * len(weights), ctx.needs_input_grad[3:]
         if any(needed):
-            x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))  # [in, tokens]
+            x = ctx.quantizers[0].input.transposed(Quantized(values, scale, ctx.block))  # [in, tokens]
             for i, (c, dy) in enumerate(parts):
                 if needed[i]:
-                    grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.grad_dtypes[i])
+                    grad_weights[i] = fp8_matmul(c.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
         if work is not None:
             work.wait()
         return grad_x, None, None, *grad_weights
@@ -269,12 +275,12 @@ class Fp8Linear(nn.Module):
     def __init__(self, linear: nn.Linear, casts: Casts, splits: dict[str, tuple[Split, ...]] | None = None):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.casters = LayerCasters(casts, splits).to(linear.weight.device)
+        self.quantizers = LayerQuantizers(casts, splits).to(linear.weight.device)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x wᵀ in 8 bits, [..., out]."""
         (x,) = as_autocast(x)
-        return Fp8Products.apply(x, None, [self.casters], self.weight)[0]
+        return Fp8LinearFunction.apply(x, None, [self.quantizers], self.weight)[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.product(x)
@@ -291,30 +297,30 @@ def max_over(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
 
 def update_scales(model: nn.Module) -> None:
     """Tell all delayed scales that a step is over. Collective: one all-reduce over each group that matrices are split
-    over, for all of them. In some steps the host waits for a GPU (`find_known`).
+    over, for all of them. In some steps the host waits for a GPU (`check_histories`).
     """
-    delayed = [module for module in model.modules() if isinstance(module, DelayedCaster)]
+    delayed = [module for module in model.modules() if isinstance(module, DelayedQuantizer)]
     over: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    for caster in delayed:
-        for split in caster.splits:
-            over.setdefault(split.group, []).append(caster.amax)
+    for quantizer in delayed:
+        for split in quantizer.splits:
+            over.setdefault(split.group, []).append(quantizer.amax)
     for group, amaxes in over.items():
         max_over(amaxes, group)
-    find_known([caster for caster in delayed if caster.amax.is_cuda])
-    for caster in delayed:
-        caster.update()
-        caster.found = None
+    check_histories([quantizer for quantizer in delayed if quantizer.amax.is_cuda])
+    for quantizer in delayed:
+        quantizer.update()
+        quantizer.found = None
 
 
-def find_known(casters: list[DelayedCaster]) -> None:
+def check_histories(quantizers: list[DelayedQuantizer]) -> None:
     """Find out, on the host, who can do without an amax of its own: what joins a history stays for `history` steps. So
     the host waits for the device once in as many steps, less one.
     """
-    for caster in casters:
-        caster.asked -= 1
-    due = [caster for caster in casters if caster.asked < 0 and caster.cast.history > 1]
-    for caster, newest in zip(due, torch.cat([each.amax for each in due]).tolist() if due else (), strict=True):
-        caster.known, caster.asked = newest > 0, caster.cast.history - 2
+    for quantizer in quantizers:
+        quantizer.asked -= 1
+    due = [quantizer for quantizer in quantizers if quantizer.asked < 0 and quantizer.cast.history > 1]
+    for quantizer, newest in zip(due, torch.cat([each.amax for each in due]).tolist() if due else (), strict=True):
+        quantizer.known, quantizer.asked = newest > 0, quantizer.cast.history - 2
 
 
 @contextlib.contextmanager
@@ -323,19 +329,19 @@ def quantized_once(model: nn.Module) -> Iterator[None]:
     micro-batches of one step. After a step of any optimizer, and where a weight changes in place, it is quantized anew.
     Afterwards nothing is kept. Under ZeRO-3 whole weights are kept so, in 8 bits, on each rank.
     """
-    casters = [module.weight for module in model.modules() if isinstance(module, LayerCasters)]
+    quantizers = [module.weight for module in model.modules() if isinstance(module, LayerQuantizers)]
 
     def forget(*_) -> None:
-        for caster in casters:
-            caster.kept = None
+        for quantizer in quantizers:
+            quantizer.kept = None
 
-    for caster in casters:
-        caster.keeps = True
+    for quantizer in quantizers:
+        quantizer.keeps = True
     hook = register_optimizer_step_post_hook(forget)
     try:
         yield
     finally:
         hook.remove()
         forget()
-        for caster in casters:
-            caster.keeps = False
+        for quantizer in quantizers:
+            quantizer.keeps = False

@@ -1,6 +1,6 @@
 """How an operand of an FP8 product is quantized: `Cast` says it, `cast_matrix` does it, by a kernel where there is one.
 
-`BothWays` is a matrix and its transpose from one look: backward wants operands the other way round (`linear`).
+`RowColumnQuantized` is a matrix and its transpose from one look: backward wants operands the other way round (`linear`).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Split(NamedTuple):
     group: dist.ProcessGroup
 
 
-class BothWays(Quantized):
+class RowColumnQuantized(Quantized):
     """A matrix in 8 bits, and `turned`, its transpose in 8 bits: made by one look at it."""
 
     turned: Quantized
 
 
-def with_turned(straight: Quantized, turned: Quantized) -> BothWays:
+def with_transposed(straight: Quantized, turned: Quantized) -> RowColumnQuantized:
     """Both in one."""
-    found = BothWays(*straight)
-    found.turned = turned
+    found = RowColumnQuantized(*straight)
+    found.transposed = turned
     return found
 
 
@@ -57,7 +57,7 @@ def has_kernels(x: torch.Tensor, block: tuple[int, int]) -> bool:
     return x.is_cuda and x.dtype in CAST_DTYPES and block in FUSED_BLOCKS
 
 
-def turns_by_kernel(values: torch.Tensor) -> bool:
+def has_transpose_kernel(values: torch.Tensor) -> bool:
     """Whether a kernel turns tiles of 8 bits."""
     return values.is_cuda
 
@@ -72,7 +72,7 @@ def cast_matrix(
     if not has_kernels(x, cast.block) or groups and scale is None:
         return quantize(x.t() if transposed else x, cast.dtype, cast.block, cast.power_of_two, scale, groups)
     if both and (scale is None or cast.block in (TENSOR, SQUARE)):
-        return with_turned(*quantize_both(x, cast.dtype, cast.block, cast.power_of_two, scale))
+        return with_transposed(*quantize_both(x, cast.dtype, cast.block, cast.power_of_two, scale))
     return quantize_fused(x, cast.dtype, cast.block, cast.power_of_two, scale, transposed)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.fp8.linear import Fp8Linear, Fp8Products, LayerCasters, update_scales
+from course_lib.fp8.linear import Fp8Linear, Fp8LinearFunction, LayerQuantizers, update_scales
 from course_lib.fp8.operands import Casts, Split
 from course_lib.fp8.recipes import RECIPES, Recipe
 from course_lib.single_gpu import training as single_gpu
@@ -26,14 +26,14 @@ from course_lib.tensor_parallel.linear import ColumnMatmul, ColumnParallelLinear
 from course_lib.tensor_parallel.model import check_degree
 
 
-class Fp8ColumnProducts:
-    """`ColumnMatmul` in 8 bits, for layers that have one input, by the casters of each."""
+class Fp8ColumnFunction:
+    """`ColumnMatmul` in 8 bits, for layers that have one input, by the quantizers of each."""
 
-    def __init__(self, casters: list[LayerCasters]):
-        self.casters = casters
+    def __init__(self, quantizers: list[LayerQuantizers]):
+        self.quantizers = quantizers
 
     def apply(self, x, group, *weights):
-        return Fp8Products.apply(x, group, self.casters, *weights)
+        return Fp8LinearFunction.apply(x, group, self.quantizers, *weights)
 
 
 class Fp8RowParallelLinear(Fp8Linear):
@@ -85,7 +85,7 @@ def apply_fp8(model: nn.Module, recipe: Recipe, batch_group: dist.ProcessGroup |
 def fp8_project(x: torch.Tensor, layers: list[Fp8Linear]) -> tuple[torch.Tensor, ...]:
     """What each of the layers makes of x [..., in], which is quantized, and kept for backward, once."""
     (x,) = as_autocast(x)
-    outs = Fp8Products.apply(x, None, [layer.casters for layer in layers], *(layer.weight for layer in layers))
+    outs = Fp8LinearFunction.apply(x, None, [layer.quantizers for layer in layers], *(layer.weight for layer in layers))
     biases = [layer.bias for layer in layers]
     return tuple(out if bias is None else out + bias.to(out.dtype) for out, bias in zip(outs, biases, strict=True))
 
@@ -96,10 +96,10 @@ def convert(parent: nn.Module, casts: Casts, rows: tuple[Split, ...]) -> None:
     for layer in columns:
         group = layer.replicas.shards if layer.replicas else layer.group
         splits = {"input": rows, "weight": (Split(0, group),), "gradient": (*rows, Split(1, group))}
-        layer.casters = LayerCasters(casts, splits).to(layer.weight.device)
-        layer.casters.input = columns[0].casters.input  # of one x
+        layer.quantizers = LayerQuantizers(casts, splits).to(layer.weight.device)
+        layer.quantizers.input = columns[0].quantizers.input  # of one x
     for i, layer in enumerate(columns):  # the first one multiplies for all, where all are wanted
-        layer.matmul = Fp8ColumnProducts([each.casters for each in (columns if i == 0 else [layer])])
+        layer.matmul = Fp8ColumnFunction([each.quantizers for each in (columns if i == 0 else [layer])])
     for name, layer in list(parent.named_children()):
         if isinstance(layer, RowParallelLinear):
             setattr(parent, name, Fp8RowParallelLinear(layer, casts, rows))
@@ -108,7 +108,7 @@ def convert(parent: nn.Module, casts: Casts, rows: tuple[Split, ...]) -> None:
     together = [layer for name, layer in parent.named_children() if name not in ("o_proj", "down_proj")]
     if not columns:
         for layer in together:
-            layer.casters.input = together[0].casters.input
+            layer.quantizers.input = together[0].quantizers.input
         parent.project = functools.partial(fp8_project, layers=together)
 
 

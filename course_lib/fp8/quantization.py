@@ -21,8 +21,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-WHOLE = -1  # a block as large as the matrix, in this dimension
-TENSOR, ROW, TILE, SQUARE = (WHOLE, WHOLE), (1, WHOLE), (1, 128), (128, 128)
+FULL = -1  # a block as large as the matrix, in this dimension
+TENSOR, ROW, TILE, SQUARE = (FULL, FULL), (1, FULL), (1, 128), (128, 128)
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is finite
 
@@ -32,7 +32,7 @@ class Quantized(NamedTuple):
 
     values: torch.Tensor  # [rows, columns], float8
     scale: torch.Tensor  # [blocks of rows, blocks of columns], float32
-    block: tuple[int, int]  # rows and columns that share a scale; WHOLE: all of them
+    block: tuple[int, int]  # rows and columns that share a scale; FULL: all of them
 
     def t(self) -> Quantized:
         """The transposed matrix; its values lie in memory row by row, as the hardware wants them."""
@@ -46,8 +46,8 @@ class Quantized(NamedTuple):
 
 def blocks_of(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int, int, int]:
     """How many blocks there are by rows and by columns, and how many rows and columns one has."""
-    rows, columns = (size if size != WHOLE else max(whole, 1) for size, whole in zip(block, shape, strict=True))
-    down, across = (1 if size == WHOLE else -(-whole // size) for size, whole in zip(block, shape, strict=True))
+    rows, columns = (size if size != FULL else max(whole, 1) for size, whole in zip(block, shape, strict=True))
+    down, across = (1 if size == FULL else -(-whole // size) for size, whole in zip(block, shape, strict=True))
     return down, across, rows, columns
 
 
@@ -82,8 +82,8 @@ def check_scales(x: torch.Tensor, dtype: torch.dtype, block: tuple[int, int], sc
         raise ValueError(f"quantize takes a matrix of floating-point numbers, not {list(x.shape)} {x.dtype}")
     if dtype not in LARGEST:
         raise ValueError(f"{dtype}: the 8-bit formats are {', '.join(map(str, LARGEST))}")
-    if any(size != WHOLE and size < 1 for size in block):
-        raise ValueError(f"block {block}: rows and columns of a block are 1 or more, or WHOLE (-1)")
+    if any(size != FULL and size < 1 for size in block):
+        raise ValueError(f"block {block}: rows and columns of a block are 1 or more, or FULL (-1)")
     expected = blocks_of(x.shape, block)[:2]
     if scale is not None and tuple(scale.shape) != expected:
         raise ValueError(

@@ -35,13 +35,13 @@ class StoredWeight:
 
     def __init__(self, owner: nn.Module, name: str, recipe: Recipe):
         weight = getattr(owner, name)
-        self.caster = owner.casters.weight if isinstance(owner, Fp8Linear) and name == "weight" else None
+        self.quantizer = owner.quantizers.weight if isinstance(owner, Fp8Linear) and name == "weight" else None
         eight_bits = recipe.weights in LARGEST
-        dtype = torch.bfloat16 if eight_bits and self.caster is None else recipe.weights
+        dtype = torch.bfloat16 if eight_bits and self.quantizer is None else recipe.weights
         self.master = nn.Parameter(weight.detach().to(recipe.master or dtype))
         self.weight = weight if recipe.master else self.master
-        if eight_bits and self.caster is not None:
-            self.weight = nn.Parameter(self.caster.store(self.master))
+        if eight_bits and self.quantizer is not None:
+            self.weight = nn.Parameter(self.quantizer.store(self.master))
             self.weight.grad_dtype = torch.bfloat16
         elif recipe.master:
             self.weight = nn.Parameter(self.master.detach().to(dtype, copy=True))
@@ -54,7 +54,7 @@ class StoredWeight:
     def refresh(self) -> None:
         """The weight from its master."""
         if self.weight.dtype in LARGEST:
-            self.weight.copy_(self.caster.store(self.master))
+            self.weight.copy_(self.quantizer.store(self.master))
         elif self.weight is not self.master:
             self.weight.copy_(self.master)
 
@@ -75,7 +75,7 @@ def store_weights(model: nn.Module, recipe: Recipe) -> list[StoredWeight]:
     if any(p.itemsize == 1 for p in model.parameters()):
         raise ValueError("the model's weights are stored in 8 bits already")
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
-    if (recipe.casts is None) != (not layers) or any(x.casters.weight.cast != recipe.casts.weight for x in layers):
+    if (recipe.casts is None) != (not layers) or any(x.quantizers.weight.cast != recipe.casts.weight for x in layers):
         raise ValueError("the model's layers are not of this recipe: apply_fp8(model, recipe) comes first")
     made: dict[nn.Parameter, StoredWeight] = {}
     for owner in list(model.modules()):

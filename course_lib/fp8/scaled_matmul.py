@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 
 from course_lib.fp8.hopper import hopper_block_matmul
-from course_lib.fp8.kernels import block_matmul, has_pieces
-from course_lib.fp8.quantization import SQUARE, TILE, WHOLE, Quantized, dequantize, in_blocks
+from course_lib.fp8.kernels import block_matmul, same_k_blocks
+from course_lib.fp8.quantization import FULL, SQUARE, TILE, Quantized, dequantize, in_blocks
 
 _kernel_only = False  # set by `by_block_kernel`
 
@@ -62,7 +62,7 @@ def padded_to_16(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous()
 
 
-def scales_rows(device: torch.device, out_dtype: torch.dtype) -> bool:
+def supports_row_scales(device: torch.device, out_dtype: torch.dtype) -> bool:
     """Whether `torch._scaled_mm` takes a scale for each row there: on GPUs, and into bfloat16 alone."""
     return device.type == "cuda" and out_dtype == torch.bfloat16
 
@@ -73,7 +73,7 @@ def row_scaled_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> tor
     left, right = padded_to_16(a.values), padded_to_16(b.values).t()  # the second one column by column
     if a.scale.numel() == b.scale.numel() == 1:
         return torch._scaled_mm(left, right, a.scale, b.scale, out_dtype=out_dtype)[:m, :n].contiguous()
-    if scales_rows(left.device, out_dtype):
+    if supports_row_scales(left.device, out_dtype):
         of_rows = F.pad(a.scale.expand(m, 1), (0, 0, 0, len(left) - m), value=1.0).contiguous()
         of_columns = F.pad(b.scale.expand(n, 1), (0, 0, 0, right.shape[1] - n), value=1.0).t().contiguous()
         return torch._scaled_mm(left, right, of_rows, of_columns, out_dtype=out_dtype)[:m, :n].contiguous()
@@ -92,7 +92,7 @@ def float32_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.
         return (a.values.float() @ b.values.float().t() * a.scale * b.scale.t()).to(out_dtype)
 
 
-def scales_blocks(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
+def supports_block_scales(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
     """Whether cuBLAS multiplies these: on Hopper, from CUDA 12.9 on; tiles, or a square and a tile, in e4m3 both; sides
     that 16 divides.
     """
@@ -114,7 +114,7 @@ def scales_for_cublas(x: Quantized) -> tuple[torch.Tensor, F.ScalingType]:
 
 
 def block_scaled_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    """By cuBLAS, where `scales_blocks`: [m, n] in out_dtype. It adds up in float32 as `block_matmul` does."""
+    """By cuBLAS, where `supports_block_scales`: [m, n] in out_dtype. It adds up in float32 as `block_matmul` does."""
     left, right = a.values.contiguous(), b.values.contiguous().t()
     (scale_a, kind_a), (scale_b, kind_b) = scales_for_cublas(a), scales_for_cublas(b)
     return F.scaled_mm(left, right, scale_a, kind_a, scale_b, kind_b, output_dtype=out_dtype)
@@ -141,48 +141,48 @@ def fp8_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float3
         raise ValueError(f"a product in {out_dtype} has no scale; of a weight's gradient, set weight.grad_dtype")
     if out_dtype == torch.float64 or a.values.is_meta or 0 in (a.values.numel(), b.values.numel()):
         return emulated_matmul(a, b, out_dtype)
-    if _kernel_only and has_pieces(a, b):
+    if _kernel_only and same_k_blocks(a, b):
         return block_matmul(a, b, out_dtype)
     on_tensor_cores = has_scaled_mm(a.values.device)
-    if a.block[1] == b.block[1] == WHOLE:
+    if a.block[1] == b.block[1] == FULL:
         return (row_scaled_matmul if on_tensor_cores else float32_matmul)(a, b, out_dtype)
-    if not (on_tensor_cores and has_pieces(a, b)):
+    if not (on_tensor_cores and same_k_blocks(a, b)):
         return emulated_matmul(a, b, out_dtype)
-    if scales_blocks(a, b, out_dtype):
+    if supports_block_scales(a, b, out_dtype):
         return block_scaled_matmul(a, b, out_dtype)
     if torch.cuda.get_device_capability(a.values.device)[0] == 9:
         return hopper_block_matmul(a, b, out_dtype)
     return block_matmul(a, b, out_dtype)
 
 
-def cut_towards_zero(values: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+def truncate_to(values: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
     """values without what is smaller than `unit`: towards zero."""
     return (values / unit).trunc() * unit
 
 
 def short_sum_matmul(
-    a: Quantized, b: Quantized, bits: int = 14, together: int = 32, promote: int | None = None
+    a: Quantized, b: Quantized, bits: int = 14, per_instruction: int = 32, promote: int | None = None
 ) -> torch.Tensor:
     """The product as a tensor core with an accumulator of few bits makes it: [m, n] float32. For scales of whole
-    matrices or rows; memory for m n `together` numbers.
+    matrices or rows; memory for m n `per_instruction` numbers.
 
-    One instruction adds `together` products to the sum so far. All are shifted to the largest one's exponent, and what
+    One instruction adds `per_instruction` products to the sum so far. All are shifted to the largest one's exponent, and what
     falls below `bits` bits is cut. promote: after so many numbers of k the sum goes to a float32, and starts again.
-    Raises ValueError for other scales, and where promote is no multiple of together.
+    Raises ValueError for other scales, and where promote is no multiple of per_instruction.
     """
     check_operands(a, b)
-    if not a.block[1] == b.block[1] == WHOLE:
+    if not a.block[1] == b.block[1] == FULL:
         raise ValueError(f"short sums are for scales that hold for all of k, not for blocks of {a.block} and {b.block}")
-    if promote and promote % together:
-        raise ValueError(f"promote after {promote} numbers: an instruction adds {together} of them")
-    left, right = (in_blocks(each.values.double(), (1, together)).squeeze(1) for each in (a, b))  # [m, k/32, 32]
+    if promote and promote % per_instruction:
+        raise ValueError(f"promote after {promote} numbers: an instruction adds {per_instruction} of them")
+    left, right = (in_blocks(each.values.double(), (1, per_instruction)).squeeze(1) for each in (a, b))  # [m, k/32, 32]
     total = left.new_zeros(len(left), len(right))
     sums = total.clone()
     for step in range(left.shape[1]):
         terms = torch.cat([left[:, None, step] * right[None, :, step], sums[..., None]], -1)  # [m, n, 33]
         _, exponent = torch.frexp(terms.abs().amax(-1, keepdim=True))
         unit = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent - bits)
-        sums = cut_towards_zero(terms, unit).sum(-1)
-        if promote and (step + 1) * together % promote == 0:
+        sums = truncate_to(terms, unit).sum(-1)
+        if promote and (step + 1) * per_instruction % promote == 0:
             total, sums = (total + sums).float().double(), torch.zeros_like(sums)
     return ((total + sums) * a.scale * b.scale.t()).float()

@@ -49,7 +49,7 @@ def require_compiler() -> None:
 def require_build_tools() -> None:
     """Raise CannotBuild where C++ cannot be compiled and linked here: no compiler, or no ninja."""
     require_compiler()
-    with installed_tools_found():
+    with scripts_on_path():
         if not cpp_extension.is_ninja_available():
             raise CannotBuild("there is no ninja: pip install ninja")
 
@@ -185,7 +185,7 @@ def require_cuda() -> None:
 
 
 @contextlib.contextmanager
-def installed_tools_found() -> Iterator[None]:
+def scripts_on_path() -> Iterator[None]:
     """Inside, programs that pip installed beside this Python (ninja) are found even if their folder is not on PATH."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
     with mock.patch.dict(os.environ, PATH=path):
@@ -204,7 +204,7 @@ def build_operators(cpp_source: str, cuda_source: str | None = None):
     if cuda_source is not None:
         require_cuda()
     digest = hashlib.sha256(f"{cpp_source}{cuda_source}".encode()).hexdigest()[:12]
-    with tempfile.TemporaryDirectory() as folder, installed_tools_found():
+    with tempfile.TemporaryDirectory() as folder, scripts_on_path():
         library = cpp_extension.load_inline(
             name=f"course_{digest}",  # its operators' namespace: an edited source is another one
             cpp_sources=[cpp_source],

@@ -67,8 +67,8 @@ def rms_norm(
         devices = ", ".join(f"{name} is on {tensor.device}" for name, tensor in given.items())
         raise ValueError(f"{devices}: expected one device")
     if residual is None:
-        return normalise(x, weight, eps)[0]
-    return add_and_normalise(x, residual, weight, eps)[:2]
+        return normalize(x, weight, eps)[0]
+    return add_and_normalize(x, residual, weight, eps)[:2]
 
 
 def forward_bytes(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None) -> int:
@@ -153,7 +153,7 @@ def launch_forward(x, residual, weight, y, summed, rstd, eps: float) -> None:
 
 
 @torch.library.custom_op("course::rms_norm", mutates_args=())
-def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def normalize(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """y and rstd of x."""
     y, rstd = outputs(x)
     launch_forward(x, None, weight, y, None, rstd, eps)
@@ -161,7 +161,7 @@ def normalise(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.
 
 
 @torch.library.custom_op("course::add_rms_norm", mutates_args=())
-def add_and_normalise(
+def add_and_normalize(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """y, x + residual, and rstd."""
@@ -201,12 +201,12 @@ def norm_backward(
     return dx, dweight
 
 
-@normalise.register_fake
+@normalize.register_fake
 def _(x, weight, eps):
     return outputs(x)
 
 
-@add_and_normalise.register_fake
+@add_and_normalize.register_fake
 def _(x, residual, weight, eps):
     return outputs_with_sum(x, residual)
 
@@ -237,5 +237,5 @@ def all_gradients(ctx, dy, dsum, drstd):
     return dx, dx, dweight, None
 
 
-normalise.register_autograd(x_and_weight_gradients, setup_context=keep)
-add_and_normalise.register_autograd(all_gradients, setup_context=keep)
+normalize.register_autograd(x_and_weight_gradients, setup_context=keep)
+add_and_normalize.register_autograd(all_gradients, setup_context=keep)

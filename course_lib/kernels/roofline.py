@@ -74,7 +74,7 @@ def measure_copy(device: torch.device) -> float:
     return 2 * source.nbytes / seconds
 
 
-def measure_product(device: torch.device, dtype: torch.dtype) -> float:
+def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of a square product of matrices, of the first side, from 256 by doubling, that takes 10 ms."""
     side, seconds = 128, 0.0
     while seconds < ENOUGH_S and side < LARGEST_SIDE:
@@ -94,7 +94,7 @@ def measure_roofline(device: torch.device | str | None = None, dtype: torch.dtyp
     device = torch.device(device or torch.accelerator.current_accelerator(check_available=True) or "cpu")
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"
     word = str(dtype).removeprefix("torch.")
-    return Roofline(measure_product(device, dtype), measure_copy(device), f"{where}, {word}, measured")
+    return Roofline(measure_matmul(device, dtype), measure_copy(device), f"{where}, {word}, measured")
 
 
 def draw_roofline(

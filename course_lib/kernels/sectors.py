@@ -52,7 +52,7 @@ class Count:
     """What one load or store of a kernel moved, summed over all warps that executed it."""
 
     kind: str  # load, store
-    place: str  # where in the source
+    location: str  # in the source
     requests: int = 0
     sectors: int = 0
     lines: int = 0
@@ -77,12 +77,12 @@ class Transactions:
     counts: list[Count] = field(default_factory=list)
     removed: set[str] = field(default_factory=set)  # places of accesses that the compiler did without
 
-    def of(self, kind: str, place: str) -> Count:
+    def of(self, kind: str, location: str) -> Count:
         """The count of one access, new where it has none yet."""
         for count in self.counts:
-            if (count.kind, count.place) == (kind, place):
+            if (count.kind, count.location) == (kind, location):
                 return count
-        self.counts.append(Count(kind, place))
+        self.counts.append(Count(kind, location))
         return self.counts[-1]
 
     def kinds(self, kind: str | None) -> Iterator[Count]:
@@ -109,5 +109,7 @@ class Transactions:
         rows = [f"{'':<6}{'requests':>9}{'sectors':>9}{'a request':>10}{'lines':>7}{'of use':>8}  where"]
         for c in self.counts:
             each, use = c.sectors / max(c.requests, 1), c.bytes / max(SECTOR_BYTES * c.sectors, 1)
-            rows.append(f"{c.kind:<6}{c.requests:>9,}{c.sectors:>9,}{each:>10.1f}{c.lines:>7,}{use:>8.0%}  {c.place}")
+            rows.append(
+                f"{c.kind:<6}{c.requests:>9,}{c.sectors:>9,}{each:>10.1f}{c.lines:>7,}{use:>8.0%}  {c.location}"
+            )
         return "\n".join(rows + [f"removed by the compiler: {place}" for place in sorted(self.removed)])

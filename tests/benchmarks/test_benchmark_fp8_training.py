@@ -55,7 +55,9 @@ def test_spikes_are_held_against_bf16_with_the_same_spike(saved, monkeypatch):
     seen, own = [], benchmark().spike_curve
 
     def spike_curve(model, optimizer, batches, growth=1.0, at=None):
-        seen.append((sum("casters.input" in name for name, _ in model.named_buffers()) > 0, len(batches), growth, at))
+        seen.append(
+            (sum("quantizers.input" in name for name, _ in model.named_buffers()) > 0, len(batches), growth, at)
+        )
         return own(model, optimizer, batches, growth, at)
 
     monkeypatch.setattr(benchmark(), "spike_curve", spike_curve)

@@ -31,7 +31,7 @@ from course_lib.flash_attention.forward import (
     strides_of,
     wide_enough,
 )
-from course_lib.flash_attention.one_walk import ONE_WALK_CONFIGURATIONS, gradient_kernel
+from course_lib.flash_attention.one_pass import ONE_PASS_CONFIGURATIONS, gradient_kernel
 from course_lib.kernels.gpus import GPUS, occupancy
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="interpreted kernels are compiled apart")
@@ -42,7 +42,7 @@ TUNED = {
     flash_forward_kernel: FORWARD_CONFIGURATIONS,
     query_gradient_kernel: QUERY_CONFIGURATIONS,
     key_gradient_kernel: KEY_CONFIGURATIONS,
-    gradient_kernel: ONE_WALK_CONFIGURATIONS,
+    gradient_kernel: ONE_PASS_CONFIGURATIONS,
 }
 # Products of a tile: scores and out; scores, dp and dq; scores, dp, dk and dv; scores, dp, dk, dv and dq.
 PRODUCTS = {"flash_forward_kernel": 2, "query_gradient_kernel": 3, "key_gradient_kernel": 4, "gradient_kernel": 5,

@@ -33,7 +33,7 @@ from course_lib.flash_attention.forward import (
     strides_of,
     wide_enough,
 )
-from course_lib.flash_attention.one_walk import ONE_WALK_CONFIGURATIONS, gradient_kernel, launch_one_walk
+from course_lib.flash_attention.one_pass import ONE_PASS_CONFIGURATIONS, gradient_kernel, launch_one_pass
 from course_lib.flash_attention.operator import (
     FLASH_BLOCK,
     flash_attention,
@@ -111,7 +111,7 @@ def test_the_same_as_the_reference_with_the_same_tiles(causal):
 
 
 CONFIGURATIONS = list(
-    zip_longest(FORWARD_CONFIGURATIONS, QUERY_CONFIGURATIONS, KEY_CONFIGURATIONS, ONE_WALK_CONFIGURATIONS)
+    zip_longest(FORWARD_CONFIGURATIONS, QUERY_CONFIGURATIONS, KEY_CONFIGURATIONS, ONE_PASS_CONFIGURATIONS)
 )
 
 
@@ -127,7 +127,7 @@ def test_every_configuration_that_the_autotuner_may_choose(chosen, causal, monke
     settings = None, 135, causal, case.d**-0.5
     expected = exact(given, case)
     out, lse = launch_forward(q, k, v, *settings)
-    for found in (launch(gradient, q, k, v, out, lse, *settings) for launch in (launch_backward, launch_one_walk)):
+    for found in (launch(gradient, q, k, v, out, lse, *settings) for launch in (launch_backward, launch_one_pass)):
         for name, mine, right in zip(NAMES, [out, *found], expected, strict=True):
             assert rms(mine - right) <= 1e-6 * rms(right), name
 
@@ -160,7 +160,7 @@ def test_two_walks_and_one_give_the_same_gradients(dtype):
         gradient, q, k, v = inputs(case, dtype)
         settings = cu_seqlens if cu_seqlens is None else cu_seqlens.to(DEVICE), 130, case.causal, 0.3
         out, lse = launch_forward(q, k, v, *settings)
-        one, two = (launch(gradient, q, k, v, out, lse, *settings) for launch in (launch_one_walk, launch_backward))
+        one, two = (launch(gradient, q, k, v, out, lse, *settings) for launch in (launch_one_pass, launch_backward))
         delta_terms = (gradient.float() * out.float()).abs().sum(-1).max()  # with one key, dp - delta is its rounding
         for name, mine, other in zip(("dq", "dk", "dv"), one, two, strict=True):
             eps = torch.finfo(dtype).eps * (dtype != torch.float32) + 16 * torch.finfo(torch.float32).eps
@@ -183,7 +183,7 @@ def test_keys_past_the_end_do_not_spoil_dq(dtype, s_q, s_k, causal):
     settings = None, max(s_q, s_k), causal, 0.25
     out, lse = launch_forward(*given[1:], *settings)
     assert lse.max() < -15
-    one, two = (launch(*given, out, lse, *settings) for launch in (launch_one_walk, launch_backward))
+    one, two = (launch(*given, out, lse, *settings) for launch in (launch_one_pass, launch_backward))
     # The keys are nearly equal, and dz adds up to 0: what is left of a sum may be the rounding of its terms, and of the
     # scores, whose 24 roundings are the powers' relative error.
     terms = 0.25 * (gradient[0, :, 0] @ v[0, :, 0].t()).abs().max()
@@ -485,15 +485,15 @@ def test_only_the_tiles_that_somebody_sees_are_loaded(s_q, s_k, causal):
         extra = of_delta if x is gradient else Counter()
         assert loaded_blocks(backward, x) == wanted(KEY_CONFIGURATIONS[0], False) + own_queries + extra
 
-    def one_walk():
-        launch_one_walk(gradient, q, k, v, out, lse.transpose(1, 2), None, max(s_q, s_k), causal, 0.25)
+    def one_pass():
+        launch_one_pass(gradient, q, k, v, out, lse.transpose(1, 2), None, max(s_q, s_k), causal, 0.25)
 
-    own_keys = Counter((0, token, 0) for token in range(0, s_k, blocks_of(ONE_WALK_CONFIGURATIONS[0])[1]))
+    own_keys = Counter((0, token, 0) for token in range(0, s_k, blocks_of(ONE_PASS_CONFIGURATIONS[0])[1]))
     for x in (k, v):
-        assert loaded_blocks(one_walk, x) == own_keys
+        assert loaded_blocks(one_pass, x) == own_keys
     for x in (q, gradient):
         extra = of_delta if x is gradient else Counter()
-        assert loaded_blocks(one_walk, x) == wanted(ONE_WALK_CONFIGURATIONS[0], False) + extra
+        assert loaded_blocks(one_pass, x) == wanted(ONE_PASS_CONFIGURATIONS[0], False) + extra
 
 
 @interpreted_only
@@ -508,7 +508,7 @@ def test_a_query_with_many_keys_is_one_program():
     with record_launches() as launches:
         run(kernels, inputs(case, torch.float16), case)
     grids = {launch.name: launch.grid for launch in launches}
-    assert grids["gradient_kernel"] == (triton.cdiv(300, blocks_of(ONE_WALK_CONFIGURATIONS[0])[1]), 1, 1)
+    assert grids["gradient_kernel"] == (triton.cdiv(300, blocks_of(ONE_PASS_CONFIGURATIONS[0])[1]), 1, 1)
 
 
 # As an operator.

@@ -5,13 +5,13 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quantized
+from course_lib.fp8.quantization import FULL, ROW, SQUARE, TENSOR, TILE, Quantized
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = [E4M3, E5M2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENSOR_CORE = 32 * 2.0**-14  # of the sum of magnitudes: what 32 products lose, each cut to 14 bits of the largest
-BLOCKS = [TENSOR, ROW, TILE, SQUARE, (WHOLE, 1), (3, 7)]
+BLOCKS = [TENSOR, ROW, TILE, SQUARE, (FULL, 1), (3, 7)]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -30,7 +30,7 @@ def scale_of_each(quantized: Quantized) -> torch.Tensor:
     """The scale of each value, [rows, columns] float64."""
     scale = quantized.scale.double()
     for dim, (size, whole) in enumerate(zip(quantized.block, quantized.values.shape, strict=True)):
-        index = torch.arange(whole, device=scale.device) // (max(whole, 1) if size == WHOLE else size)
+        index = torch.arange(whole, device=scale.device) // (max(whole, 1) if size == FULL else size)
         scale = scale.index_select(dim, index)
     return scale
 
@@ -46,7 +46,7 @@ def any_codes(rows: int, k: int, dtype: torch.dtype, block: tuple[int, int], see
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(dtype)
     finite = codes.view(torch.uint8)[codes.float().isfinite()]
     chosen = finite[torch.randint(len(finite), (rows, k), generator=generator)]
-    blocks = [1 if size == WHOLE else -(-whole // size) for size, whole in zip(block, (rows, k), strict=True)]
+    blocks = [1 if size == FULL else -(-whole // size) for size, whole in zip(block, (rows, k), strict=True)]
     scale = 2 ** (6 * torch.rand(blocks, generator=generator) - 3)
     return Quantized(chosen.view(dtype).to(DEVICE), scale.to(DEVICE), block)
 

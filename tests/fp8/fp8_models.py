@@ -178,7 +178,7 @@ def sharing_the_batch(
         dist.all_reduce(found[f"evaluation {step}"], group=group)
         found[f"evaluation {step}"] /= n
     state = gather_state_dict(model) if way in ("DataParallel", "ZeRO-1") else full_state_dict(wrapped)
-    for name in (name for name in state if name.endswith("casters.gradient.history")):
+    for name in (name for name in state if name.endswith("quantizers.gradient.history")):
         state[name] /= n  # of the mean over a part of the batch
     return found | weights_and_histories(state)
 

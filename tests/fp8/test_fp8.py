@@ -12,7 +12,7 @@ from torch import nn
 
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.fp8 import linear as fp8_linear
-from course_lib.fp8.linear import DelayedCaster, Fp8Linear, update_scales
+from course_lib.fp8.linear import DelayedQuantizer, Fp8Linear, update_scales
 from course_lib.fp8.program import apply_fp8
 from course_lib.fp8.recipes import RECIPES, per_tensor
 from course_lib.recompute.modes import apply_recompute
@@ -59,7 +59,7 @@ def test_the_linear_layers_of_the_blocks_and_no_others(name):
     layers = {name for name, module in model.named_modules() if isinstance(module, Fp8Linear)}
     assert layers == {f"blocks.{i}.{each}" for i in range(SMALL.layers) for each in OF_A_BLOCK}
     for module_name, module in model.named_modules():
-        if module_name not in layers and "casters" not in module_name:
+        if module_name not in layers and "quantizers" not in module_name:
             assert module is before[module_name], module_name
     assert type(model.head) is nn.Linear and model.head.weight is model.embedding.weight
 
@@ -80,7 +80,7 @@ def test_a_state_has_no_more_than_the_histories(name):
     apply_fp8(model, RECIPES[name])
     added = set(model.state_dict()) - before
     assert before <= set(model.state_dict())
-    assert all(each.rsplit(".", 1)[1] in ("amax", "history") and ".casters." in each for each in added)
+    assert all(each.rsplit(".", 1)[1] in ("amax", "history") and ".quantizers." in each for each in added)
     histories = [cast for cast in RECIPES[name].casts if cast.history]
     assert len(added) == 2 * len(histories) * len(OF_A_BLOCK) * SMALL.layers
 
@@ -282,10 +282,10 @@ def test_delayed_scales_take_part_in_training():
     """All of x, w and dy of all layers: after three steps their histories have three entries each."""
     model = apply_fp8(a_model(), RECIPES["Transformer Engine"])
     train(model)
-    casters = [module for module in model.modules() if isinstance(module, DelayedCaster)]
-    assert len(casters) == SMALL.layers * (4 + 7 + 7), "x of q, k and v is one, and of gate and up"
-    for caster in casters:
-        assert (caster.history[:3] > 0).all() and not caster.history[3:].any() and caster.amax > 0
+    quantizers = [module for module in model.modules() if isinstance(module, DelayedQuantizer)]
+    assert len(quantizers) == SMALL.layers * (4 + 7 + 7), "x of q, k and v is one, and of gate and up"
+    for quantizer in quantizers:
+        assert (quantizer.history[:3] > 0).all() and not quantizer.history[3:].any() and quantizer.amax > 0
 
 
 @recipes

@@ -19,7 +19,7 @@ from course_lib.fp8.casts import (
     quantize_delayed,
     quantize_fused,
     quantize_operator,
-    turn_tiles,
+    transpose_tiles,
 )
 from course_lib.fp8.quantization import (
     ROW,
@@ -180,21 +180,21 @@ def test_tiles_are_turned_from_their_8_bits_in_one_look(dtype, power_of_two):
         x[0, 0] = float("nan")
         tiles = quantize(x, dtype, TILE, power_of_two)
         with record_launches() as launches:
-            found = turn_tiles(tiles, power_of_two)
+            found = transpose_tiles(tiles, power_of_two)
         assert [launch.name for launch in launches] == ["quantize_kernel"]
         assert_same(found, quantize(dequantize(tiles).t(), dtype, TILE, power_of_two))
     gaps = quantize(matrix(40, 256), dtype, TILE)
     wide = torch.cat([gaps.values.view(torch.uint8)] * 2, 1).view(dtype)[:, :256]
-    assert_same(turn_tiles(Quantized(wide, gaps.scale, TILE)), turn_tiles(gaps))
+    assert_same(transpose_tiles(Quantized(wide, gaps.scale, TILE)), transpose_tiles(gaps))
     with pytest.raises(ValueError, match=r"x is in blocks of \(-1, -1\): expected tiles, \(1, 128\)"):
-        turn_tiles(quantize(gaps.values.float()))
+        transpose_tiles(quantize(gaps.values.float()))
 
 
 @interpreted_only
 def test_turning_tiles_reads_a_byte_and_writes_one():
     x = quantize(matrix(128, 256, torch.bfloat16), E4M3, TILE)
     with count_accesses() as moved:
-        turn_tiles(x)
+        transpose_tiles(x)
     n, halves = x.values.numel(), 2  # programs have half a tile's columns, and read its scales each
     assert moved["load"] == n + halves * x.scale.nbytes and moved["store"] == n + x.scale.nbytes
 

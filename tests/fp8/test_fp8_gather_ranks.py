@@ -9,7 +9,7 @@ from calls import said
 from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.gather_once import GatherOncePerStep
 from course_lib.fp8.gather import Fp8Gather
-from course_lib.fp8.linear import Caster, Fp8Linear
+from course_lib.fp8.linear import Fp8Linear, Quantizer
 from course_lib.fp8.operands import Cast, Casts
 from course_lib.fp8.program import apply_fp8, update_scales
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, block_amax, blocks_of, dequantize, quantize, scale_of
@@ -56,7 +56,7 @@ def arrived(block: tuple, power_of_two: bool, compute_dtype) -> list[str]:
         dtype = compute_dtype or torch.float32
         for name, layer in (("0.first", net[0].first), ("0.second", net[0].second)):
             expected = quantize(wholes[f"{name}.weight"], E4M3, block, power_of_two)
-            found = layer.casters.weight(layer.weight)
+            found = layer.quantizers.weight(layer.weight)
             wrong += [f"{n} {name}: codes"] * (
                 not torch.equal(*(q.values.view(torch.uint8) for q in (found, expected)))
             )
@@ -99,11 +99,11 @@ def test_blocks_that_are_others_both_ways_are_rounded_twice_for_backward():
     """
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) / 50
     for block, shared in ((TENSOR, True), (SQUARE, True), (ROW, False), (TILE, False)):
-        caster = Caster(Cast(E4M3, block))
-        whole = caster.turned(caster(weight), weight)
-        caster.given = scale_of(block_amax(weight, block), E4M3)
-        arrived = dequantize(caster(weight))
-        gathered = caster.turned(caster(arrived), arrived)
+        quantizer = Quantizer(Cast(E4M3, block))
+        whole = quantizer.transposed(quantizer(weight), weight)
+        quantizer.given = scale_of(block_amax(weight, block), E4M3)
+        arrived = dequantize(quantizer(weight))
+        gathered = quantizer.transposed(quantizer(arrived), arrived)
         differing = (whole.values.view(torch.uint8) != gathered.values.view(torch.uint8)).float().mean().item()
         errors = [((dequantize(each) - weight.t()).norm() / weight.norm()).item() for each in (whole, gathered)]
         assert differing == 0 if shared else differing > 0.25, (block, differing)
@@ -210,16 +210,18 @@ def test_half_the_bytes_of_bfloat16_and_one_all_reduce_a_step(two, how):
 
 
 def scales_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By name of the weight: the scales that its caster has been given."""
-    casters = {name: module for name, module in model.named_modules() if name.endswith("casters.weight")}
-    return {name: caster.given.clone() for name, caster in casters.items()}
+    """By name of the weight: the scales that its quantizer has been given."""
+    quantizers = {name: module for name, module in model.named_modules() if name.endswith("quantizers.weight")}
+    return {name: quantizer.given.clone() for name, quantizer in quantizers.items()}
 
 
 def right_scales(sharded) -> dict[str, torch.Tensor]:
     """The same, of the whole weights of this moment."""
     state = full_state_dict(sharded)
-    named = [(name, name.replace("weight", "casters.weight")) for name in state if "blocks" in name and "proj" in name]
-    return {f"module.{caster}": scale_of(block_amax(state[name], TENSOR), E4M3) for name, caster in named}
+    named = [
+        (name, name.replace("weight", "quantizers.weight")) for name in state if "blocks" in name and "proj" in name
+    ]
+    return {f"module.{quantizer}": scale_of(block_amax(state[name], TENSOR), E4M3) for name, quantizer in named}
 
 
 def optimizers(parameters: list[nn.Parameter]) -> dict[str, torch.optim.Optimizer]:

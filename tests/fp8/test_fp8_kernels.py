@@ -21,9 +21,9 @@ from course_lib.fp8.kernels import (
     block_matmul,
     block_matmul_kernel,
     block_matmul_op,
-    has_pieces,
+    same_k_blocks,
 )
-from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, WHOLE, Quantized, quantize
+from course_lib.fp8.quantization import FULL, ROW, SQUARE, TENSOR, TILE, Quantized, quantize
 from eight_bits import DEVICE, E4M3, E5M2, TENSOR_CORE, any_codes, stands_for
 
 interpreted_only = pytest.mark.skipif(
@@ -69,7 +69,7 @@ def test_against_float64_with_ragged_ends(mix, out_dtype):
 @needs_fp8
 @pytest.mark.parametrize("piece", [32, 64, 128])
 def test_pieces_and_rows_that_share_a_scale(piece):
-    for rows_a, rows_b in ((1, 1), (1, 128), (WHOLE, 1), (16, 48), (WHOLE, WHOLE)):
+    for rows_a, rows_b in ((1, 1), (1, 128), (FULL, 1), (16, 48), (FULL, FULL)):
         a, b = any_codes(70, 150, E4M3, (rows_a, piece)), any_codes(50, 150, E4M3, (rows_b, piece), seed=1)
         assert_product(block_matmul(a, b), a, b)
 
@@ -135,7 +135,7 @@ def bytes_of_bands(monkeypatch) -> list[int]:
 
 
 @needs_fp8
-@pytest.mark.parametrize("blocks", [(TILE, SQUARE), ((WHOLE, 32), (1, 32))], ids=str)
+@pytest.mark.parametrize("blocks", [(TILE, SQUARE), ((FULL, 32), (1, 32))], ids=str)
 def test_nothing_outside_of_the_tensors_is_read_or_written(blocks, monkeypatch):
     """Also where it would be of no consequence: rows past the end."""
 
@@ -183,7 +183,7 @@ def test_on_the_meta_device():
     [
         (TILE, TILE, True),
         (TILE, SQUARE, True),
-        ((WHOLE, 64), (1, 64), True),
+        ((FULL, 64), (1, 64), True),
         ((1, 32), (1, 32), True),
         ((1, 64), (1, 32), False),
         (TILE, ROW, False),
@@ -195,7 +195,7 @@ def test_on_the_meta_device():
 )
 def test_which_scales_it_takes(block_a, block_b, fit):
     a, b = any_codes(3, 128, E4M3, block_a), any_codes(2, 128, E4M3, block_b)
-    assert has_pieces(a, b) == fit
+    assert same_k_blocks(a, b) == fit
     if not fit:
         with pytest.raises(ValueError, match=r"along k both change after the same 32, 64 or 128 numbers"):
             block_matmul(a, b)

@@ -17,10 +17,10 @@ from course_lib.fp8 import linear as fp8_linear
 from course_lib.fp8 import operands as fp8_operands
 from course_lib.fp8.casts import FUSED_BLOCKS, quantize_both
 from course_lib.fp8.linear import (
-    DelayedCaster,
+    DelayedQuantizer,
     Fp8Linear,
-    Fp8Products,
-    LayerCasters,
+    Fp8LinearFunction,
+    LayerQuantizers,
     gradient_dtype,
     quantized_once,
     update_scales,
@@ -200,19 +200,19 @@ def test_one_byte_a_number_is_kept_and_the_weight_by_reference(casts):
 
 def test_layers_with_one_input_quantize_and_keep_it_once():
     """q, k and v: one of x, three of weights; in backward three of gradients."""
-    casters = [LayerCasters(per_tensor()).to(DEVICE) for _ in range(3)]
+    quantizers = [LayerQuantizers(per_tensor()).to(DEVICE) for _ in range(3)]
     weights = [(uneven(n, IN, seed=n) / 100).requires_grad_() for n in (40, 24, 24)]
     x = an_input()
     with mock.patch.object(fp8_linear, "cast_matrix", wraps=fp8_linear.cast_matrix) as casted:
-        outs = Fp8Products.apply(x, None, casters, *weights)
+        outs = Fp8LinearFunction.apply(x, None, quantizers, *weights)
         assert casted.call_count == 1 + 3
-    kept = kept_by(lambda: Fp8Products.apply(x, None, casters, *weights), weights)
+    kept = kept_by(lambda: Fp8LinearFunction.apply(x, None, quantizers, *weights), weights)
     assert [tensor.nbytes for tensor in kept if tensor.itemsize == 1] == [150 * IN]
     gradients = [uneven(150, n, seed=5).view(*LEADING, n) for n in (40, 24, 24)]
     found = torch.autograd.grad(outs, [x, *weights], gradients)
     together = torch.zeros_like(x)
     for i, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        alone = Fp8Products.apply(x, None, [casters[i]], weight)[0]
+        alone = Fp8LinearFunction.apply(x, None, [quantizers[i]], weight)[0]
         dx, dw = torch.autograd.grad(alone, [x, weight], gradient)
         together += dx
         assert torch.equal(alone, outs[i]) and torch.equal(dw, found[1 + i])
@@ -306,10 +306,10 @@ def test_frozen_weights_and_inputs_cost_no_product(casts):
 
 
 def test_of_three_weights_only_those_that_want_one_get_a_gradient():
-    casters = [LayerCasters(per_tensor()).to(DEVICE) for _ in range(3)]
+    quantizers = [LayerQuantizers(per_tensor()).to(DEVICE) for _ in range(3)]
     weights = [torch.randn(8, IN, device=DEVICE, requires_grad=i == 1) for i in range(3)]
     with mock.patch.object(fp8_linear, "fp8_matmul", wraps=fp8_linear.fp8_matmul) as products:
-        outs = Fp8Products.apply(an_input().detach(), None, casters, *weights)
+        outs = Fp8LinearFunction.apply(an_input().detach(), None, quantizers, *weights)
         sum(out.sum() for out in outs).backward()
     assert products.call_count == 3 + 1
     assert [weight.grad is None for weight in weights] == [True, False, True]
@@ -318,8 +318,8 @@ def test_of_three_weights_only_those_that_want_one_get_a_gradient():
 def test_a_weight_that_is_computed():
     """As under tensor parallelism with autocast: no leaf, whose `grad_dtype` PyTorch does not tell."""
     weight = torch.randn(OUT, IN, device=DEVICE, requires_grad=True)
-    casters = LayerCasters(per_tensor()).to(DEVICE)
-    Fp8Products.apply(an_input(), None, [casters], weight.bfloat16())[0].sum().backward()
+    quantizers = LayerQuantizers(per_tensor()).to(DEVICE)
+    Fp8LinearFunction.apply(an_input(), None, [quantizers], weight.bfloat16())[0].sum().backward()
     assert weight.grad.dtype == torch.float32 and weight.grad.abs().sum() > 0
 
 
@@ -352,8 +352,8 @@ def test_copies_are_of_their_own(casts):
 # Delayed scales.
 
 
-def delayed(history: int = 3, power_of_two: bool = False) -> DelayedCaster:
-    return DelayedCaster(Cast(E4M3, history=history, power_of_two=power_of_two)).to(DEVICE)
+def delayed(history: int = 3, power_of_two: bool = False) -> DelayedQuantizer:
+    return DelayedQuantizer(Cast(E4M3, history=history, power_of_two=power_of_two)).to(DEVICE)
 
 
 def ones(size: float) -> torch.Tensor:
@@ -362,50 +362,50 @@ def ones(size: float) -> torch.Tensor:
 
 def test_the_scale_is_that_of_the_largest_of_the_last_steps():
     """By hand. A step is three matrices, the second one the largest."""
-    caster = delayed(history=3)
+    quantizer = delayed(history=3)
     for size in (4, 9):
-        assert caster(ones(size)).scale.item() == pytest.approx(size / 448), "no history: its own"
-    assert caster.amax.item() == 9
-    caster.update()
+        assert quantizer(ones(size)).scale.item() == pytest.approx(size / 448), "no history: its own"
+    assert quantizer.amax.item() == 9
+    quantizer.update()
     for size, known in [(7, 9), (1, 9), (2, 9), (1, 7), (1, 2)]:  # 9 is in the history for three steps, and so is 7
-        caster(ones(size / 2))
-        found = caster(ones(size))
-        caster(ones(size / 4))
+        quantizer(ones(size / 2))
+        found = quantizer(ones(size))
+        quantizer(ones(size / 4))
         assert found.scale.shape == (1, 1) and found.scale.item() == pytest.approx(known / 448, rel=1e-6)
-        assert caster.amax.item() == size
-        caster.update()
-        assert caster.amax.item() == 0 and caster.history[0].item() == size
+        assert quantizer.amax.item() == size
+        quantizer.update()
+        assert quantizer.amax.item() == 0 and quantizer.history[0].item() == size
         if size == 2 and known == 9:
-            assert caster.history.tolist() == [2, 1, 7]
+            assert quantizer.history.tolist() == [2, 1, 7]
 
 
 def test_what_grows_in_a_step_is_cut_off_until_the_next_one():
-    caster = delayed()
-    caster(ones(1))
-    caster.update()
-    found = caster(ones(10))
+    quantizer = delayed()
+    quantizer(ones(1))
+    quantizer.update()
+    found = quantizer(ones(10))
     assert (stands_for(found) == found.scale.double() * 448).all(), "at the largest that the old scale has"
-    caster.update()
-    torch.testing.assert_close(stands_for(caster(ones(10))).float(), ones(10))
+    quantizer.update()
+    torch.testing.assert_close(stands_for(quantizer(ones(10))).float(), ones(10))
 
 
 def test_a_replay_changes_nothing():
-    caster = delayed()
-    first, state = caster(ones(3)), copy.deepcopy(caster.state_dict())
-    second = caster(ones(3))
-    assert torch.equal(first.scale, second.scale) and torch.equal(caster.amax, state["amax"])
+    quantizer = delayed()
+    first, state = quantizer(ones(3)), copy.deepcopy(quantizer.state_dict())
+    second = quantizer(ones(3))
+    assert torch.equal(first.scale, second.scale) and torch.equal(quantizer.amax, state["amax"])
 
 
 def test_an_update_without_a_forward():
     """A layer that was not used: zeros join the history; where there are only zeros a matrix has its own scale."""
-    caster = delayed(history=2)
-    caster.update()
-    assert caster(ones(5)).scale.item() == pytest.approx(5 / 448)
+    quantizer = delayed(history=2)
+    quantizer.update()
+    assert quantizer(ones(5)).scale.item() == pytest.approx(5 / 448)
     for _ in range(2):
-        caster.update()
-        assert caster(ones(1).zero_()).scale.item() == pytest.approx(5 / 448)
-    caster.update()
-    assert caster.history.tolist() == [0, 0] and caster(ones(1e-6)).scale.item() == pytest.approx(1e-6 / 448)
+        quantizer.update()
+        assert quantizer(ones(1).zero_()).scale.item() == pytest.approx(5 / 448)
+    quantizer.update()
+    assert quantizer.history.tolist() == [0, 0] and quantizer(ones(1e-6)).scale.item() == pytest.approx(1e-6 / 448)
 
 
 def test_evaluation_leaves_the_history_alone():
@@ -420,17 +420,17 @@ def test_evaluation_leaves_the_history_alone():
 
 
 def test_nan_and_infinity_do_not_enter_the_history():
-    caster, x = delayed(), ones(2)
+    quantizer, x = delayed(), ones(2)
     x[0, 0], x[1, 1] = torch.nan, torch.inf
-    caster(x)
-    assert caster.amax.item() == 2
+    quantizer(x)
+    assert quantizer.amax.item() == 2
 
 
 def test_powers_of_two_from_a_history():
-    caster = delayed(power_of_two=True)
-    caster(ones(5))
-    caster.update()
-    assert caster(ones(3)).scale.item() == 2.0**-6  # 5 / 448 = 0.0112
+    quantizer = delayed(power_of_two=True)
+    quantizer(ones(5))
+    quantizer.update()
+    assert quantizer(ones(3)).scale.item() == 2.0**-6  # 5 / 448 = 0.0112
 
 
 def test_the_state_goes_through_a_checkpoint():
@@ -439,7 +439,7 @@ def test_the_state_goes_through_a_checkpoint():
     update_scales(layer)
     run(layer, x / 3, gradient)
     names = set(layer.state_dict()) - {"weight"}
-    assert names == {f"casters.{role}.{name}" for role in Casts._fields for name in ("amax", "history")}
+    assert names == {f"quantizers.{role}.{name}" for role in Casts._fields for name in ("amax", "history")}
     fresh = a_layer(CASTS["delayed"])
     fresh.load_state_dict(copy.deepcopy(layer.state_dict()))
     for each in (layer, fresh):
@@ -458,9 +458,9 @@ def test_scales_stay_float32_where_a_model_is_cast():
     layer, x = a_layer(CASTS["delayed"]), an_input()
     run(layer, x, a_gradient())
     update_scales(layer)
-    before = copy.deepcopy(layer.casters.state_dict())
+    before = copy.deepcopy(layer.quantizers.state_dict())
     layer.bfloat16()
-    for name, tensor in layer.casters.state_dict().items():
+    for name, tensor in layer.quantizers.state_dict().items():
         assert tensor.dtype == torch.float32 and torch.equal(tensor, before[name]), name
     assert layer.weight.dtype == torch.bfloat16 and layer(an_input(torch.bfloat16)).dtype == torch.bfloat16
 
@@ -471,14 +471,16 @@ def test_update_scales_reaches_all_of_a_model():
     )
     layers.to(DEVICE)(an_input()).sum().backward()
     update_scales(layers)
-    casters = [module for module in layers.modules() if isinstance(module, DelayedCaster)]
-    assert len(casters) == 3 + 2 and all(caster.updated and caster.amax.item() == 0 for caster in casters)
-    assert all(caster.history[0].item() > 0 for caster in casters)
+    quantizers = [module for module in layers.modules() if isinstance(module, DelayedQuantizer)]
+    assert len(quantizers) == 3 + 2 and all(
+        quantizer.updated and quantizer.amax.item() == 0 for quantizer in quantizers
+    )
+    assert all(quantizer.history[0].item() > 0 for quantizer in quantizers)
 
 
 def test_a_history_is_for_whole_matrices():
     with pytest.raises(ValueError, match=r"delayed scaling works per tensor, not with blocks of \(1, -1\)"):
-        LayerCasters(Casts(*[Cast(E4M3, ROW, history=2)] * 3))
+        LayerQuantizers(Casts(*[Cast(E4M3, ROW, history=2)] * 3))
 
 
 # A weight that is kept in 8 bits.
@@ -486,7 +488,7 @@ def test_a_history_is_for_whole_matrices():
 
 def store(layer: Fp8Linear, grad_dtype: torch.dtype | None = torch.float32) -> Fp8Linear:
     """The layer with its weight in 8 bits."""
-    layer.weight = nn.Parameter(layer.casters.weight.store(layer.weight.detach()))
+    layer.weight = nn.Parameter(layer.quantizers.weight.store(layer.weight.detach()))
     layer.weight.grad_dtype = grad_dtype
     return layer
 
@@ -501,7 +503,7 @@ def test_a_stored_weight_is_the_one_that_would_have_been_quantized(casts):
     assert stored.weight.dtype == casts.weight.dtype and stored.weight.nbytes == OUT * IN
     for name, one, other in zip(("y", "dx", "dw"), plain, run(stored, x, gradient), strict=True):
         assert torch.equal(one, other), name
-    assert "casters.weight.stored_scale" in stored.state_dict()
+    assert "quantizers.weight.stored_scale" in stored.state_dict()
 
 
 def test_a_stored_weight_by_rows_is_turned_with_its_scale():
@@ -572,25 +574,27 @@ def test_a_historys_scale_is_worked_out_once_a_step_and_is_never_stale(monkeypat
     for module in (fp8_linear, fp8_operands):
         monkeypatch.setattr(module, "has_kernels", lambda x, block: block in FUSED_BLOCKS)
     layer, x = a_layer(per_tensor(history=3), dtype=torch.bfloat16), an_input(torch.bfloat16)
-    caster = layer.casters.input
-    with mock.patch.object(DelayedCaster, "next_scale", autospec=True, side_effect=DelayedCaster.next_scale) as asked:
+    quantizer = layer.quantizers.input
+    with mock.patch.object(
+        DelayedQuantizer, "next_scale", autospec=True, side_effect=DelayedQuantizer.next_scale
+    ) as asked:
         for step in range(4):
-            caster.known = step > 0  # as `find_known` says on a GPU
+            quantizer.known = step > 0  # as `check_histories` says on a GPU
             run(layer, x, a_gradient(torch.bfloat16))
             asked.reset_mock()
             layer(x), layer(x)
-            assert sum(call.args[0] is caster for call in asked.call_args_list) == (0 if step else 2)
+            assert sum(call.args[0] is quantizer for call in asked.call_args_list) == (0 if step else 2)
             update_scales(layer)
 
     def scale() -> float:
-        return caster(x.detach().view(-1, IN)).scale.item()
+        return quantizer(x.detach().view(-1, IN)).scale.item()
 
     largest = x.abs().max().item()
     assert scale() == pytest.approx(largest / 448)
     with torch.no_grad():
-        caster.history.fill_(1000.0)
+        quantizer.history.fill_(1000.0)
     assert scale() == pytest.approx(1000 / 448)
-    caster.history.data.fill_(1e6)  # as a learner's `update` might
+    quantizer.history.data.fill_(1e6)  # as a learner's `update` might
     update_scales(layer)
     assert scale() == pytest.approx(1e6 / 448)
     with torch.inference_mode():
@@ -669,7 +673,7 @@ def test_scales_by_tile_follow_the_tokens():
 def by_kernels(monkeypatch):
     for module in (fp8_linear, fp8_operands):
         monkeypatch.setattr(module, "has_kernels", lambda x, block: block in FUSED_BLOCKS)
-    monkeypatch.setattr(fp8_linear, "turns_by_kernel", lambda values: True)
+    monkeypatch.setattr(fp8_linear, "has_transpose_kernel", lambda values: True)
 
 
 @how
@@ -682,15 +686,15 @@ def test_kernels_give_the_layer_the_same_bits(casts, by_kernels):
         with (
             mock.patch.object(fp8_linear, "has_kernels", lambda x, block: False),
             mock.patch.object(fp8_operands, "has_kernels", lambda x, block: False),
-            mock.patch.object(fp8_linear, "turns_by_kernel", lambda values: False),
+            mock.patch.object(fp8_linear, "has_transpose_kernel", lambda values: False),
         ):
             expected = run(plain, x, gradient)
         assert all(map(torch.equal, found, expected)), step
         for each in (layer, plain):
             update_scales(each)
         assert_same_state(layer, plain)
-        for caster in layer.modules():
-            caster.known = isinstance(caster, DelayedCaster)  # what update_scales finds out on a GPU
+        for quantizer in layer.modules():
+            quantizer.known = isinstance(quantizer, DelayedQuantizer)  # what update_scales finds out on a GPU
 
 
 def looks_of(layer: nn.Module) -> Counter:
@@ -708,8 +712,8 @@ def test_each_operand_is_looked_at_as_seldom_as_can_be(name, looks, by_kernels):
     layer = a_layer(CASTS[name], dtype=torch.bfloat16)
     run(layer, an_input(torch.bfloat16), a_gradient(torch.bfloat16))
     update_scales(layer)
-    for caster in layer.modules():
-        caster.known = isinstance(caster, DelayedCaster)
+    for quantizer in layer.modules():
+        quantizer.known = isinstance(quantizer, DelayedQuantizer)
     found = looks_of(layer)
     assert (found["quantize_kernel"], found["amax_kernel"]) == looks and len(found) <= 2
 
@@ -719,24 +723,24 @@ def test_the_host_asks_seldom_who_has_a_history():
     would have to ask in each; of a state that is loaded it knows nothing.
     """
     sizes = [0.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3.0]
-    four, one = DelayedCaster(Cast(history=4)), DelayedCaster(Cast(history=1))
+    four, one = DelayedQuantizer(Cast(history=4)), DelayedQuantizer(Cast(history=1))
     known = []
     for size in sizes:
-        for caster in (four, one):
-            caster.amax.fill_(size)
+        for quantizer in (four, one):
+            quantizer.amax.fill_(size)
         with mock.patch.object(torch, "cat", wraps=torch.cat) as asked:
-            fp8_linear.find_known([four, one])
+            fp8_linear.check_histories([four, one])
         known.append((four.known, asked.call_count))
-        for caster in (four, one):
-            caster.update()
+        for quantizer in (four, one):
+            quantizer.update()
         assert not four.known or four.history.max() > 0, "known: there is one"
     assert known == [(False, 1), (False, 0), (False, 0), (False, 1), (False, 0), (False, 0), (False, 1), (False, 0)]
-    fp8_linear.find_known([])
+    fp8_linear.check_histories([])
     four.amax.fill_(1.0)
     for _ in range(3):
-        fp8_linear.find_known([four])
+        fp8_linear.check_histories([four])
     assert four.known and not one.known
-    four.load_state_dict(DelayedCaster(Cast(history=4)).state_dict())
+    four.load_state_dict(DelayedQuantizer(Cast(history=4)).state_dict())
     assert not four.known and four.asked == 0
 
 
@@ -767,13 +771,13 @@ def test_weights_are_quantized_once_for_all_micro_batches(casts, kernels, monkey
     def few_rows(micro_batch):
         return an_input(seed=micro_batch)[:, :3]
 
-    quantize_of = fp8_linear.Caster.quantize
+    quantize_of = fp8_linear.Quantizer.quantize
 
-    def counted(caster, x, *more):
+    def counted(quantizer, x, *more):
         seen.update(i for i, weight in enumerate(weights) if x.is_set_to(weight))
-        return quantize_of(caster, x, *more)
+        return quantize_of(quantizer, x, *more)
 
-    monkeypatch.setattr(fp8_linear.Caster, "quantize", counted)
+    monkeypatch.setattr(fp8_linear.Quantizer, "quantize", counted)
     for _step in range(2):
         for micro_batch in range(2):
             twin(few_rows(micro_batch)).square().sum().backward()
@@ -790,7 +794,7 @@ def test_weights_are_quantized_once_for_all_micro_batches(casts, kernels, monkey
         for each in (model, twin):
             update_scales(each)
         assert_same_state(model, twin)
-    assert all(caster.kept is None for caster in model.modules() if hasattr(caster, "kept"))
+    assert all(quantizer.kept is None for quantizer in model.modules() if hasattr(quantizer, "kept"))
 
 
 def test_a_weight_that_changes_meanwhile_is_quantized_anew():
@@ -805,7 +809,7 @@ def test_a_weight_that_changes_meanwhile_is_quantized_anew():
     with pytest.raises(ZeroDivisionError), quantized_once(layer):
         layer(x)
         raise ZeroDivisionError
-    assert layer.casters.weight.kept is None and not layer.casters.weight.keeps
+    assert layer.quantizers.weight.kept is None and not layer.quantizers.weight.keeps
 
 
 def test_after_a_step_weights_are_quantized_anew_though_autograd_saw_no_change():

@@ -60,7 +60,7 @@ def test_tensor_parallelism_is_one_process(two, how, recompute):
     for found in two(in_tensor_parallel, of, how, torch.float64, recompute):
         assert found.keys() == expected.keys()
         assert not not_the_same(found, expected, EXACT)
-    assert any(name.endswith("q_proj.casters.input.history") for name in expected) == (how == "delayed")
+    assert any(name.endswith("q_proj.quantizers.input.history") for name in expected) == (how == "delayed")
 
 
 def test_fp8_is_not_what_it_is_compared_to(two):

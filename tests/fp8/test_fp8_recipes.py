@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from course_lib.fp8.linear import LayerCasters
+from course_lib.fp8.linear import LayerQuantizers
 from course_lib.fp8.operands import Cast
 from course_lib.fp8.quantization import SQUARE, TENSOR, TILE
 from course_lib.fp8.recipes import FP8_LM_CASTS, RECIPES, TE_CASTS, Recipe, by_blocks, per_tensor
@@ -92,9 +92,9 @@ def test_casts_by_options():
 
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.casts])
 def test_each_can_be_made(name):
-    casters = LayerCasters(RECIPES[name].casts)
+    quantizers = LayerQuantizers(RECIPES[name].casts)
     for role, cast in RECIPES[name].casts._asdict().items():
-        assert getattr(casters, role).cast == cast
+        assert getattr(quantizers, role).cast == cast
 
 
 def test_recipes_are_data():

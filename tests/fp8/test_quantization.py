@@ -7,13 +7,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from course_lib.fp8.quantization import (
+    FULL,
     LARGEST,
     ROW,
     SMALLEST_SCALE,
     SQUARE,
     TENSOR,
     TILE,
-    WHOLE,
     Quantized,
     block_amax,
     dequantize,
@@ -85,7 +85,7 @@ def test_the_largest_of_each_block_uses_the_range(dtype, block):
     coarse = quantize(x, dtype, block, power_of_two=True)
     largest = block_amax(coarse.values.float(), block)
     assert (largest <= LARGEST[dtype]).all() and (largest >= LARGEST[dtype] / 2).all()
-    rows, columns = (whole if size == WHOLE else size for size, whole in zip(block, x.shape, strict=True))
+    rows, columns = (whole if size == FULL else size for size, whole in zip(block, x.shape, strict=True))
     for i in range(found.scale.shape[0]):
         for j in range(0, found.scale.shape[1], 17):
             of_block = x[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
@@ -246,7 +246,7 @@ def test_empty_matrices(dtype, block):
     for shape in ((0, 5), (5, 0), (0, 0)):
         found = quantize(torch.empty(shape, device=DEVICE), dtype, block)
         assert found.values.shape == shape and (found.scale == 1).all()
-        counts = [1 if size == WHOLE else -(-whole // size) for size, whole in zip(block, shape, strict=True)]
+        counts = [1 if size == FULL else -(-whole // size) for size, whole in zip(block, shape, strict=True)]
         assert list(found.scale.shape) == counts
         assert dequantize(found).shape == shape and found.t().values.shape == shape[::-1]
 
@@ -307,7 +307,7 @@ def test_groups_take_the_largest_amax_of_each():
         (lambda x: quantize(x[None]), r"not \[1, 2, 3\]"),
         (lambda x: quantize(x.int()), "not .* torch.int32"),
         (lambda x: quantize(x, torch.bfloat16), "torch.bfloat16: the 8-bit formats are torch.float8_e4m3fn, "),
-        (lambda x: quantize(x, block=(0, 4)), r"block \(0, 4\): .* 1 or more, or WHOLE"),
+        (lambda x: quantize(x, block=(0, 4)), r"block \(0, 4\): .* 1 or more, or FULL"),
         (lambda x: quantize(x, block=(1, -2)), r"block \(1, -2\)"),
         (lambda x: quantize(x, scale=torch.ones(())), r"have \(1, 1\) scales, not \[\]"),
         (lambda x: quantize(x, block=ROW, scale=torch.ones(1, 2)), r"have \(2, 1\) scales, not \[1, 2\]"),

@@ -16,15 +16,15 @@ from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, qu
 from course_lib.fp8.recipes import by_blocks
 from course_lib.fp8.scaled_matmul import (
     by_block_kernel,
-    cut_towards_zero,
     emulated_matmul,
     float32_matmul,
     fp8_matmul,
     has_scaled_mm,
     padded_to_16,
     row_scaled_matmul,
-    scales_rows,
     short_sum_matmul,
+    supports_row_scales,
+    truncate_to,
 )
 from eight_bits import DEVICE, E4M3, E5M2, TENSOR_CORE, Products, any_codes, seeded, stands_for, watched
 
@@ -225,8 +225,8 @@ def test_scales_lie_as_cublas_reads_them(rows, k):
 ])  # fmt: skip
 def test_cublas_multiplies_blocks(blocks, m, n, k, out_dtype):
     a, b = (any_codes(rows, k, E4M3, block, seed=rows) for rows, block in zip((m, n), blocks, strict=True))
-    assert scaled_matmul.scales_blocks(a, b, out_dtype)
-    assert not scaled_matmul.scales_blocks(a._replace(values=a.values.to(E5M2)), b, out_dtype)
+    assert scaled_matmul.supports_block_scales(a, b, out_dtype)
+    assert not scaled_matmul.supports_block_scales(a._replace(values=a.values.to(E5M2)), b, out_dtype)
     exact, size = stands_for(a) @ stands_for(b).t(), stands_for(a).abs() @ stands_for(b).abs().t()
     found = scaled_matmul.block_scaled_matmul(a, b, out_dtype).double()
     assert ((found - exact).abs() <= torch.finfo(out_dtype).eps * exact.abs() + TENSOR_CORE * size).all()
@@ -272,12 +272,14 @@ def test_rows_are_scaled_by_the_product_itself_where_it_can(blocks, monkeypatch)
         for rows, each in zip((37, 50), blocks, strict=True)
     )
     expected, products = emulated_matmul(a, b, torch.float64), []
-    monkeypatch.setattr(scaled_matmul, "scales_rows", lambda device, dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(scaled_matmul, "supports_row_scales", lambda device, dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     found = row_scaled_matmul(a, b, torch.bfloat16)
     assert products == [torch.bfloat16], "no float32 product, no scales afterwards"
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-4)
-    assert scales_rows(torch.device("cuda"), torch.bfloat16) and not scales_rows(torch.device("cuda"), torch.float32)
+    assert supports_row_scales(torch.device("cuda"), torch.bfloat16) and not supports_row_scales(
+        torch.device("cuda"), torch.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -316,16 +318,16 @@ def test_an_example_by_hand():
     Towards zero: -3 becomes -2, not -4.
     """
     a, ones = a_row(16, 1, 1, 3), a_row(1, 1, 1, 1)
-    assert short_sum_matmul(a, ones, bits=4, together=2).item() == 18
-    assert short_sum_matmul(a, ones, bits=5, together=2).item() == 21
-    assert short_sum_matmul(a, ones, bits=4, together=2, promote=2).item() == 20
-    assert short_sum_matmul(a_row(16, 1, -1, -3), ones, bits=4, together=2).item() == 14
-    assert short_sum_matmul(a_row(0, 0), a_row(1, 1), bits=4, together=2).item() == 0
+    assert short_sum_matmul(a, ones, bits=4, per_instruction=2).item() == 18
+    assert short_sum_matmul(a, ones, bits=5, per_instruction=2).item() == 21
+    assert short_sum_matmul(a, ones, bits=4, per_instruction=2, promote=2).item() == 20
+    assert short_sum_matmul(a_row(16, 1, -1, -3), ones, bits=4, per_instruction=2).item() == 14
+    assert short_sum_matmul(a_row(0, 0), a_row(1, 1), bits=4, per_instruction=2).item() == 0
 
 
 def test_cut():
     values = torch.tensor([7.9, -7.9, 2.0, 1.9, 0.0], dtype=torch.float64)
-    assert cut_towards_zero(values, torch.tensor(2.0)).tolist() == [6, -6, 2, 0, 0]
+    assert truncate_to(values, torch.tensor(2.0)).tolist() == [6, -6, 2, 0, 0]
 
 
 def squares(k: int, rows: int = 24) -> tuple[Quantized, Quantized, torch.Tensor]:

@@ -21,11 +21,11 @@ from course_lib.kernels.cpp import (
     CannotBuild,
     build_elu,
     build_operators,
-    installed_tools_found,
     nvcc_report,
     require_build_tools,
     require_cuda,
     require_torch_compile,
+    scripts_on_path,
 )
 from cuda_on_cpu import check_with_nvcc, compiled, needs_gcc, needs_nvcc, pointer
 
@@ -187,7 +187,7 @@ def test_missing_tools_are_named(tmp_path):
 def test_ninja_beside_python_is_found(tmp_path):
     script(tmp_path, "ninja", "1.13.0")
     with mock.patch.dict(os.environ, PATH=""), mock.patch.object(sysconfig, "get_path", lambda name: str(tmp_path)):
-        with installed_tools_found():
+        with scripts_on_path():
             assert cpp_extension.is_ninja_available()
         assert not cpp_extension.is_ninja_available()
 

@@ -263,8 +263,8 @@ def test_backward_keeps_the_sum_and_one_number_a_row(with_residual):
 
 def test_the_operators_are_proper():
     x, weight, residual = random(3, 8), random(8), random(3, 8, dtype=torch.bfloat16)
-    torch.library.opcheck(fused_norm.normalise, (x, weight, EPS))
-    torch.library.opcheck(fused_norm.add_and_normalise, (x, residual, weight, EPS))
+    torch.library.opcheck(fused_norm.normalize, (x, weight, EPS))
+    torch.library.opcheck(fused_norm.add_and_normalize, (x, residual, weight, EPS))
     rstd = torch.ones(3, device=DEVICE)
     for dsum in (None, x.detach()):
         torch.library.opcheck(fused_norm.norm_backward, (x.detach(), dsum, x.detach(), weight.detach(), rstd))

@@ -60,7 +60,7 @@ def test_measured_ceilings_are_of_the_work_that_was_done(monkeypatch):
 def test_a_product_grows_until_it_is_long_enough(monkeypatch):
     monkeypatch.setattr(roofline, "time_kernel", lambda run, device, **options: Timing((1e-6,)))
     monkeypatch.setattr(roofline, "LARGEST_SIDE", 1024)
-    assert roofline.measure_product(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 1e-6
+    assert roofline.measure_matmul(torch.device("cpu"), torch.float32) == 2 * 1024**3 / 1e-6
 
 
 def test_this_machine_has_two_ceilings():

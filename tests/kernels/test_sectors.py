@@ -60,7 +60,7 @@ def filled() -> Transactions:
 
 def test_sums_over_accesses():
     traffic = filled()
-    assert [(count.place, count.requests, count.sectors, count.lines) for count in traffic.counts] == [
+    assert [(count.location, count.requests, count.sectors, count.lines) for count in traffic.counts] == [
         ("3: a", 2, 8, 2),
         ("4: b", 1, 4, 1),
         ("5: c", 1, 1, 1),

@@ -385,7 +385,7 @@ def test_brute_force_over_the_compiled_layout(counted):
         key = name, kind, f"{sources(case.launch.kernel)[function]['line'] + line - 1}: "
         sectors[key] += brute_force(case, access, which, case.launch.args[tensor], touched.reshape(-1))
     for (name, kind, place), expected in sectors.items():
-        (count,) = [each for each in counted[name].traffic.kinds(kind) if each.place.startswith(place)]
+        (count,) = [each for each in counted[name].traffic.kinds(kind) if each.location.startswith(place)]
         assert count.sectors == expected, (name, count)
 
 
@@ -403,9 +403,9 @@ def test_what_is_not_coalesced_shows(counted):
 def test_places_are_lines_of_the_source(counted):
     """Of a helper function its own line; of a notebook's cell the cell's; what the compiler removed is told apart."""
     (load,) = counted["helper"].traffic.kinds("load")
-    assert load.place.endswith(": return tl.load(x + i)")
+    assert load.location.endswith(": return tl.load(x + i)")
     for count in counted["cell"].traffic.counts:
-        assert "cast(halve(tl.load(x + i, mask=there))" in count.place
+        assert "cast(halve(tl.load(x + i, mask=there))" in count.location
     (removed,) = counted["unused"].traffic.removed
     assert removed.endswith(": unused = tl.load(y + i)")
     assert "removed by the compiler: " + removed in str(counted["unused"].traffic)

@@ -9,7 +9,7 @@ def online_step(
     base = torch.where(torch.isinf(higher) & (higher < 0), torch.zeros_like(higher), higher)
     powers = (scores - base.unsqueeze(-1)).exp()
     shrink = (highest - base).exp()
-    return higher, shrink * total + powers.sum(dim=-1), shrink.unsqueeze(-1) * out + rounded_product(powers, values)
+    return higher, shrink * total + powers.sum(dim=-1), shrink.unsqueeze(-1) * out + rounded_matmul(powers, values)
 
 # %% 13.2 with the last row
 def key_bounds(first_row: int, block_q: int, block_k: int, s_q: int, s_k: int, causal: bool) -> tuple[int, int]:
@@ -27,7 +27,7 @@ def tiled_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     s_q, heads, d = q.shape[1:]
     s_k, kv_heads = k.shape[1], k.shape[2]
-    scale, dtype = scale_or_usual(scale, d), wide_dtype(q)
+    scale, dtype = scale_or_default(scale, d), wide_dtype(q)
     if not s_k:
         return torch.zeros_like(q), torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)
     outs, lses = [], []
@@ -52,7 +52,7 @@ def tiled_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     s_q, heads, d = q.shape[1:]
     s_k, kv_heads = k.shape[1], k.shape[2]
-    scale, dtype = scale_or_usual(scale, d), wide_dtype(k)
+    scale, dtype = scale_or_default(scale, d), wide_dtype(k)
     dq = torch.zeros_like(q)
     dk = torch.zeros(k.transpose(1, 2).shape, dtype=dtype, device=k.device)
     dv = torch.zeros(v.transpose(1, 2).shape, dtype=dtype, device=v.device)
@@ -66,10 +66,10 @@ def tiled_backward(
             k_tile = fold_heads(k[:, tile.column : tile.column_end], kv_heads)
             v_tile = fold_heads(v[:, tile.column : tile.column_end], kv_heads)
             p = (tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile).exp()
-            dv[:, :, tile.column : tile.column_end].add_(rounded_product(p.transpose(-1, -2), upper))
-            ds = (rounded_product(upper, v_tile.transpose(-1, -2)) - delta_tile) * p
-            dk[:, :, tile.column : tile.column_end].add_(rounded_product(ds.transpose(-1, -2), q_tile))
-            of_rows.add_(rounded_product(ds, k_tile))
+            dv[:, :, tile.column : tile.column_end].add_(rounded_matmul(p.transpose(-1, -2), upper))
+            ds = (rounded_matmul(upper, v_tile.transpose(-1, -2)) - delta_tile) * p
+            dk[:, :, tile.column : tile.column_end].add_(rounded_matmul(ds.transpose(-1, -2), q_tile))
+            of_rows.add_(rounded_matmul(ds, k_tile))
         dq[:, rows] = unfold_heads(scale * of_rows, heads).to(q.dtype)
     return dq, (scale * dk).transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
 

@@ -35,7 +35,7 @@ def quantize(
 @triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k", "rows_a", "rows_b"])
 @triton.jit
 def block_matmul_kernel(
-    a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_piece, scale_b_row, scale_b_piece,
+    a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_block, scale_b_row, scale_b_block,
     rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
@@ -54,8 +54,8 @@ def block_matmul_kernel(
         of_a = tl.load(a, a_rows & (inner[None, :] < left), other=0.0)
         of_b = tl.load(b, (inner[:, None] < left) & b_columns, other=0.0)
         product = dot_fp8(of_a, of_b, tl.zeros((block_m, block_n), tl.float32))
-        row_scale = tl.load(scale_a + number * scale_a_piece, row < m, other=0.0)
-        column_scale = tl.load(scale_b + number * scale_b_piece, column < n, other=0.0)
+        row_scale = tl.load(scale_a + number * scale_a_block, row < m, other=0.0)
+        column_scale = tl.load(scale_b + number * scale_b_block, column < n, other=0.0)
         total += product * row_scale[:, None] * column_scale[None, :]
         a += piece
         b += piece
@@ -63,7 +63,7 @@ def block_matmul_kernel(
     tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
 
 # %% 14.7 rolled
-def next_scale(self: DelayedCaster, amax: torch.Tensor) -> torch.Tensor:
+def next_scale(self: DelayedQuantizer, amax: torch.Tensor) -> torch.Tensor:
     if self.training:
         torch.maximum(self.amax, amax.reshape(1), out=self.amax)
     largest = torch.amax(self.history)
@@ -71,7 +71,7 @@ def next_scale(self: DelayedCaster, amax: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def update(self: DelayedCaster) -> None:
+def update(self: DelayedQuantizer) -> None:
     self.history.copy_(self.history.roll(1))
     self.history[:1].copy_(self.amax)
     self.amax.fill_(0.0)
@@ -81,15 +81,15 @@ def update(self: DelayedCaster) -> None:
 @staticmethod
 def backward(ctx, *gradients: torch.Tensor) -> tuple:
     values, scale, *saved = ctx.saved_tensors
-    count = len(ctx.casters)
+    count = len(ctx.quantizers)
     weights, scales = saved[:count], saved[count:]
     flat = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]
-    in_8_bits = [caster.gradient(gradient) for caster, gradient in zip(ctx.casters, flat)]
+    in_8_bits = [quantizer.gradient(gradient) for quantizer, gradient in zip(ctx.quantizers, flat)]
     total, on_its_way = None, None
     if ctx.needs_input_grad[0]:
-        for caster, gradient, weight, of_weight in zip(ctx.casters, in_8_bits, weights, scales):
-            quantized = caster.weight(weight, of_weight)
-            product = fp8_matmul(gradient, caster.weight.turned(quantized, weight), ctx.dtype)
+        for quantizer, gradient, weight, of_weight in zip(ctx.quantizers, in_8_bits, weights, scales):
+            quantized = quantizer.weight(weight, of_weight)
+            product = fp8_matmul(gradient, quantizer.weight.transposed(quantized, weight), ctx.dtype)
             total = product if total is None else total + product
         total = total.reshape(ctx.shape)
         if ctx.group is not None:
@@ -97,9 +97,9 @@ def backward(ctx, *gradients: torch.Tensor) -> tuple:
     of_weights = [None for _ in weights]
     wanted = [number for number in range(count) if ctx.needs_input_grad[3 + number]]
     if wanted:
-        x = ctx.casters[0].input.turned(Quantized(values, scale, ctx.block))
+        x = ctx.quantizers[0].input.transposed(Quantized(values, scale, ctx.block))
     for number in wanted:
-        turned = ctx.casters[number].gradient.turned(in_8_bits[number], flat[number])
+        turned = ctx.quantizers[number].gradient.transposed(in_8_bits[number], flat[number])
         of_weights[number] = fp8_matmul(turned, x, ctx.grad_dtypes[number])
     if on_its_way is not None:
         on_its_way.wait()

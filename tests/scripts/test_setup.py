@@ -116,7 +116,7 @@ def test_installs_once_and_again_when_the_list_changes(course):
     assert installs("test") == installs("lab") == []
     os.utime(course / "constraints.txt", (4e9, 4e9))
     assert installs("lab", "CPU=1") == [
-        "-m pip install -c constraints.txt -e . --extra-index-url https://download.pytorch.org/whl/cpu"
+        "-m pip install -c constraints.txt -e .[lab] --extra-index-url https://download.pytorch.org/whl/cpu"
     ]
 
 

@@ -93,7 +93,7 @@ ONCE = {
     "StartAllToAll": (departure, (2, 3)),
     "WaitAllToAll": (arrival, (2, 3)),
     "WeightHalf": (weight_half, (2, 3)),
-    "Fp8Products": (fp8_product, (16, 16), (16, 16)),
+    "Fp8LinearFunction": (fp8_product, (16, 16), (16, 16)),
 }  # fmt: skip
 
 

@@ -6,10 +6,10 @@ def online_step(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     higher = torch.maximum(highest, scores.amax(-1))
     p = torch.exp(scores)
-    return higher, total + p.sum(-1), out + rounded_product(p, values)
+    return higher, total + p.sum(-1), out + rounded_matmul(p, values)
 
 # %% 13.1 out is not rescaled
-out * rescale[..., None] + rounded_product => out + rounded_product
+out * rescale[..., None] + rounded_matmul => out + rounded_matmul
 
 # %% 13.1 total is not rescaled
 total * rescale + p.sum => total + p.sum
@@ -18,9 +18,9 @@ total * rescale + p.sum => total + p.sum
 rescale = torch.exp(highest - base) => rescale = torch.exp(base - highest).nan_to_num(posinf=0.0)
 
 # %% 13.1 changes its arguments in place
-return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_product(p, values)
+return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_matmul(p, values)
 =>
-return higher, total.mul_(rescale).add_(p.sum(-1)), out.mul_(rescale[..., None]).add_(rounded_product(p, values))
+return higher, total.mul_(rescale).add_(p.sum(-1)), out.mul_(rescale[..., None]).add_(rounded_matmul(p, values))
 
 # %% 13.1 masked rows become NaN
 base = higher.masked_fill(higher == -math.inf, 0.0)  # nothing but -inf so far: exp(-inf - 0) is 0, not NaN
@@ -31,17 +31,17 @@ base = higher
 torch.maximum(highest, scores.amax(-1)) => torch.where(highest == -math.inf, scores.amax(-1), highest)
 
 # %% 13.1 out is divided in every step
-return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_product(p, values)
+return higher, total * rescale + p.sum(-1), out * rescale[..., None] + rounded_matmul(p, values)
 =>
 sums = total * rescale + p.sum(-1)
 return (
     higher,
     sums,
-    (out * (total * rescale)[..., None] + rounded_product(p, values)) / sums[..., None].clamp(min=1e-30),
+    (out * (total * rescale)[..., None] + rounded_matmul(p, values)) / sums[..., None].clamp(min=1e-30),
 )
 
 # %% 13.1 p is not rounded before the product
-rounded_product(p, values) => p @ values.to(p.dtype)
+rounded_matmul(p, values) => p @ values.to(p.dtype)
 
 # %% 13.1 total sums rounded exponentials
 p = torch.exp(scores - base[..., None])
@@ -50,7 +50,7 @@ p = torch.exp(scores - base[..., None])
 p = p.to(values.dtype).to(p.dtype)
 
 # %% 13.1 out in the dtype of the values
-rounded_product(p, values) => rounded_product(p, values).to(values.dtype)
+rounded_matmul(p, values) => rounded_matmul(p, values).to(values.dtype)
 out * rescale[..., None] => out.to(values.dtype) * rescale[..., None].to(values.dtype)
 
 # %% 13.2 a key too few at the diagonal
@@ -88,8 +88,8 @@ def tiled_forward(
     kv_heads, wide = k.shape[2], wide_dtype(q)
     whole = Tile(0, q.shape[1], 0, k.shape[1], "partial")
     q_rows, k_rows, v_rows = (fold_heads(x, kv_heads) for x in (q, k, v))
-    z = tile_scores(q_rows, k_rows, whole, scale_or_usual(scale, q.shape[3]), causal).to(wide)
-    out = unfold_heads(rounded_product(z.softmax(-1), v_rows), q.shape[2]).to(q.dtype)
+    z = tile_scores(q_rows, k_rows, whole, scale_or_default(scale, q.shape[3]), causal).to(wide)
+    out = unfold_heads(rounded_matmul(z.softmax(-1), v_rows), q.shape[2]).to(q.dtype)
     return out, unfold_heads(z.logsumexp(-1)[..., None], q.shape[2])[..., 0]
 
 # %% 13.3 fake: all scores at once, and steps whose result is thrown away
@@ -100,13 +100,13 @@ def tiled_forward(
     kv_heads, wide = k.shape[2], wide_dtype(q)
     whole = Tile(0, q.shape[1], 0, k.shape[1], "partial")
     q_rows, k_rows, v_rows = (fold_heads(x, kv_heads) for x in (q, k, v))
-    z = tile_scores(q_rows, k_rows, whole, scale_or_usual(scale, q.shape[3]), causal).to(wide)
+    z = tile_scores(q_rows, k_rows, whole, scale_or_default(scale, q.shape[3]), causal).to(wide)
     for first_row in range(0, q.shape[1], block_q):
         for tile in row_of_tiles(first_row, q.shape[1], k.shape[1], block_q, block_k, causal):
             columns = slice(tile.column, tile.column_end)
             nothing = torch.zeros_like(z[..., 0])
             online_step(nothing, nothing, torch.zeros_like(q_rows, dtype=wide), z[..., columns], v_rows[:, :, columns])
-    out = unfold_heads(rounded_product(z.softmax(-1), v_rows), q.shape[2]).to(q.dtype)
+    out = unfold_heads(rounded_matmul(z.softmax(-1), v_rows), q.shape[2]).to(q.dtype)
     return out, unfold_heads(z.logsumexp(-1)[..., None], q.shape[2])[..., 0]
 
 # %% 13.3 each tile has a softmax of its own, and they are averaged
@@ -193,7 +193,7 @@ def tiled_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     with torch.enable_grad():
-        result = exact_attention(*leaves, causal, scale_or_usual(scale, q.shape[3]))[0]
+        result = exact_attention(*leaves, causal, scale_or_default(scale, q.shape[3]))[0]
     found = torch.autograd.grad(result, leaves, gradient.double())
     return tuple(x.to(q.dtype) for x in found)
 
@@ -207,21 +207,21 @@ block_q, block_k = max(s_q, 1), max(s_k, 1)
 (upper, v_tile.mT) - delta => (upper, v_tile.mT)
 
 # %% 13.4 delta is the sum over the keys of the tile
-ds = p * (rounded_product(upper, v_tile.mT) - delta)
+ds = p * (rounded_matmul(upper, v_tile.mT) - delta)
 =>
-dp = rounded_product(upper, v_tile.mT)
+dp = rounded_matmul(upper, v_tile.mT)
 ds = p * (dp - (p * dp).sum(-1, keepdim=True))
 
 # %% 13.4 the scale is forgotten in dk
 dk.mul_(scale).transpose => dk.transpose
 
 # %% 13.4 dk and dv of the first head of each group alone
-dk[:, :, columns] += rounded_product(ds.mT, q_tile)
-dv[:, :, columns] += rounded_product(p.mT, upper)
+dk[:, :, columns] += rounded_matmul(ds.mT, q_tile)
+dv[:, :, columns] += rounded_matmul(p.mT, upper)
 =>
 first = slice(0, tile.row_end - tile.row)
-dk[:, :, columns] += rounded_product(ds[:, :, first].mT, q_tile[:, :, first])
-dv[:, :, columns] += rounded_product(p[:, :, first].mT, upper[:, :, first])
+dk[:, :, columns] += rounded_matmul(ds[:, :, first].mT, q_tile[:, :, first])
+dv[:, :, columns] += rounded_matmul(p[:, :, first].mT, upper[:, :, first])
 
 # %% 13.4 p is a softmax over the tile, lse is not used
 p = torch.exp(tile_scores(q_tile, k_tile, tile, scale, causal) - lse_tile)
@@ -243,13 +243,13 @@ upper.to(dk.dtype) * out_tile => upper * out_tile
 (upper.to(dk.dtype) * out_tile).sum => (upper * out_tile).to(dk.dtype).sum
 
 # %% 13.4 p is not rounded for dv
-rounded_product(p.mT, upper) => p.mT @ upper.to(dk.dtype)
+rounded_matmul(p.mT, upper) => p.mT @ upper.to(dk.dtype)
 
 # %% 13.4 ds is not rounded for dk
-rounded_product(ds.mT, q_tile) => ds.mT @ q_tile.to(dk.dtype)
+rounded_matmul(ds.mT, q_tile) => ds.mT @ q_tile.to(dk.dtype)
 
 # %% 13.4 ds is not rounded for dq
-rounded_product(ds, k_tile) => ds @ k_tile.to(dk.dtype)
+rounded_matmul(ds, k_tile) => ds @ k_tile.to(dk.dtype)
 
 # %% 13.4 k and v are repeated for the query heads
 dq = q.new_zeros(q.shape)

@@ -72,14 +72,14 @@ total += piece_sum * of_a[:, None] * of_b[None, :]
 =>
 total = dot_fp8(tile_a, tile_b, total)
 ---
-    scale_b += scale_b_piece
+    scale_b += scale_b_block
 =>
-    scale_b += scale_b_piece
+    scale_b += scale_b_block
 total *= of_a[:, None] * of_b[None, :]
 
 # %% 14.6 the scales stay those of the first piece
-scale_a += scale_a_piece =>
-scale_b += scale_b_piece =>
+scale_a += scale_a_block =>
+scale_b += scale_b_block =>
 
 # %% 14.6 the last piece is taken for a whole one
 there = inner < k - start => there = inner < piece
@@ -145,7 +145,7 @@ self.updated = True =>
 # %% 14.8 fake: Dgrad and Wgrad in full precision
 fp8_matmul(dy, w, ctx.dtype) => dequantize(dy) @ dequantize(w).t()
 ---
-grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.grad_dtypes[i])
+grad_weights[i] = fp8_matmul(c.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
 =>
 grad_weights[i] = (grads[i].t() @ dequantize(x).t()).to(ctx.grad_dtypes[i])
 
@@ -153,11 +153,11 @@ grad_weights[i] = (grads[i].t() @ dequantize(x).t()).to(ctx.grad_dtypes[i])
 @staticmethod
 =>
 @staticmethod
-def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: torch.Tensor) -> tuple:
-    rows = casters[0].input(x.reshape(-1, x.shape[-1]))
-    factors = [each.weight(w) for each, w in zip(casters, weights, strict=True)]
+def forward(ctx, x: torch.Tensor, group, quantizers: list[LayerQuantizers], *weights: torch.Tensor) -> tuple:
+    rows = quantizers[0].input(x.reshape(-1, x.shape[-1]))
+    factors = [each.weight(w) for each, w in zip(quantizers, weights, strict=True)]
     outs = [fp8_matmul(rows, factor, x.dtype) for factor in factors]
-    ctx.group, ctx.casters, ctx.block, ctx.shape, ctx.dtype = group, casters, rows.block, x.shape, x.dtype
+    ctx.group, ctx.quantizers, ctx.block, ctx.shape, ctx.dtype = group, quantizers, rows.block, x.shape, x.dtype
     ctx.grad_dtypes = [gradient_dtype(weight) for weight in weights]
     ctx.x = x.detach().reshape(-1, x.shape[-1])
     ctx.save_for_backward(rows.values, rows.scale, *weights, *(factor.scale for factor in factors))
@@ -169,7 +169,7 @@ def forward(ctx, x: torch.Tensor, group, casters: list[LayerCasters], *weights: 
 (values, scale, ctx.block) => (values, scale, ctx.block), ctx.x
 
 # %% 14.8 x's scales are turned with its bytes: they lie along in
-ctx.casters[0].input.turned(Quantized(values, scale, ctx.block)) => Quantized(values, scale, ctx.block).t()
+ctx.quantizers[0].input.transposed(Quantized(values, scale, ctx.block)) => Quantized(values, scale, ctx.block).t()
 
 # %% 14.8 dyᵀ is quantized from 8 bits, though dy is there
 (dy, grads[i]) => (dy)
@@ -179,15 +179,15 @@ ctx.casters[0].input.turned(Quantized(values, scale, ctx.block)) => Quantized(va
 
 # %% 14.8 makes products that nobody asked for
 if needed[i]:
-    grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.grad_dtypes[i])
+    grad_weights[i] = fp8_matmul(c.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
 =>
-grad_weights[i] = fp8_matmul(c.gradient.turned(dy, grads[i]), x, ctx.grad_dtypes[i])
+grad_weights[i] = fp8_matmul(c.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
 
 # %% 14.8 a float32 weight's gradient is rounded to x's dtype
 ctx.grad_dtypes[i] => ctx.dtype
 
 # %% 14.8 dy is quantized again for Wgrad
-(c.gradient.turned(dy, grads[i]), x => (c.gradient.turned(c.gradient(grads[i]), grads[i]), x
+(c.gradient.transposed(dy, grads[i]), x => (c.gradient.transposed(c.gradient(grads[i]), grads[i]), x
 
 # %% 14.8 waits for the sum before Wgrad begins
 ctx.group, async_op=True => ctx.group

@@ -55,10 +55,8 @@ def check() -> None:
     assert dtypes == 3 * ["float32"], (
         f"values in bfloat16: highest, total and out are {', '.join(dtypes)}: expected float32"
     )
-    unrounded, rounded = ((out - x).abs().mean() for x in (p @ values.float(), reference.rounded_product(p, values)))
-    assert rounded < unrounded, (
-        "values in bfloat16: p meets them unrounded. Use rounded_product, as a tensor core would"
-    )
+    unrounded, rounded = ((out - x).abs().mean() for x in (p @ values.float(), reference.rounded_matmul(p, values)))
+    assert rounded < unrounded, "values in bfloat16: p meets them unrounded. Use rounded_matmul, as a tensor core would"
     assert torch.allclose(total, p.sum(-1)), (
         "values in bfloat16: total sums rounded exponentials. They are rounded for the product with the values only"
     )

@@ -99,5 +99,5 @@ def check_rounding() -> None:
     for name, x, mine, wanted in zip("qkv", ("ds", "ds", "p"), found, ([0, 1.5], [1.5, 0], [1.5, 0.5]), strict=True):
         assert mine.flatten().tolist() == wanted, (
             f"bfloat16: the gradient of {name} is {mine.flatten().tolist()} where {wanted} is right: {x} is rounded "
-            "to bfloat16 before its product. Use rounded_product for each"
+            "to bfloat16 before its product. Use rounded_matmul for each"
         )

@@ -1,11 +1,11 @@
-"""Check of exercise 14.7: a `DelayedCaster` takes the scale of its history, and records each step once."""
+"""Check of exercise 14.7: a `DelayedQuantizer` takes the scale of its history, and records each step once."""
 
 from __future__ import annotations
 
 import torch
 
 from course_kit.checks.watchers import NoHostReads, two_more_ranks
-from course_lib.fp8.linear import DelayedCaster
+from course_lib.fp8.linear import DelayedQuantizer
 from course_lib.fp8.operands import Cast, Split
 from course_lib.fp8.quantization import dequantize
 
@@ -15,31 +15,31 @@ WANTED = [4, 4, 8, 8, 8, 2]  # the amax behind its scale, with a history of 3
 
 def check() -> None:
     """Assert scales, what is recorded, a jump, the state, no reads on the host, common scales, and stored weights."""
-    caster, scales = DelayedCaster(Cast(history=3)), []
+    quantizer, scales = DelayedQuantizer(Cast(history=3)), []
     for size in SIZES:
         x = torch.full((2, 2), size)
-        first, again = caster(x), caster(x)  # the second time in recomputation
-        caster(x / 2)  # the next micro-batch
+        first, again = quantizer(x), quantizer(x)  # the second time in recomputation
+        quantizer(x / 2)  # the next micro-batch
         assert torch.equal(first.scale, again.scale), "forward's second run in a step has another scale"
-        assert caster.amax.item() == size, f"recorded {caster.amax.item()}, the largest of this step is {size}"
+        assert quantizer.amax.item() == size, f"recorded {quantizer.amax.item()}, the largest of this step is {size}"
         scales.append(round(448 * first.scale.item(), 3))
-        caster.eval()(100 * x), caster.train()
-        assert caster.amax.item() == size, "evaluation is no step: it uses the scale, and nothing is recorded"
-        caster.update()
-        assert caster.amax.item() == 0, "after a step the record starts again"
+        quantizer.eval()(100 * x), quantizer.train()
+        assert quantizer.amax.item() == size, "evaluation is no step: it uses the scale, and nothing is recorded"
+        quantizer.update()
+        assert quantizer.amax.item() == 0, "after a step the record starts again"
     assert scales == WANTED, (
         f"amax behind the scales: {scales}; the first's own, then the largest of the last three: {WANTED}"
     )
-    assert dequantize(caster(torch.tensor([[1.0, 1000.0]])))[0, 1] < 2.1, (
+    assert dequantize(quantizer(torch.tensor([[1.0, 1000.0]])))[0, 1] < 2.1, (
         "a jump saturates: the scale is that of the steps before"
     )
-    caster.update()
-    fresh = DelayedCaster(Cast(history=3))
-    fresh.load_state_dict(caster.state_dict())
-    assert fresh(x).scale == caster(x).scale, "the history is part of the state"
+    quantizer.update()
+    fresh = DelayedQuantizer(Cast(history=3))
+    fresh.load_state_dict(quantizer.state_dict())
+    assert fresh(x).scale == quantizer(x).scale, "the history is part of the state"
     with NoHostReads():
-        caster(x), caster.update()
-    split = DelayedCaster(Cast(history=3), (Split(0, "ranks"),))
+        quantizer(x), quantizer.update()
+    split = DelayedQuantizer(Cast(history=3), (Split(0, "ranks"),))
     with two_more_ranks(448.0) as calls:
         assert split(x).scale == 1, "the first step's scale is that of all ranks' parts"
         split.update()
@@ -47,7 +47,7 @@ def check() -> None:
         assert split(x).scale == 1 and len(calls) == before, (
             "after the first step, the ranks agree in update (the largest of all), and forward waits for none"
         )
-    weight = DelayedCaster(Cast(history=3))
+    weight = DelayedQuantizer(Cast(history=3))
     stored = weight.store(torch.full((2, 2), 896.0))
     kept = weight(stored)
     assert kept.scale == 2 and torch.equal(kept.values.float(), stored.float()), (

@@ -1,4 +1,4 @@
-"""Check of exercise 14.8: `Fp8Products` makes Dgrad and Wgrad in 8 bits, no product too many, and keeps a byte for each
+"""Check of exercise 14.8: `Fp8LinearFunction` makes Dgrad and Wgrad in 8 bits, no product too many, and keeps a byte for each
 element of x.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from course_lib.fp8 import linear
-from course_lib.fp8.linear import Fp8Linear, LayerCasters
+from course_lib.fp8.linear import Fp8Linear, LayerQuantizers
 from course_lib.fp8.operands import Cast, Casts, Split
 from course_lib.fp8.quantization import LARGEST, ROW, SQUARE, TILE, in_blocks, out_of_blocks
 from course_lib.mixed_precision.block_formats import relative_error
@@ -94,12 +94,14 @@ def check_products(x: torch.Tensor, weights: list, dys: tuple, casts: Casts) -> 
     """Assert operands, their order beside the all-reduce, and the gradients."""
     rows, dy_rows = x.detach().flatten(0, 1), [dy.flatten(0, 1) for dy in dys]
     wanted = [FPROP] * 3 + [DGRAD] * 3 + [WGRAD] * 3
-    casters, cast = [LayerCasters(casts) for _ in weights], []
-    for caster in casters:
-        caster.gradient.register_forward_hook(lambda *_: cast.append("dy"))
+    quantizers, cast = [LayerQuantizers(casts) for _ in weights], []
+    for quantizer in quantizers:
+        quantizer.gradient.register_forward_hook(lambda *_: cast.append("dy"))
     with watched_products() as seen:
-        found = torch.autograd.grad(linear.Fp8Products.apply(x, "ranks", casters, *weights), [x, *weights], dys)
-    assert len(cast) == len(dys), f"{len(cast)} casts of {len(dys)} dy by caster.gradient(dy): one for each dy"
+        found = torch.autograd.grad(
+            linear.Fp8LinearFunction.apply(x, "ranks", quantizers, *weights), [x, *weights], dys
+        )
+    assert len(cast) == len(dys), f"{len(cast)} casts of {len(dys)} dy by quantizer.gradient(dy): one for each dy"
     operands = [each for each in seen if not isinstance(each, str)]
     shapes = [(tuple(a.values.shape), tuple(b.values.shape)) for a, b in operands]
     assert sorted(shapes) == sorted(wanted), f"operands of Fprop, Dgrad, Wgrad for 3 weights: {wanted}, not {shapes}"
@@ -119,10 +121,10 @@ def check_products(x: torch.Tensor, weights: list, dys: tuple, casts: Casts) -> 
 
 def check_forward_scales(x: torch.Tensor, weights: list, dys: tuple) -> None:
     """Assert that backward asks no rank for scales, skips frozen weights, and has each weight's own dtype."""
-    casters = [LayerCasters(Casts(Cast(), Cast(), Cast()), {"weight": (Split(0, "ranks"),)}) for _ in weights]
+    quantizers = [LayerQuantizers(Casts(Cast(), Cast(), Cast()), {"weight": (Split(0, "ranks"),)}) for _ in weights]
     with watched_products() as seen:
         frozen = [weights[0].detach(), weights[1], weights[2].detach()]
-        outs = linear.Fp8Products.apply(x.bfloat16(), None, casters, *frozen)
+        outs = linear.Fp8LinearFunction.apply(x.bfloat16(), None, quantizers, *frozen)
         in_forward = len(seen)
         _, dw = torch.autograd.grad(outs, [x, weights[1]], [dy.bfloat16() for dy in dys])
     assert "all-reduce" not in seen[in_forward:], (

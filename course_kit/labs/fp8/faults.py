@@ -39,19 +39,19 @@ def broken_layer(fault: str, w: torch.Tensor) -> Fp8Linear:
     casts = Casts(tile._replace(dtype=torch.float8_e5m2) if fault == "e" else tile, tile, tile)
     layer = Fp8Linear(nn.Linear(w.shape[1], w.shape[0], bias=False), casts)
     layer.weight.data.copy_(w)
-    casters = layer.casters
+    quantizers = layer.quantizers
 
     def with_scale_of(m: torch.Tensor, of: torch.Tensor) -> Quantized:
         return quantize(m, block=tile.block, scale=quantize(of, block=tile.block).scale)
 
     if fault == "s":
-        casters.gradient.forward = lambda g: with_scale_of(g, 448 * torch.ones_like(g))
-        casters.gradient.turned = lambda q, g: casters.gradient.forward(g.t())
+        quantizers.gradient.forward = lambda g: with_scale_of(g, 448 * torch.ones_like(g))
+        quantizers.gradient.transposed = lambda q, g: quantizers.gradient.forward(g.t())
     if fault == "o":
-        casters.weight.forward = lambda m, scale=None: with_scale_of(m, m / 64)
-        casters.weight.turned = lambda q, m: casters.weight.forward(m.t())
+        quantizers.weight.forward = lambda m, scale=None: with_scale_of(m, m / 64)
+        quantizers.weight.transposed = lambda q, m: quantizers.weight.forward(m.t())
     if fault == "w":
-        casters.gradient.turned = lambda q, g: Quantized(q.values.t().contiguous(), q.scale.t().flip(0), (32, 1))
+        quantizers.gradient.transposed = lambda q, g: Quantized(q.values.t().contiguous(), q.scale.t().flip(0), (32, 1))
     return layer
 
 
@@ -64,6 +64,6 @@ def lab_errors() -> dict[str, tuple[list[float], float]]:
     for number, fault in enumerate(["-", *LAB_ORDER]):
         layer = broken_layer(fault, w)
         errors = [relative_error(mine, exact) for mine, exact in zip(linear_case(layer, x, dy), wanted, strict=True)]
-        lost = (dequantize(layer.casters.gradient(dy)) == 0).float().mean().item()
+        lost = (dequantize(layer.quantizers.gradient(dy)) == 0).float().mean().item()
         found[f"layer {number}" if number else "no fault"] = errors, lost
     return found

@@ -18,7 +18,7 @@ from course_kit.gpu.compiled import compile_launches
 from course_kit.gpu.launches import Launch, record_launches
 from course_kit.gpu.transactions import count_transactions
 from course_lib.fp8 import kernels
-from course_lib.fp8.linear import Caster, Fp8Linear, quantized_once
+from course_lib.fp8.linear import Fp8Linear, Quantizer, quantized_once
 from course_lib.fp8.operands import Casts
 from course_lib.fp8.quantization import SQUARE, TILE, Quantized, quantize
 
@@ -77,13 +77,13 @@ def count_casts(casts: Casts, keep: bool) -> tuple[int, torch.Tensor]:
     `quantized_once`.
     """
     torch.manual_seed(0)
-    layer, seen, quantize_weight = Fp8Linear(nn.Linear(160, 96, bias=False), casts), [], Caster.quantize
+    layer, seen, quantize_weight = Fp8Linear(nn.Linear(160, 96, bias=False), casts), [], Quantizer.quantize
 
-    def counted(caster, x, *more):
+    def counted(quantizer, x, *more):
         seen.append(x.is_set_to(layer.weight))
-        return quantize_weight(caster, x, *more)
+        return quantize_weight(quantizer, x, *more)
 
-    with mock.patch.object(Caster, "quantize", counted), quantized_once(layer) if keep else contextlib.nullcontext():
+    with mock.patch.object(Quantizer, "quantize", counted), quantized_once(layer) if keep else contextlib.nullcontext():
         for _ in range(4):
             layer(torch.randn(64, 160)).square().sum().backward()
     return sum(seen), layer.weight.grad

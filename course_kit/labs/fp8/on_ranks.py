@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from course_lib.collectives.traffic import count_traffic
 from course_lib.fp8.gather import Fp8Gather
-from course_lib.fp8.linear import Caster
+from course_lib.fp8.linear import Quantizer
 from course_lib.fp8.program import apply_fp8
 from course_lib.fp8.recipes import RECIPES, by_blocks, per_tensor
 from course_lib.single_gpu import model as plain_model
@@ -28,8 +28,8 @@ def split_gradients(config: ModelConfig, share_amax: bool | None, tokens: torch.
         apply_tensor_parallel(model, gather_logits=True)
     apply_fp8(model.double(), dataclasses.replace(RECIPES["nanotron"], casts=per_tensor()))
     if share_amax is False:
-        for caster in (module for module in model.modules() if isinstance(module, Caster)):
-            caster.splits = ()
+        for quantizer in (module for module in model.modules() if isinstance(module, Quantizer)):
+            quantizer.splits = ()
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     return loss.item(), model.blocks[0].mlp.up_proj.weight.grad

@@ -16,11 +16,11 @@ from course_lib.flash_attention.forward import (
     FOR_TUNER,
     LOG2_E,
     TUNED_BY,
+    contiguous_rows_at,
     head_at,
     head_sizes,
     length_class,
     load_rows,
-    own_rows_at,
     sequence_at,
     sequences_of,
     store_rows,
@@ -29,7 +29,7 @@ from course_lib.flash_attention.forward import (
 from course_lib.kernels.matmul import tunable
 from course_lib.kernels.rounding import cast, dot
 
-ONE_WALK_CONFIGURATIONS = [
+ONE_PASS_CONFIGURATIONS = [
     triton.Config({"BLOCK_Q": block_q, "BLOCK_K": block_k}, num_warps=warps, num_stages=2)
     for block_q, block_k, warps in [(64, 64, 4), (64, 64, 8), (64, 128, 8)]
 ]
@@ -73,7 +73,7 @@ def gather_gradients(
     return k_sum, v_sum
 
 
-@triton.autotune(tunable(ONE_WALK_CONFIGURATIONS), TUNED_BY, reset_to_zero=["q_sum"])
+@triton.autotune(tunable(ONE_PASS_CONFIGURATIONS), TUNED_BY, reset_to_zero=["q_sum"])
 @FOR_TUNER
 def gradient_kernel(
     q, k, v, out_grad, lse, delta, q_sum, k_grad, v_grad, cu_seqlens, s_q, s_k, group, scale,
@@ -95,16 +95,16 @@ def gradient_kernel(
         v_sum = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
         for head in range(kv_head * group, (kv_head + 1) * group):
             q_rows = head_at(q, batch, start, head, q_batch, q_row, q_head)
-            grad_rows = own_rows_at(out_grad, batch, start, head, s_q, heads, HEAD_DIM)
-            q_sum_rows = own_rows_at(q_sum, batch, start, head, s_q, heads, HEAD_DIM)
+            grad_rows = contiguous_rows_at(out_grad, batch, start, head, s_q, heads, HEAD_DIM)
+            q_sum_rows = contiguous_rows_at(q_sum, batch, start, head, s_q, heads, HEAD_DIM)
             lse_rows = head_at(lse, batch, start, head, s_q * heads, 1, s_q)
             delta_rows = head_at(delta, batch, start, head, s_q * heads, 1, s_q)
             k_sum, v_sum = gather_gradients(
                 k_sum, v_sum, k_tile, v_tile, q_rows, grad_rows, q_sum_rows, lse_rows, delta_rows, q_row, width,
                 first_key, queries, keys, scale * LOG2_E, CAUSAL, HEAD_DIM, BLOCK_Q, BLOCK_K, BLOCK_D,
             )  # fmt: skip
-        k_grad_rows = own_rows_at(k_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
-        v_grad_rows = own_rows_at(v_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
+        k_grad_rows = contiguous_rows_at(k_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
+        v_grad_rows = contiguous_rows_at(v_grad, batch, start + first_key, kv_head, s_k, kv_heads, HEAD_DIM)
         store_rows(k_grad_rows, k_sum * scale, keys - first_key, kv_heads * HEAD_DIM, HEAD_DIM, BLOCK_K, BLOCK_D)
         store_rows(v_grad_rows, v_sum, keys - first_key, kv_heads * HEAD_DIM, HEAD_DIM, BLOCK_K, BLOCK_D)
 
@@ -116,7 +116,7 @@ def round_sums_kernel(sums, out, numel, scale, BLOCK: tl.constexpr):
     tl.store(out + at, cast(tl.load(sums + at, at < numel) * scale, out.dtype.element_ty), at < numel)
 
 
-def launch_one_walk(
+def launch_one_pass(
     out_grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
     cu_seqlens: torch.Tensor | None, longest: int, causal: bool, scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
