@@ -29,7 +29,6 @@ from course_lib.best_config.expert_time import ranks_per_token
 from course_lib.best_config.fake_ranks import axes_of, fake_ranks, place_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.expert_parallel import exchange
-from course_lib.five_d import model as five_d
 from course_lib.five_d.layouts import Layout, check_layout, coordinates, schedule_of
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import ParallelModel, parallelize
@@ -93,14 +92,9 @@ def by_axes(traffic: Traffic, layout: Layout) -> dict[tuple[str, str], int]:
 
 def claim_buffers(profile: MemoryProfile, parallel: ParallelModel) -> None:
     """Tell the profile whose the tensors are that neither the module's parameters nor the optimizer's state name."""
-    sharding, stage = parallel.sharding, parallel.layout.zero_stage
-    if stage == 0:
-        profile.claim([bucket.flat for bucket in sharding.reducer.buckets], "gradients")
-    if stage in (1, 2):
-        profile.claim([shard.shard for shard in sharding.shards if shard.is_copy], "optimizer states")
-        profile.claim([bucket.gradient for bucket in sharding.gradients], "gradients")
-        pools = {bucket.pool for bucket in sharding.gradients} - {None}
-        profile.claim([buffer for pool in pools for buffer in pool.free], "temporary")
+    for category, tensors in parallel.sharding.extra_memory().items():
+        if category != "parameters":  # measured_step names these
+            profile.claim(tensors, category)
 
 
 def measured_step(parallel: ParallelModel, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[dict, dict, dict]:
@@ -109,22 +103,18 @@ def measured_step(parallel: ParallelModel, inputs: torch.Tensor, targets: torch.
     inputs, targets: each [b / dp, s]. Weights that are gathered for a while, and copies in another dtype, count as
     parameters, their gradients as gradients. Collective.
     """
-    layout, sharding, optimizer = parallel.layout, parallel.sharding, parallel.optimizer
-    units = [*sharding.units, sharding.root] if layout.zero_stage == 3 else []
-    gathered = nn.ParameterList(
-        weight for unit in units for part in unit.flat_params for weight in part.unsharded_params
-    )
-    inner = optimizer.optimizer if layout.zero_stage in (1, 2) else optimizer
-    prepare = parallel.runner.prepare
+    layout, before_step = parallel.layout, parallel.runner.before_step
+    gathered = nn.ParameterList(parallel.sharding.extra_memory().get("parameters", ()))
 
     def prepared() -> None:
-        prepare()
+        if before_step is not None:
+            before_step()
         profile.claim(list(parallel.stages.parameters()), "parameters")
 
     with (
-        MemoryProfile(nn.ModuleList([parallel.stages, gathered]), inner) as profile,
+        MemoryProfile(nn.ModuleList([parallel.stages, gathered]), parallel.inner_optimizer) as profile,
         count_traffic() as traffic,
-        mock.patch.object(parallel.runner, "prepare", prepared),
+        mock.patch.object(parallel.runner, "before_step", prepared),
     ):
         claim_buffers(profile, parallel)
         parallel.step(inputs, targets)
@@ -184,12 +174,12 @@ def dry_run(
     none, and where there is a process group.
     """
     check_layout(config, layout, None, batch, seq, moe)
-    no_step_is_bad = mock.patch.object(five_d, "is_set", lambda flag: False)
-    with fake_ranks(layout, rank), even_experts(layout, seq, moe), no_step_is_bad:
+    with fake_ranks(layout, rank), even_experts(layout, seq, moe):
         try:
             mesh = build_mesh(layout, "cpu")
             with FakeTensorMode():
                 parallel = parallelize(config, layout, mesh, moe=moe, dtype=dtype, **settings)
+                parallel.reads_flags = False
                 sequences = batch // layout.dp
                 few = 1 if layout.schedule == "1f1b" else 2 * layout.pp  # the others do not take any number
                 tokens = settle_shapes(parallel, min(sequences, few * layout.micro_batch), seq)

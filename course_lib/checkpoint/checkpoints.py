@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from course_lib.checkpoint.chunks import Chunk, optimized, state_chunks, weight_chunks, weight_names
+from course_lib.checkpoint.chunks import Chunk, state_chunks, weight_chunks, weight_names
 from course_lib.checkpoint.files import (
     CheckpointError,
     ChunkReader,
@@ -166,7 +166,7 @@ def empty_states(parallel: ParallelModel, kinds: dict[str, TensorStorageMetadata
         if slash:
             saved.setdefault(name, {})[state] = each.size, each.properties.dtype
     states = {}
-    for tensor, weights, _ in optimized(parallel):
+    for tensor, weights, _ in parallel.sharding.updated_tensors():
         of_all = [saved.get(names[weight], {}) for weight in weights if tensor.numel()]
         found = {state: like for each in of_all for state, like in each.items()}  # an unused weight has none
         states[tensor] = {
@@ -229,8 +229,7 @@ def load(parallel: ParallelModel, folder: Path) -> dict:
     for name, boxes in targets.items():
         for target, found in zip(boxes, rooms[name], strict=True):
             target.values.copy_(found.values)
-    if parallel.layout.zero_stage in (1, 2):
-        parallel.sharding.all_gather_params()
+    parallel.sharding.all_gather_params()
     optimizer = synchronize_for_save(parallel)
     counts_there = optimizer.defaults.get("fused") or optimizer.defaults.get("capturable")  # where the weights are
     for tensor, found in states.items():

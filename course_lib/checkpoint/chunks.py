@@ -86,10 +86,10 @@ def weight_chunks(parallel: ParallelModel) -> dict[str, list[Chunk]]:
     """This rank's chunks of weights, and of buffers of a state_dict, by name: views of the model's memory, in float32
     where the stages compute with less.
     """
-    dealt = {}  # ZeRO 1, 2: of each weight the optimizer's piece, and which elements these are
-    for shard in parallel.sharding.shards if parallel.layout.zero_stage in (1, 2) else ():
-        for i, piece in enumerate(shard.layout.local_views(shard.shard.detach())):
-            dealt[shard.parameters[i]] = piece, shard.layout.span(i)
+    dealt = {}  # by weight: its elements in a tensor that the optimizer updates, and which elements these are
+    for updated in parallel.sharding.updated_tensors():
+        shards = updated.split(updated.tensor.detach())
+        dealt.update(zip(updated.weights, zip(shards, updated.spans, strict=True), strict=True))
     names = weight_names(parallel)
     chunks = {name: local_chunks(w, *dealt.get(w, (w.detach(), None))) for w, name in names.items()}
     for stage in parallel.stages.values():
@@ -101,35 +101,25 @@ def weight_chunks(parallel: ParallelModel) -> dict[str, list[Chunk]]:
     return chunks
 
 
-def optimized(parallel: ParallelModel) -> Iterator[tuple]:
-    """Of each tensor that this rank's optimizer updates: it, the weights in it, and their FlatLayout (ZeRO 1, 2)."""
-    if parallel.layout.zero_stage in (1, 2):
-        for shard in parallel.sharding.shards:
-            yield shard.shard, shard.parameters, shard.layout
-    else:
-        for weight in parallel.stages.parameters():
-            yield weight, [weight], None
-
-
 def state_chunks(
     parallel: ParallelModel, states: dict[torch.Tensor, dict[str, torch.Tensor]]
 ) -> dict[str, list[Chunk]]:
     """This rank's chunks of an optimizer's states, by name and state: blocks.0.mlp_norm.weight/exp_avg.
 
-    states: of each tensor that it updates (see `optimized`). A counter is a tensor without dimensions. Raises
+    states: of each tensor that it updates (see GradientOwner). A counter is a tensor without dimensions. Raises
     ValueError for a state that is neither that nor of its tensor's shape.
     """
     names, chunks = weight_names(parallel), {}
-    for tensor, weights, layout in optimized(parallel):
+    for updated in parallel.sharding.updated_tensors():
+        tensor, weights, spans = updated
         for state, value in states.get(tensor, {}).items():
             if not torch.is_tensor(value) or value.dim() and value.shape != tensor.shape:
                 kind = list(value.shape) if torch.is_tensor(value) else type(value).__name__
                 raise ValueError(
                     f"state {state} is {kind}: it must be a scalar or have its weight's shape {list(tensor.shape)}"
                 )
-            pieces = layout.local_views(value) if layout and value.dim() else [value] * len(weights)
-            for i, (weight, piece) in enumerate(zip(weights, pieces, strict=True)):
-                span = layout.span(i) if layout else None
+            shards = updated.split(value) if value.dim() else [value] * len(weights)
+            for weight, piece, span in zip(weights, shards, spans, strict=True):
                 if span is None or span[0] < span[1]:
                     found = local_chunks(weight, piece, span) if value.dim() else [Chunk((), (), value)]
                     chunks[f"{names[weight]}/{state}"] = found

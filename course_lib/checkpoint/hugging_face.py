@@ -279,5 +279,4 @@ def from_hf(parallel: ParallelModel, folder: Path) -> None:
     theirs = together(dist.group.WORLD, lambda: from_hf_config(folder) if first else None)[0]
     files, chunks = on_each(dist.group.WORLD, look)
     together(dist.group.WORLD, read)
-    if parallel.layout.zero_stage in (1, 2):
-        parallel.sharding.all_gather_params()
+    parallel.sharding.all_gather_params()

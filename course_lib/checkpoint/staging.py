@@ -13,12 +13,8 @@ from course_lib.five_d.model import ParallelModel
 
 def synchronize_for_save(parallel: ParallelModel) -> torch.optim.Optimizer:
     """Wait for all values, free gathered parameters, and return the optimizer that has the states. Between steps."""
-    if parallel.layout.zero_stage in (1, 2):
-        parallel.sharding.wait()
-        return parallel.sharding.optimizer
-    for unit in (*parallel.sharding.units, parallel.sharding.root) if parallel.layout.zero_stage == 3 else ():
-        unit.free()
-    return parallel.optimizer
+    parallel.sharding.wait()
+    return parallel.inner_optimizer
 
 
 def not_finite(boxes: dict[str, list[Chunk]]) -> str | None:

@@ -1,13 +1,13 @@
-"""Buckets: gradients that share a flat buffer and one all-reduce, which starts as soon as all of them are there.
+"""Buckets: gradients that share a flat buffer and one all-reduce, which starts as soon as all of them are ready.
 
-Backward makes the last layers' gradients first, so buckets are filled from the last parameter to the first. The last
-bucket can't be hidden: nothing is left to compute. The memory is that of the gradients, once: they are views of the
-buckets. (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB, §3.2.)
+Backward computes the last layers' gradients first, so buckets are filled from the last parameter to the first. The
+last bucket cannot be hidden: no computation is left. Buckets take no extra memory: gradients are views of them. (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB, §3.2.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 
 from course_lib.single_gpu.placement import placement_of
 
-# Of each mode: whether buckets hold up to bucket_mb (else a parameter each), and whether they start during backward.
+# By mode: whether buckets hold up to bucket_mb (else one parameter each), and whether they start during backward.
 MODES = {"naive": (False, False), "overlap": (False, True), "bucket": (True, True)}
 
 
@@ -23,14 +23,15 @@ MODES = {"naive": (False, False), "overlap": (False, True), "bucket": (True, Tru
 def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> list[list[nn.Parameter]]:
     """Return lists of the parameters whose gradients are reduced together.
 
-    Filled from the last parameter to the first. A bucket holds at most `bucket_bytes`, and is full when the next
-    parameter of its kind would bring it above that; a parameter larger than `bucket_bytes` has a bucket of its own.
-    Only parameters of one dtype, device and `reduce_group` share a bucket. The buckets are in the order in which
-    backward completes them: by the parameter each took last.
+    Buckets are filled from the last parameter to the first. A bucket holds at most `bucket_bytes`, and is full when the
+    next parameter of its kind would exceed that; a parameter larger than `bucket_bytes` has a bucket to itself. Only
+    parameters of one dtype, device and `reduce_group` share a bucket. The buckets are in the order in which backward
+    completes them: by the parameter that each bucket took last.
     """
-    place = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
-    buckets, filling = [], {}  # filling: the bucket that takes the next parameter, and its bytes, by kind
-    for parameter in place:
+    position = {parameter: i for i, parameter in enumerate(reversed(list(parameters)))}
+    buckets: list[list[nn.Parameter]] = []
+    filling: dict[tuple, tuple[list[nn.Parameter], int]] = {}  # by kind: the bucket to fill next, and its bytes
+    for parameter in position:
         kind = (parameter.dtype, parameter.device, placement_of(parameter).reduce_group)
         bucket, size = filling.get(kind, (None, 0))
         if bucket is None or size + parameter.nbytes > bucket_bytes:
@@ -38,41 +39,55 @@ def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> lis
             buckets.append(bucket)
         bucket.append(parameter)
         filling[kind] = bucket, size + parameter.nbytes
-    return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+    return sorted(buckets, key=lambda bucket: position[bucket[-1]])
+
+
+def default_bucket_mb(ranks: int) -> int:
+    """Return the default MB of a bucket: 25, or 1 per rank if more, since a ring sends a bucket in one chunk per rank."""
+    return max(25, ranks)
 
 
 class Bucket:
     """Gradients that one all-reduce sums: views of a flat buffer [all their elements, then a flag for each parameter].
 
     The summed flag tells a rank without a gradient whether another rank had one. Gradients are multiplied by `scale`
-    before the sum. `reduce_dtype`: that of the scaling, the transfer and the sum, in a copy, rounded back at the end.
+    before the sum. reduce_dtype: the dtype of the scaling, the transfer and the sum, in a copy; the result is rounded
+    back.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group, scale: float, reduce_dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        scale: float,
+        reduce_dtype: torch.dtype | None = None,
+    ):
         self.parameters, self.group = parameters, group
         first, numels = parameters[0], [parameter.numel() for parameter in parameters]
         self.flat = torch.zeros(sum(numels) + len(numels), dtype=first.dtype, device=first.device)
-        *pieces, self.flags = self.flat.split([*numels, len(numels)])
+        *slices, self.flags = self.flat.split([*numels, len(numels)])
         strides = [torch.empty_like(parameter, device="meta").stride() for parameter in parameters]
-        views = (piece.as_strided(p.shape, s) for piece, p, s in zip(pieces, parameters, strides, strict=True))
+        views = (each.as_strided(p.shape, s) for each, p, s in zip(slices, parameters, strides, strict=True))
         self.views = dict(zip(parameters, views, strict=True))
         self.reduce_dtype = reduce_dtype or first.dtype
-        in_place = self.reduce_dtype == first.dtype  # then gradients are scaled while they are stored, else in the copy
+        in_place = self.reduce_dtype == first.dtype  # gradients are scaled when they are stored, else in the copy
         self.scale, self.copy_scale = (scale, 1.0) if in_place else (1.0, scale)  # before the sum: FP16 may overflow
-        self.missing = set(parameters)  # those that have no final gradient yet
-        self.work = self.sent = None
+        self.missing = set(parameters)  # parameters that have no final gradient yet
+        self.work: dist.Work | None = None
+        self.sent: torch.Tensor | None = None
 
     def store(self, parameter: nn.Parameter, scale: float) -> None:
-        """Have the gradient, times `scale`, in the buffer, and `parameter.grad` a view of it."""
-        view = self.views[parameter]
-        if parameter.grad is not view:  # fresh from backward: zero_grad() has taken the view away
-            torch.mul(parameter.grad, scale, out=view)
+        """Move the gradient, times `scale`, to the buffer, and make `parameter.grad` a view of it."""
+        view, gradient = self.views[parameter], parameter.grad
+        assert gradient is not None
+        if gradient is not view:  # fresh from backward: zero_grad() has dropped the view
+            torch.mul(gradient, scale, out=view)
             parameter.grad = view
-        elif scale != 1.0:  # backward has added to what was there
+        elif scale != 1.0:  # backward has accumulated into the view
             view.mul_(scale)
 
     def outgoing(self) -> torch.Tensor:
-        """What is sent: the buffer itself, or, where `reduce_dtype` is another, a scaled copy in that dtype."""
+        """Return the tensor to reduce: the buffer itself, or a scaled copy if `reduce_dtype` is another dtype."""
         if self.reduce_dtype == self.flat.dtype:
             return self.flat
         return self.flat.to(self.reduce_dtype).mul_(self.copy_scale)
@@ -96,9 +111,10 @@ class Bucket:
         self.work = dist.all_reduce(self.sent, group=self.group, async_op=True)
 
     def finish(self) -> None:
-        """Wait for the all-reduce. A parameter that was used on other ranks alone gets their mean, one that was used on
-        no rank keeps None; for such a parameter only, a flag is read on the host.
+        """Wait for the all-reduce. A parameter that only other ranks used gets their mean; the `.grad` of a parameter
+        that no rank used stays None. The host reads a flag only for parameters that this rank has not used.
         """
+        assert self.work is not None and self.sent is not None, "finish() before launch()"
         self.work.wait()
         if self.sent is not self.flat:
             self.flat.copy_(self.sent)
@@ -109,26 +125,51 @@ class Bucket:
         self.work = self.sent = None
 
 
+class GradientBucket(Protocol):
+    """A bucket as `Reducer` uses it: a `Bucket`, or a bucket of ZeRO (notebook 05)."""
+
+    parameters: list[nn.Parameter]
+    missing: set[nn.Parameter]
+    scale: float
+
+    def store(self, parameter: nn.Parameter, scale: float) -> None:
+        """Take a gradient that backward has computed."""
+
+    def launch(self) -> None:
+        """Start the collective."""
+
+    def finish(self) -> None:
+        """Wait for the collective."""
+
+
 class Reducer:
-    """The buckets of a model. They start in the same order on all ranks, each after those before it; `launched` of them
-    have.
+    """The buckets of a model. They start in the same order on all ranks, each after its predecessors; the first
+    `launched` of them have started.
 
     Otherwise ranks that use different parameters would start different all-reduces, and wait for each other for ever.
-    `names`: of the parameters to reduce, by parameter; the rest: as of DataParallel.
+    names: the name of each parameter to reduce; for the other arguments see DataParallel.
     """
 
-    def __init__(self, names: dict[nn.Parameter, str], group, mode: str, bucket_mb: float, reduce_dtype):
-        self.names, (in_buckets, self.launches_early) = names, MODES[mode]
-        self.buckets, self.bucket_of, self.launched = [], {}, 0
-        for parameters in make_buckets(names, bucket_mb * 1e6 if in_buckets else 0):
-            reduce_group = placement_of(parameters[0]).reduce_group or group
-            bucket = Bucket(parameters, reduce_group, 1 / group.size(), reduce_dtype)
-            self.buckets.append(bucket)
-            self.bucket_of.update(dict.fromkeys(parameters, bucket))
+    buckets: Sequence[GradientBucket]
+    bucket_of: dict[nn.Parameter, GradientBucket]
+
+    def __init__(
+        self,
+        names: dict[nn.Parameter, str],
+        group: dist.ProcessGroup,
+        mode: str,
+        bucket_mb: float,
+        reduce_dtype: torch.dtype | None,
+    ):
+        self.names, self.launched, (in_buckets, self.launches_early) = names, 0, MODES[mode]
+        lists = make_buckets(names, bucket_mb * 1e6 if in_buckets else 0)
+        groups = [placement_of(each[0]).reduce_group or group for each in lists]
+        self.buckets = [Bucket(p, g, 1 / group.size(), reduce_dtype) for p, g in zip(lists, groups, strict=True)]
+        self.bucket_of = {parameter: bucket for bucket in self.buckets for parameter in bucket.parameters}
 
     def check_gradient(self, parameter: nn.Parameter) -> None:
         """Raise an error for a gradient that `add` cannot take: a sparse one, or a second final one before finish()."""
-        if parameter.grad.layout != torch.strided:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise ValueError(f"{self.names[parameter]} has a sparse gradient: use a layer with sparse=False")
         if parameter not in self.bucket_of[parameter].missing:
             raise RuntimeError(
@@ -154,11 +195,11 @@ class Reducer:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is a final gradient since the last finish()."""
+        """True if a final gradient has been added since the last finish()."""
         return any(len(bucket.missing) < len(bucket.parameters) for bucket in self.buckets)
 
     def finish(self) -> None:
-        """Launch the other buckets, and wait for all."""
+        """Launch the remaining buckets, and wait for all of them."""
         for bucket in self.buckets[self.launched :]:
             bucket.launch()
         for bucket in self.buckets:

@@ -1,7 +1,7 @@
 """Average gradients in the two simplest ways: after backward, and by hooks while backward runs.
 
-Both send one all-reduce for each parameter, and nothing checks what they are given. `replicas.DataParallel` is what
-they grow into: buckets, accumulation that sends once, parameters that some ranks do not use, clear errors.
+Both send one all-reduce per parameter, and check nothing. `replicas.DataParallel` adds buckets, accumulation that sends
+once, parameters that some ranks do not use, and clear errors.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from course_lib.recompute.modes import IGNORED, accumulate
 def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Replace every gradient of `module` by its mean over the ranks of `group` (None: all ranks).
 
-    Sends what one all-reduce of each gradient sends, and no more, in the same order on all ranks. A parameter without a
-    gradient still has none afterwards.
+    Sends no more than one all-reduce per gradient, in the same order on all ranks. A parameter without a gradient still
+    has none afterwards.
     """
     for parameter in module.parameters():
         if parameter.grad is not None:
@@ -32,10 +32,10 @@ def average_gradients(module: nn.Module, group: dist.ProcessGroup | None = None)
 def overlap_gradients(module: nn.Module, group: dist.ProcessGroup | None = None) -> Callable[[], None]:
     """Average gradients over the ranks of `group` (None: all ranks) while backward runs.
 
-    From now on every backward starts one all-reduce for each gradient, as soon as that gradient is complete. Return
+    From now on every backward starts one all-reduce per gradient, as soon as that gradient is complete. Return
     `finish()`, to be called after each backward: it waits for all works of that backward, and for no older ones; then
-    every gradient is the mean over the group. A parameter that is frozen, or that backward does not reach, stays as it
-    is, with the gradient that it has or without one.
+    every gradient is the mean over the group. Leave frozen parameters, and those that backward does not reach, alone:
+    their `.grad` must not change.
     """
     works, n = [], dist.get_world_size(group)
 
@@ -62,10 +62,11 @@ def averaged_backward(
 ) -> torch.Tensor:
     """Run forward and backward of this rank's micro-batches, and average the gradients over all ranks.
 
-    finish: returned by `overlap_gradients`, and called after each backward; without it, `average_gradients` averages
-    once, after the last. Every rank has equally many target tokens. Returns the mean loss over all ranks, a scalar.
+    finish: the function that `overlap_gradients` has returned, called after each backward; without it,
+    `average_gradients` runs once, after the last. Every rank must have the same number of target tokens. Returns the
+    mean loss over all ranks, a scalar.
     """
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).clamp(min=1)
+    tokens = torch.stack([(targets != IGNORED).sum() for _, targets in micro_batches]).sum().clamp(min=1)
     total = torch.zeros_like(tokens, dtype=torch.float32)
     for micro_batch in micro_batches:
         total += accumulate(module, [micro_batch], dtype, tokens)

@@ -59,6 +59,11 @@ class Layout:
         """cp_order; "contiguous" where there is nothing to split, which takes odd lengths too."""
         return self.cp_order if self.cp > 1 else "contiguous"
 
+    @property
+    def keeps_float32_params(self) -> bool:
+        """True without ZeRO: the modules' parameters stay float32, whatever dtype the stages compute in."""
+        return self.zero_stage == 0
+
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Of words such as dp2,tp4,sp. Raises ValueError for a word that is none, and for a field named twice."""

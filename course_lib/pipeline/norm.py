@@ -8,13 +8,13 @@ import math
 import torch
 import torch.distributed as dist
 
-from course_lib.single_gpu.placement import placement_of
+from course_lib.data_parallel.gradient_owner import GradientOwner, module_gradients
 
 
-def gradients_of(runner, zero=None) -> list[tuple[torch.Tensor, float]]:
-    """This rank's gradients, whole or in pieces, each with the number of ranks of the default group that have the same.
+def gradients_of(runner, sharding: GradientOwner | None = None) -> list[tuple[torch.Tensor, float]]:
+    """Return this rank's gradients, each with the number of ranks of the default group that have the same.
 
-    runner: a PipelineRunner. zero: the ZeroOptimizer that has them, if one has. Pieces of fully_shard are in `.grad`.
+    runner: a PipelineRunner. sharding: the owner of its gradients; None: they are in `.grad`.
     """
     pipeline = dist.get_process_group_ranks(runner.group)
     members_of = functools.cache(lambda group: set(dist.get_process_group_ranks(group)))  # each group once a step
@@ -27,32 +27,22 @@ def gradients_of(runner, zero=None) -> list[tuple[torch.Tensor, float]]:
         members = members_of(group)
         return copies(outer, sum(rank in members for rank in pipeline), len(members))
 
-    if zero is not None:
-        return [
-            (each.gradient, of_piece(placement_of(each.parameters[0]).norm_groups, each.group))
-            for each in zero.gradients
-        ]
-    found = []
-    for weight, owner_ranks in runner.tied_weights.owner_ranks.items():
-        if weight.grad is not None and placement_of(weight).flat_shard:
-            found.append(
-                (weight.grad, of_piece(placement_of(weight).norm_groups[1:], placement_of(weight).flat_shard.group))
-            )
-        elif weight.grad is not None:
-            found.append((weight.grad, copies(placement_of(weight).norm_groups, len(owner_ranks))))
-    return found
+    def count(weight: torch.nn.Parameter, group: dist.ProcessGroup | None, outer: tuple) -> float:
+        owner_ranks = runner.tied_weights.owner_ranks
+        return copies(outer, len(owner_ranks[weight])) if group is None else of_piece(outer, group)
+
+    gradients = module_gradients(runner.stages) if sharding is None else sharding.local_gradients()
+    return [(gradient, count(weight, group, outer)) for gradient, weight, group, outer in gradients]
 
 
 @torch.no_grad()
-def clip_grad_norm_(runner, max_norm: float, zero=None) -> torch.Tensor:
+def clip_grad_norm_(runner, max_norm: float, sharding: GradientOwner | None = None) -> torch.Tensor:
     """As torch.nn.utils.clip_grad_norm_, of all stages together, whoever holds which part. Returns the norm.
 
     Every rank adds up its squares, each divided by the number of ranks that have the same: one all-reduce over the
-    default group, whose ranks train one model. zero: the ZeroOptimizer that has the gradients, if one has.
+    default group, whose ranks train one model. sharding: the owner of the gradients; None: they are in `.grad`.
     """
-    if zero is not None:
-        zero.finish()
-    found = gradients_of(runner, zero)
+    found = gradients_of(runner, sharding)
     gradients = [gradient for gradient, _ in found]
     square = torch.zeros((), device=next(runner.stages.parameters()).device)
     if found:

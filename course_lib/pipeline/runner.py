@@ -117,7 +117,8 @@ class PipelineRunner:
     """Runs a schedule on this rank's stages. Its constructor is collective over the default group.
 
     stages: all or this rank's own, a list or by number; group: the pipeline's ranks, in order; loss_of(what the last
-    stage returns, targets): the sum of the losses; dp_group: see the module. `stages` is a ModuleDict of its own ones.
+    stage returns, targets): the sum of the losses; dp_group: see the module; before_step, after_step: called at the
+    beginning and at the end of each step. `stages` is a ModuleDict of its own ones.
     Raises ValueError where stages, schedule and group do not fit.
     """
 
@@ -128,17 +129,15 @@ class PipelineRunner:
         group: dist.ProcessGroup | None = None,
         loss_of: Callable[..., torch.Tensor] = summed_loss,
         dp_group: dist.ProcessGroup | None = None,
+        *,
+        before_step: Callable[[], None] | None = None,
+        after_step: Callable[[], None] | None = None,
     ):
         self.group, self.loss_of = group or dist.group.WORLD, loss_of
+        self.before_step, self.after_step = before_step, after_step
         self.stages = nn.ModuleDict(check_runner(stages, schedule, self.group))
         self.tied_weights = sync_tied_weights(self.stages, schedule, self.group, dp_group)
         self.use(schedule)
-
-    def prepare(self) -> None:
-        """Called at the beginning of a step. Notebook 10 puts something else in its place."""
-
-    def release(self) -> None:
-        """Called at the end of a step, as `prepare`."""
 
     def use(self, schedule: Schedule) -> None:
         """Run this schedule from now on: the same stages on the same ranks, more or fewer micro-batches."""
@@ -172,13 +171,15 @@ class PipelineRunner:
         device = next(self.stages.parameters()).device
         self.passes, self.loss = {}, torch.zeros((), device=device)
         self.tied_weights.set_aside()
-        self.prepare()
+        if self.before_step is not None:
+            self.before_step()
         try:
             with casting_once(device, dtype) as self.autocast:
                 self.p2p = P2PBuffers(self.plan, self.group, self.shapes_of(inputs, dtype), device)
                 self.run_schedule(no_sync)
         finally:
-            self.release()
+            if self.after_step is not None:
+                self.after_step()
         self.tied_weights.sum_gradients()
         return self.loss
 

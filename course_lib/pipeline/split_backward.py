@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from course_lib.pipeline.stages import StagePass
 from course_lib.tensor_parallel.linear import as_autocast
 from course_lib.tensor_parallel.regions import OnceDifferentiable
-from course_lib.zero.sharded_models import parameter_slots
+from course_lib.zero.parameters import parameter_slots
 
 
 # exercise 09.11

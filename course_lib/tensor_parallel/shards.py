@@ -18,7 +18,7 @@ from torch import nn
 from course_lib.collectives.into_tensor import all_gather_into_tensor
 from course_lib.single_gpu.model import plain_name
 from course_lib.single_gpu.placement import placement_of
-from course_lib.zero.sharded_models import parameter_slots
+from course_lib.zero.parameters import parameter_slots
 
 
 class TensorShard(NamedTuple):

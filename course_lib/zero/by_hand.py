@@ -1,10 +1,10 @@
 """Stage 1 by hand: one step over flat tensors, without buckets, hooks or overlap.
 
-    gradient   [padded]    reduce-scatter, mean     [shard_numel]   this rank's piece
+    gradient   [padded]    reduce-scatter, mean     [shard_numel]   this rank's shard
     values     [padded]    update, all-gather       [padded]        new on all ranks
 
 It sends 2 (N-1)/N x padded elements, as an all-reduce of the gradient does. `ZeroOptimizer` does the same in buckets,
-beside backward and the next forward.
+overlapped with backward and the next forward.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ def zero_1_step(
 ) -> None:
     """Make `values` [padded] the new parameters, on all ranks of layout.group.
 
-    gradient: [padded], this rank's own. update(piece, gradient_of_piece): the optimizer, called once; it changes this
-    rank's piece [shard_numel] in place by the mean gradient of the piece. Sends one reduce-scatter and one all-gather.
+    gradient: [padded], this rank's. update(shard, gradient_of_shard): the optimizer, called once; it updates this
+    rank's shard [shard_numel] in place with the mean gradient of the shard. Sends one reduce-scatter and one
+    all-gather.
     """
     shard = gradient.new_empty(layout.shard_numel)
     reduce_scatter_tensor(shard, gradient, group=layout.group)

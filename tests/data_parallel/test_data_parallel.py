@@ -7,7 +7,8 @@ from torch import nn
 from calls import as_rank
 from course_lib.data_parallel import replicas
 from course_lib.data_parallel.buckets import MODES, make_buckets
-from course_lib.data_parallel.replicas import options, overlap_ratio
+from course_lib.data_parallel.program import options
+from course_lib.data_parallel.replicas import overlap_ratio
 from course_lib.single_gpu.model import PRESETS, Transformer
 from course_lib.single_gpu.placement import placement_of
 

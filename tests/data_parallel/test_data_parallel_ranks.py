@@ -17,13 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from calls import peak_bytes, said, short_corpus
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel.buckets import MODES
-from course_lib.data_parallel.replicas import (
-    DataParallel,
-    check_same_model,
-    find_diverged_params,
-    main,
-    parallel_accumulate,
-)
+from course_lib.data_parallel.program import main
+from course_lib.data_parallel.replicas import DataParallel, find_diverged_params, parallel_accumulate
+from course_lib.data_parallel.same_model import check_same_model
 from course_lib.recompute.modes import IGNORED
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
@@ -798,7 +794,7 @@ class Part(NamedTuple):
     """As much of a TensorShard as a comparison wants to know."""
 
     start: int
-    whole: int = 8
+    full_size: int = 8
 
 
 def compared() -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from calls import short_corpus
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel import naive
-from course_lib.data_parallel.replicas import main
+from course_lib.data_parallel.program import main
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 

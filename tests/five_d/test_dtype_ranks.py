@@ -185,14 +185,14 @@ def test_kept_units_are_sent_while_the_last_backward_runs(ranks):
 
 def sums(words: str) -> tuple[int, set[torch.dtype]]:
     """On a rank: gradients that a step's backwards have made; what holds their sums: a .grad of 16 bits, or more."""
-    parallel, taken, take = parallel_of(words), [], GatherOncePerStep.take
+    parallel, taken, take = parallel_of(words), [], GatherOncePerStep.add_gradient
 
     def noted(kept, weight, unit, part) -> None:
         take(kept, weight, unit, part)
         sum_of = part.gradients.buffer if weight.grad is None else weight.grad
         taken.extend([] if sum_of is None else [sum_of.dtype])  # None: it was the last, and all have been sent
 
-    with mock.patch.object(GatherOncePerStep, "take", noted):
+    with mock.patch.object(GatherOncePerStep, "add_gradient", noted):
         parallel.step(*local_batch(parallel, 0))
     return len(taken), set(taken)
 

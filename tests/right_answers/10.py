@@ -159,7 +159,8 @@ def parallelize(
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage < 3:
             materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
-            runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
+            hooks = step_hooks(own, layout, dtype, None)
+            runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas, **hooks)
             if layout.zero_stage:
                 optimizer = ZeroOptimizer(
                     runner.stages,
@@ -177,10 +178,9 @@ def parallelize(
                 optimizer = optimizer_cls(decay_groups(runner.stages), **settings)
         else:
             sharding, sharded = shard_stages(own, layout, mesh, schedule, init, dtype)
-            runner = PipelineRunner(sharded, schedule, mesh.pp, loss_of, mesh.replicas)
+            hooks = step_hooks(sharded, layout, dtype, sharding)
+            runner = PipelineRunner(sharded, schedule, mesh.pp, loss_of, mesh.replicas, **hooks)
             optimizer = optimizer_cls(decay_groups(runner.stages), **settings)
-            if layout.gather_once:
-                runner.prepare = sharding.gather
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
 
 # %% 10.8 computed from the sizes

@@ -151,7 +151,7 @@ reversed(list(parameters)) => parameters
 # %% 04.5 the model's order, and then the buckets from behind
 reversed(list(parameters)) => parameters
 ---
-return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 =>
 return buckets[::-1]
 
@@ -172,7 +172,7 @@ parameter.dtype, parameter.device => parameter.device
 parameter.device, placement_of(parameter).reduce_group => parameter.device
 
 # %% 04.5 in the order in which buckets are opened
-return sorted(buckets, key=lambda bucket: place[bucket[-1]])
+return sorted(buckets, key=lambda bucket: position[bucket[-1]])
 =>
 return buckets
 
@@ -471,13 +471,13 @@ total = total + accumulate(dp, micro_batches[-1:], dtype, tokens, loss_of)
 
 # %% 04.8 a rank without targets counts as one token
 micro_batches = list(micro_batches)
-tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+tokens = torch.stack([(targets != IGNORED).sum() for _, targets in micro_batches]).sum().float()
 =>
-tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float().clamp(min=1)
+tokens = torch.stack([(targets != IGNORED).sum() for _, targets in micro_batches]).sum().float().clamp(min=1)
 
 # %% 04.8 synchronises on every micro-batch
 def parallel_accumulate(dp, micro_batches, dtype=torch.float32, loss_of=summed_loss):
-    tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+    tokens = torch.stack([(targets != IGNORED).sum() for _, targets in micro_batches]).sum().float()
     dist.all_reduce(tokens, group=dp.group)
     tokens = tokens.clamp(min=1) / dp.group.size()
     total = 0.0
@@ -1196,17 +1196,17 @@ bucket.scale if => 1 / bucket.group.size() if
 
 # %% 04.8 counts tokens in BF16
 micro_batches = list(micro_batches)
-tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+tokens = torch.stack([(targets != IGNORED).sum() for _, targets in micro_batches]).sum().float()
 =>
-tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).bfloat16()
+tokens = torch.stack([(targets != IGNORED).sum() for _, targets in micro_batches]).sum().bfloat16()
 ---
 tokens.clamp => tokens.float().clamp
 
 # %% 04.8 counts tokens in dtype
 micro_batches = list(micro_batches)
-tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).float()
+tokens = torch.stack([(targets != IGNORED).sum() for _, targets in micro_batches]).sum().float()
 =>
-tokens = sum((targets != IGNORED).sum() for _, targets in micro_batches).to(dtype)
+tokens = torch.stack([(targets != IGNORED).sum() for _, targets in micro_batches]).sum().to(dtype)
 ---
 tokens.clamp => tokens.float().clamp
 
@@ -1335,14 +1335,14 @@ gigabytes_sent = 2 * 63 / 64 * 2 * 8.03e3
 return finish =>
 
 # %% 04.5 forgets to return
-return sorted(buckets, key=lambda bucket: place[bucket[-1]]) =>
+return sorted(buckets, key=lambda bucket: position[bucket[-1]]) =>
 
 # %% 04.5 returns a single list of parameters
-return sorted(buckets, key=lambda bucket: place[bucket[-1]]) => return list(place)
+return sorted(buckets, key=lambda bucket: position[bucket[-1]]) => return list(position)
 
 # %% 04.5 parameters with their places
-bucket.append(parameter) => bucket.append((place[parameter], parameter))
-return sorted(buckets, key=lambda bucket: place[bucket[-1]]) => return sorted(buckets, key=lambda bucket: bucket[-1][0])
+bucket.append(parameter) => bucket.append((position[parameter], parameter))
+return sorted(buckets, key=lambda bucket: position[bucket[-1]]) => return sorted(buckets, key=lambda bucket: bucket[-1][0])
 
 # %% 04.5 the bucket that is being filled at the end is left out
 def make_buckets(parameters, bucket_bytes):

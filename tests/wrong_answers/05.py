@@ -87,7 +87,7 @@ def span(self: FlatLayout, i):
     return (first, last) if first < last else None
 
 # %% 05.3 fake: plain data parallelism, with all states on each rank
-from course_lib.zero.gradient_rounds import dist
+from course_lib.zero.optimizer import dist
 
 
 def zero_1_step(layout, values, gradient, update):
@@ -110,7 +110,7 @@ def zero_1_step(layout, values, gradient, update):
         update(piece, mean)
 
 # %% 05.3 an all-reduce in place of the reduce-scatter
-from course_lib.zero.gradient_rounds import dist
+from course_lib.zero.optimizer import dist
 
 
 def zero_1_step(layout, values, gradient, update):
@@ -124,7 +124,7 @@ shard / layout.world_size => shard
 # %% 05.3 divides by the world instead of the group
 def zero_1_step(
 =>
-from course_lib.zero.gradient_rounds import dist
+from course_lib.zero.optimizer import dist
 
 
 def zero_1_step(
@@ -632,9 +632,9 @@ def gather(self: GatheredBuffer):
         self.gathered = True
         self.values.untyped_storage().resize_(self.nbytes)
         if self.encoding is None:
-            own = self.layout.local_shard(self.values)
-            own.copy_(self.shard)
-            self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
+            local = self.layout.local_shard(self.values)
+            local.copy_(self.shard)
+            self.work = all_gather_into_tensor(self.values, local, group=self.layout.group, async_op=True)
         else:
             payload = self.encoding.encode(self.shard)
             self.payloads = payload.new_empty(self.layout.world_size * len(payload))
@@ -654,17 +654,17 @@ def gather(self: GatheredBuffer):
     if not self.gathered:
         self.gathered = True
         self.values.untyped_storage().resize_(self.nbytes)
-        own = self.layout.local_shard(self.values)
-        own.copy_(self.shard)
-        self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
+        local = self.layout.local_shard(self.values)
+        local.copy_(self.shard)
+        self.work = all_gather_into_tensor(self.values, local, group=self.layout.group, async_op=True)
 
 # %% 05.9 a row of the payloads for each rank, which gloo does not take
 self.layout.world_size * len(payload) => self.layout.world_size, payload.numel()
 
 # %% 05.9 sends the shard in its own dtype
-own = self.layout.local_shard(self.values)
-own.copy_(self.shard)
-self.work = all_gather_into_tensor(self.values, own, group=self.layout.group, async_op=True)
+local = self.layout.local_shard(self.values)
+local.copy_(self.shard)
+self.work = all_gather_into_tensor(self.values, local, group=self.layout.group, async_op=True)
 =>
 self.work = all_gather_into_tensor(self.values, self.shard, group=self.layout.group, async_op=True)
 
@@ -718,8 +718,8 @@ unit.wait()
 unit.wait() =>
 
 # %% 05.11 prefetches in the order of forward
-if place > 0: => if place + 1 < len(self.forward_order):
-self.forward_order[place - 1].gather() => self.forward_order[place + 1].gather()
+if position > 0: => if position + 1 < len(self.forward_order):
+self.forward_order[position - 1].gather() => self.forward_order[position + 1].gather()
 
 # %% 05.11 gathers everything at once
 def pre_backward(self: FullyShard, unit):
@@ -751,18 +751,18 @@ def pre_backward(self: FullyShard, unit):
     if unit in self.unreduced:
         return
     unit.gather()
-    place = self.forward_order.index(unit) if unit in self.forward_order else 0
-    if place > 0:
-        self.forward_order[place - 1].gather()
+    position = self.forward_order.index(unit) if unit in self.forward_order else 0
+    if position > 0:
+        self.forward_order[position - 1].gather()
     self.send(self.unreduced)
     self.unreduced = [unit]
     unit.wait()
 
 # %% 05.11 before the first unit comes the last
-if place > 0:
-    self.forward_order[place - 1].gather()
+if position > 0:
+    self.forward_order[position - 1].gather()
 =>
-self.forward_order[place - 1].gather()
+self.forward_order[position - 1].gather()
 
 # %% 05.11 takes for granted that the unit has run
 (unit) if unit in self.forward_order else 0 => (unit)

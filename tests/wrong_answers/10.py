@@ -435,24 +435,24 @@ tokens = tokens.clamp(min=1) / mesh.replicas.size()  # gradients are averaged ov
 =>
 tokens = tokens.clamp(min=1)  # gradients are averaged over the replicas
 ---
-None if layout.zero_stage == 2 else self.sharding.no_sync => self.sharding.no_sync if layout.zero_stage < 2 else None
+self.sharding.no_sync if self.sharding.supports_no_sync else None => self.sharding.no_sync if layout.zero_stage < 2 else None
 
 # %% 10.6 divides by the total, and gradients are averaged besides
 (min=1) / mesh.replicas.size() => (min=1)
-None if layout.zero_stage == 2 else self.sharding.no_sync => self.sharding.no_sync if layout.zero_stage < 2 else None
+self.sharding.no_sync if self.sharding.supports_no_sync else None => self.sharding.no_sync if layout.zero_stage < 2 else None
 (mesh.tp.size() * mesh.replicas.size()) => mesh.tp.size()
 
 # %% 10.6 tokens are summed over dp alone
 group=mesh.replicas => group=mesh.dp
 mesh.replicas.size()  # gradients => mesh.dp.size()  # gradients
-None if layout.zero_stage == 2 else self.sharding.no_sync => self.sharding.no_sync if layout.zero_stage < 2 else None
+self.sharding.no_sync if self.sharding.supports_no_sync else None => self.sharding.no_sync if layout.zero_stage < 2 else None
 
 # %% 10.6 the balance loss counts whole for each micro-batch
 router.loss_weight = 1 / runner.m => router.loss_weight = 1.0
-None if layout.zero_stage == 2 else self.sharding.no_sync => self.sharding.no_sync if layout.zero_stage < 2 else None
+self.sharding.no_sync if self.sharding.supports_no_sync else None => self.sharding.no_sync if layout.zero_stage < 2 else None
 
 # %% 10.6 gradients are reduced for each micro-batch
-no_sync = None if layout.zero_stage == 2 else self.sharding.no_sync
+no_sync = self.sharding.no_sync if self.sharding.supports_no_sync else None
 =>
 no_sync = None
 
@@ -462,10 +462,10 @@ runner.use(schedule_of(layout, m))
 self.first = getattr(self, "first", None) or schedule_of(layout, m)
 runner.use(self.first)
 ---
-None if layout.zero_stage == 2 else self.sharding.no_sync => self.sharding.no_sync if layout.zero_stage < 2 else None
+self.sharding.no_sync if self.sharding.supports_no_sync else None => self.sharding.no_sync if layout.zero_stage < 2 else None
 
 # %% 10.6 a last micro-batch is lost, its loss is not
-no_sync = None if layout.zero_stage == 2 else self.sharding.no_sync
+no_sync = self.sharding.no_sync if self.sharding.supports_no_sync else None
 =>
 no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
 for weight in runner.stages.parameters():
@@ -478,18 +478,18 @@ for weight in runner.stages.parameters():
     weight.hook.remove()
 
 # %% 10.6 finish is forgotten
-None if layout.zero_stage == 2 else self.sharding.no_sync => self.sharding.no_sync if layout.zero_stage < 2 else None
+self.sharding.no_sync if self.sharding.supports_no_sync else None => self.sharding.no_sync if layout.zero_stage < 2 else None
 self.sharding.finish() =>
 
 # %% 10.6 positions are those of a whole sequence
 positions = local_positions(inputs.shape[1], mesh.cp, layout.order, inputs.device)
-no_sync = None if layout.zero_stage == 2 else self.sharding.no_sync
+no_sync = self.sharding.no_sync if self.sharding.supports_no_sync else None
 =>
 positions = torch.arange(inputs.shape[1], device=inputs.device)
 no_sync = self.sharding.no_sync if layout.zero_stage < 2 else None
 
 # %% 10.6 tp ranks count the loss more than once
-None if layout.zero_stage == 2 else self.sharding.no_sync => self.sharding.no_sync if layout.zero_stage < 2 else None
+self.sharding.no_sync if self.sharding.supports_no_sync else None => self.sharding.no_sync if layout.zero_stage < 2 else None
 (mesh.tp.size() * mesh.replicas.size()) => mesh.replicas.size()
 
 # %% 10.6 a rest of the sequences is dropped
@@ -497,7 +497,7 @@ raise ValueError(f"{len(inputs)} sequences are no multiple of micro_batch {layou
 =>
 inputs, targets = (each[: len(each) // layout.micro_batch * layout.micro_batch] for each in (inputs, targets))
 ---
-None if layout.zero_stage == 2 else self.sharding.no_sync => self.sharding.no_sync if layout.zero_stage < 2 else None
+self.sharding.no_sync if self.sharding.supports_no_sync else None => self.sharding.no_sync if layout.zero_stage < 2 else None
 
 # %% 10.6 micro-batches one at a time, gradients sent after each
 if (m := len(inputs) // layout.micro_batch) != runner.m:
@@ -508,7 +508,7 @@ runner.use(schedule_of(layout, 1))
 ---
 router.loss_weight = 1 / runner.m => router.loss_weight = 1 / m
 ---
-no_sync = None if layout.zero_stage == 2 else self.sharding.no_sync
+no_sync = self.sharding.no_sync if self.sharding.supports_no_sync else None
 loss = runner.step(inputs, targets, tokens=tokens, no_sync=no_sync, positions=positions)
 self.sharding.finish()
 =>
@@ -532,9 +532,9 @@ else:
     for name, weight in whole.items():
         init(name, weight.data)
 ---
-materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+materialize(nn.ModuleDict({str(number): stage for number, stage in stages.items()}), init)
 =>
-materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+materialize(nn.ModuleDict({str(number): stage for number, stage in stages.items()}), init)
 del whole
 ---
 settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
@@ -546,9 +546,6 @@ sharding = optimizer = ZeroOptimizer(
 )
 
 # %% 10.7 zero stages 1 and 2 are DataParallel and a plain AdamW
-import dataclasses
-
-
 def parallelize(
     config: ModelConfig,
     layout: Layout,
@@ -561,22 +558,18 @@ def parallelize(
     optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW,
     **settings,
 ) -> ParallelModel:
-    schedule, own = local_stages(config, layout, mesh, extra, moe)
+    schedule, stages = local_stages(config, layout, mesh, extra, moe)
     init, sharding, loss_of = initial_values(config, seed), None, summed_loss_over(mesh.tp, config.vocab)
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
-            sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+            sharding, stages = shard_stages(stages, layout, mesh, schedule, init, dtype)
         else:
-            materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
-        runner = PipelineRunner(own, schedule, mesh.pp, loss_of, mesh.replicas)
-        if layout.gather_once:
-            runner.prepare = sharding.gather
+            materialize(nn.ModuleDict({str(number): stage for number, stage in stages.items()}), init)
+        hooks = step_hooks(stages, layout, dtype, sharding)
+        runner = PipelineRunner(stages, schedule, mesh.pp, loss_of, mesh.replicas, **hooks)
         if layout.zero_stage < 3:
             sharding = DataParallel(runner.stages, mesh.replicas)
         optimizer = optimizer_cls(decay_groups(runner.stages), **settings)
-        if layout.zero_stage in (1, 2):
-            optimizer.finish, optimizer.gradients = sharding.finish, []
-            layout = dataclasses.replace(layout, zero_stage=0)
     return ParallelModel(layout, mesh, runner, sharding, optimizer, dtype)
 
 # %% 10.7 zero stage 3 is DataParallel
@@ -629,9 +622,9 @@ sharding = optimizer = ZeroOptimizer(
 decay_groups(runner.stages), **settings => decay_groups(runner.stages)
 
 # %% 10.7 values by names without the stage
-materialize(nn.ModuleDict({str(number): stage for number, stage in own.items()}), init)
+materialize(nn.ModuleDict({str(number): stage for number, stage in stages.items()}), init)
 =>
-[materialize(stage, lambda name, tensor: init(f"0.{name}", tensor + 0)) for stage in own.values()]
+[materialize(stage, lambda name, tensor: init(f"0.{name}", tensor + 0)) for stage in stages.values()]
 ---
 settings |= {"stage": layout.zero_stage, "compute_dtype": dtype, "grad_dtype": torch.float32}
 sharding = optimizer = ZeroOptimizer(runner.stages, optimizer_cls, mesh.replicas, **settings)
@@ -732,65 +725,65 @@ def weights_over_activations(params, hidden, tokens, ranks):
 
 # %% 10.10 gathers a unit again for each micro-batch
 def pre_forward(self: GatherOncePerStep, unit: FSDPUnit) -> None:
-    for part in unit.flat_params:
-        if part.layout.group.size() == self.group.size():
-            part.buffer.free()
-            part.buffer.gather()
-        part.buffer.wait()
+    for flat in unit.flat_params:
+        if flat.layout.group.size() == self.group.size():
+            flat.buffer.free()
+            flat.buffer.gather()
+        flat.buffer.wait()
 
 # %% 10.10 weights stay in memory after the step
-        part.buffer.wait()
+        flat.buffer.wait()
 =>
-        part.buffer.wait()
+        flat.buffer.wait()
 
 
 def finish(self: GatherOncePerStep):
     FullyShard.finish(self)
     for unit in self.units:
-        for part in unit.flat_params:
-            part.buffer.gather()
+        for flat in unit.flat_params:
+            flat.buffer.gather()
 
 # %% 10.10 no unit is open
 self.unreduced = list(self.units) => self.unreduced = []
 
 # %% 10.10 waits for each before it starts the next one
-part.buffer.gather()
+flat.buffer.gather()
 =>
-part.buffer.gather()
-part.buffer.wait()
+flat.buffer.gather()
+flat.buffer.wait()
 
 # %% 10.10 gathers nothing before a unit runs
 self.root, *self.units => self.root
 ---
-for part in unit.flat_params:
+for flat in unit.flat_params:
 =>
-for part in unit.flat_params:
-    part.buffer.gather()
+for flat in unit.flat_params:
+    flat.buffer.gather()
 ---
-part.buffer.wait()
+flat.buffer.wait()
 =>
-part.buffer.wait()
-part.register(part.unsharded_params)
+flat.buffer.wait()
+flat.register(flat.unsharded_params)
 
 # %% 10.10 sends the gradients of each micro-batch
-        part.buffer.wait()
+        flat.buffer.wait()
 =>
-        part.buffer.wait()
+        flat.buffer.wait()
 
 
 def on_output_grad(self: GatherOncePerStep, unit: FSDPUnit) -> None:
-    for part in unit.flat_params:
-        if part.has_gradients and part.layout.group.size() == self.group.size():
-            part.launch()
+    for flat in unit.flat_params:
+        if flat.has_gradients and flat.layout.group.size() == self.group.size():
+            flat.launch()
 
 # %% 10.10 the root is forgotten
 [self.root, *self.units] => self.units
 
 # %% 10.10 waits for the root only
-for part in unit.flat_params: => for part in unit.flat_params if unit is self.root else ():
+for flat in unit.flat_params: => for flat in unit.flat_params if unit is self.root else ():
 
 # %% 10.10 whole parameters are not registered
-part.register(part.unsharded_params) =>
+flat.register(flat.unsharded_params) =>
 
 # %% 10.11 steps count from 0
 return peak * step / warmup => return peak * (step - 1) / warmup

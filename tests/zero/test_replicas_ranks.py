@@ -9,8 +9,8 @@ from calls import said
 from course_lib.collectives.traffic import count_traffic
 from course_lib.single_gpu.model import PRESETS, Transformer, loss
 from course_lib.single_gpu.placement import placement_of
-from course_lib.zero.optimizer import main as zero_main
-from course_lib.zero.optimizer import options, sharded_accumulate
+from course_lib.zero.program import main as zero_main
+from course_lib.zero.program import options, sharded_accumulate
 from course_lib.zero.sharded_models import full_state_dict, fully_shard
 from course_lib.zero.shards import clip_grad_norm_
 
@@ -147,8 +147,8 @@ def differing(what: str):
     ("what", "message"),
     [
         ("shape", "the ranks differ: rank 2 has 0.weight [4, 3]"),
-        ("order", "the mesh [[3, 1], [0, 2]]: ranks that share parameters out stand in ascending order"),
-        ("line", "it has 2 dimensions with names"),
+        ("order", "the mesh [[3, 1], [0, 2]]: the ranks of a row must be in ascending order"),
+        ("line", "it needs 2 dimensions with names"),
     ],
 )
 def test_bad_input_gets_one_clear_line(ranks, what, message):

@@ -1,4 +1,4 @@
-"""course_lib.zero.optimizer as a program, and the formula of stage 3's overlap: one process, four ranks. CPU, gloo."""
+"""course_lib.zero.program, and the formula of stage 3's overlap: one process, and four ranks. CPU, gloo."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from calls import as_rank
 from course_lib.single_gpu import training as single_gpu
 from course_lib.zero import optimizer as zero_optimizer
 from course_lib.zero.full_sharding import gather_ratio
-from course_lib.zero.optimizer import main, options
+from course_lib.zero.program import main, options
 from course_lib.zero.sharded_models import fully_shard
 from course_lib.zero.sharded_parameters import find_blocks
 

@@ -1122,7 +1122,7 @@ def misuse() -> dict[str, str]:
 
 def test_misuse_is_one_clear_line(ranks):
     for found in ranks(misuse):
-        assert found["no_sync in stage 2"].startswith("RuntimeError: no_sync() keeps whole gradients")
+        assert found["no_sync in stage 2"].startswith("RuntimeError: no_sync() keeps unsharded gradients")
         assert found["finish"] == found["step"] and found["step"].startswith("RuntimeError: finish() inside no_sync()")
         assert found["no_sync ends with an error"] == "True"
         assert found["sparse"] == "ValueError: weight has a sparse gradient: use a layer with sparse=False"

@@ -31,7 +31,7 @@ def check_gather(kept: GatherOncePerStep) -> None:
 def kept_trial(text: str) -> tuple[list[float], list[int], int, int]:
     """On a rank: losses of two steps, gathers and scatters of the second, bytes of weights left after it, parts."""
     layout, mesh, parallel = built(text, TINY, **ADAMW)
-    parallel.runner.prepare = parallel.sharding.gather
+    parallel.runner.before_step = parallel.sharding.gather
     check_gather(parallel.sharding)
     parallel.optimizer.zero_grad()
     own = local_batch(layout, mesh)
