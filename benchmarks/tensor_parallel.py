@@ -11,7 +11,6 @@ itself: the spread of that ratio is the noise. Times are rank 0's, medians of PA
 """
 
 import contextlib
-import functools
 import sys
 import warnings
 
@@ -45,8 +44,8 @@ def project_apart(x: torch.Tensor, layers: list) -> tuple[torch.Tensor, ...]:
 def ours(model: Transformer, kind: str) -> Transformer:
     apply_tensor_parallel(model, chunks=KINDS[kind])
     if kind == "apart":
-        for part in (part for block in model.blocks for part in (block.attention, block.mlp)):
-            part.project = functools.partial(project_apart, **part.project.keywords)
+        for module in (module for block in model.blocks for module in (block.attention, block.mlp)):
+            module.project_layers = project_apart
     return model
 
 

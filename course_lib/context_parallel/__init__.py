@@ -1,4 +1,4 @@
-"""Attention over a sequence that no rank holds whole."""
+"""Context parallelism: attention over a sequence that is split over ranks."""
 
 from course_lib.context_parallel.attention import all_gather_attention, ring_attention, ulysses_attention
 from course_lib.context_parallel.model import apply_context_parallel

@@ -1,13 +1,14 @@
 """Attention over a sequence that is split over a group: three ways to the same result, causal or not.
 
-    ring_attention         keys and values go round, a part at a time, beside the work on the part at hand
+    ring_attention         keys and values travel around the ring, one shard at a time, while the shard at hand is used
     all_gather_attention   all keys and values are gathered, used, and dropped; backward gathers them again
     ulysses_attention      an all-to-all trades tokens for heads: each rank has all tokens of some heads; and back
 
-q: [b, s/n, a, d]; k, v: [b, s/n, kv, d]; each rank's own tokens, in `order` (sequence_parallel.shards). With e bytes a
-number and T = b s kv d / n numbers in a rank's keys, the ring sends 2(n-1)T e in forward and as much in backward, and
-there once more that many gradients in float32; all-gather 2(n-1)T e, and in backward 2(n-1)T e and as many float32
-gradients. Ulysses sends about (2 + 2 kv/a)(n-1)/n of q's size each way: it falls with n. Its n must divide the heads.
+q: [b, s/n, a, d]; k, v: [b, s/n, kv, d]: local tokens, in `order` (sequence_parallel.shards). With e bytes per element
+and T = b s kv d / n elements in a rank's keys, the ring sends 2(n-1)T e bytes in forward and as many in backward, where
+it also sends 2(n-1)T float32 elements of gradients; all-gather sends 2(n-1)T e, and in backward 2(n-1)T e and as many
+float32 elements. Ulysses sends about (2 + 2 kv/a)(n-1)/n of q's size each way: it falls with n, which must divide the
+heads.
 
 Liu et al. 2023 (Ring Attention); Brandon et al. 2023 (Striped Attention: the imbalance of causal rings); Llama 3 2024,
 §3.3.2 (all-gather, 2n chunks); Jacobs et al. 2023 (DeepSpeed-Ulysses).
@@ -18,6 +19,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from course_lib.collectives.groups import group_or_world
 from course_lib.context_parallel.blocks import (
     FUSED_BLOCK,
     AttentionBlock,
@@ -42,8 +44,9 @@ from course_lib.tensor_parallel.linear import as_autocast
 
 # exercise 07.9
 def start_exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> tuple[torch.Tensor, list[dist.Work]]:
-    """Send `tensor` to the next rank of the group, and receive one of its shape from the one before: where it arrives,
-    and what to wait for. Leave `tensor` alone until then.
+    """Start to send `tensor` to the next rank of the group and to receive one of its shape from the previous rank.
+
+    Return the buffer that is being received, and the works to wait for. Do not change `tensor` until then.
     """
     arriving, rank, n = torch.empty_like(tensor), group.rank(), group.size()
     send = dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n)
@@ -61,14 +64,14 @@ def ring_forward(
     attention: AttentionBlock,
     order: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out [b, s/n, a, d] and lse [b, s/n, a] of this rank's queries over all keys."""
+    """Return out [b, s/n, a, d] and lse [b, s/n, a] of the local queries over all keys."""
     rank, n = group.rank(), group.size()
-    own = chunks_of(rank, n, order)
-    chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), initial_out_lse(q)
+    local_chunks = chunks_of(rank, n, order)
+    chunk, kv, (out, lse) = q.shape[1] // len(local_chunks), torch.stack([k, v]), initial_out_lse(q)
     for step in range(n):
-        arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
-        pieces = visible(own, chunks_of((rank - step) % n, n, order), causal)
-        attend(q, *kv, in_tokens(pieces, chunk), attention, out, lse)
+        arriving, works = start_exchange(kv, group) if step < n - 1 else (kv.new_empty(0), [])
+        tiles = visible(local_chunks, chunks_of((rank - step) % n, n, order), causal)
+        attend(q, kv[0], kv[1], in_tokens(tiles, chunk), attention, out, lse)
         for work in works:
             work.wait()
         kv = arriving
@@ -79,38 +82,39 @@ def ring_forward(
 def ring_backward(
     gradient, q, k, v, out, lse, group: dist.ProcessGroup, causal: bool, attention: AttentionBlock, order: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of this rank's q, k and v; gradient: of its out [b, s/n, a, d]."""
+    """Return the gradients of the local q, k and v. gradient: of the local out [b, s/n, a, d]."""
     rank, n = group.rank(), group.size()
-    own = chunks_of(rank, n, order)
-    chunk, kv = q.shape[1] // len(own), torch.stack([k, v])
-    grad_q, at_home, passing, on_their_way = torch.zeros_like(q, dtype=lse.dtype), None, None, []
+    local_chunks = chunks_of(rank, n, order)
+    chunk, kv = q.shape[1] // len(local_chunks), torch.stack([k, v])
+    grad_q, passing = torch.zeros_like(q, dtype=lse.dtype), None
+    grad_works: list[dist.Work] = []
     for step in range(n):
-        arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
-        pieces = in_tokens(visible(own, chunks_of((rank - step) % n, n, order), causal), chunk)
+        arriving, works = start_exchange(kv, group) if step < n - 1 else (kv.new_empty(0), [])
+        tiles = in_tokens(visible(local_chunks, chunks_of((rank - step) % n, n, order), causal), chunk)
         grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
-        attend_backward(gradient, q, *kv, out, lse, pieces, attention, grad_q, *grad_kv)
+        attend_backward(gradient, q, kv[0], kv[1], out, lse, tiles, attention, grad_q, grad_kv[0], grad_kv[1])
         if step == 0:
-            at_home = grad_kv
+            grad_local = grad_kv
         else:
-            for work in on_their_way:
+            for work in grad_works:
                 work.wait()
             if passing is not None:
                 grad_kv += passing
-            sent = grad_kv  # it is being read until the next step's wait, and must not go before
-            passing, on_their_way = start_exchange(sent, group)
+            outgoing = grad_kv  # is read until the next step waits: it must not be freed before
+            passing, grad_works = start_exchange(outgoing, group)
         for work in works:
             work.wait()
         kv = arriving
-    for work in on_their_way:
+    for work in grad_works:
         work.wait()
     if passing is not None:
-        at_home += passing
-    return grad_q.to(q.dtype), *at_home.to(k.dtype)
+        grad_local += passing
+    return grad_q.to(q.dtype), *grad_local.to(k.dtype)
 
 
-def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: str) -> tuple[torch.Tensor, ...]:
-    """q, k and v, in autocast's dtype where it is on. Raises ValueError where a rank's tokens can't be the chunks of
-    this order, or q and k can't belong together.
+def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: str) -> tuple[torch.Tensor, ...]:
+    """Return q, k and v, in autocast's dtype if it is enabled. Raises ValueError if the local tokens cannot be cut into
+    the chunks of this order, or q and k do not fit together.
     """
     if q.shape[1] % len(chunks_of(0, 1, order)):
         raise ValueError(f"{q.shape[1]} tokens per rank cannot be cut into two equal chunks, which {order} needs")
@@ -120,7 +124,7 @@ def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, order: str) -> tu
     return as_autocast(q, k, v)
 
 
-RING = AttentionBlock(ring_forward, ring_backward)  # a block itself: of this rank's queries and everybody's keys
+RING = AttentionBlock(ring_forward, ring_backward)  # itself a block: local queries, keys of all ranks
 
 
 def ring_attention(
@@ -132,68 +136,68 @@ def ring_attention(
     attention: AttentionBlock = FUSED_BLOCK,
     order: str = "zigzag",
 ) -> torch.Tensor:
-    """Attention [b, s/n, a, d] of this rank's queries to the keys of the whole sequence, which go round.
+    """Return the attention [b, s/n, a, d] of the local queries to all keys of the sequence, which travel in a ring.
 
-    q: [b, s/n, a, d]; k, v: [b, s/n, kv, d]: this rank's tokens in `order`. A rank holds three parts of k and v at
-    most, in backward four float32 parts of their gradients too; it keeps q, k, v, out and lse. Collective, both times.
+    q: [b, s/n, a, d]; k, v: [b, s/n, kv, d]: local tokens in `order`. A rank holds at most three shards of k and v, and
+    in backward also four float32 shards of their gradients; it keeps q, k, v, out and lse. Collective; so is backward.
 
-    Raises ValueError for another order, an odd number of tokens under zigzag, and keys that do not fit the queries.
+    Raises ValueError for an unknown order, an odd number of tokens under zigzag, and keys that do not fit the queries.
     """
-    settings = group or dist.group.WORLD, causal, attention, order
-    return BlockAttention.apply(*checked(q, k, v, order), RING, *settings)
+    settings = group_or_world(group), causal, attention, order
+    return BlockAttention.apply(*check_qkv(q, k, v, order), RING, *settings)
 
 
 # exercise 07.12
 def all_gather_forward(q, k, v, group, causal: bool, attention: AttentionBlock, order: str):
-    """As ring_forward, from one all-gather of k and v, beside the work on the own ones."""
+    """Return what ring_forward returns, from one all-gather of k and v, which overlaps the local tokens' work."""
     rank, n = group.rank(), group.size()
-    own, (out, lse) = chunks_of(rank, n, order), initial_out_lse(q)
-    parts, work = start_gather(torch.cat([k, v]), group)  # [n, 2b, s/n, kv, d]
+    local_chunks, (out, lse) = chunks_of(rank, n, order), initial_out_lse(q)
+    shards, work = start_gather(torch.cat([k, v]), group)  # [n, 2b, s/n, kv, d]
     for step in range(n):
         source = (rank - step) % n
         if step == 1:
             work.wait()
-        keys, values = (k, v) if step == 0 else parts[source].chunk(2)
-        pieces = in_tokens(visible(own, chunks_of(source, n, order), causal), q.shape[1] // len(own))
-        attend(q, keys, values, pieces, attention, out, lse)
+        keys, values = (k, v) if step == 0 else shards[source].chunk(2)
+        tiles = in_tokens(visible(local_chunks, chunks_of(source, n, order), causal), q.shape[1] // len(local_chunks))
+        attend(q, keys, values, tiles, attention, out, lse)
     return out.to(q.dtype), lse
 
 
 # exercise 07.12
 def all_gather_backward(gradient, q, k, v, out, lse, group, causal: bool, attention: AttentionBlock, order: str):
-    """As ring_backward: gathers k and v again; the gradients of all ranks' k and v are reduce-scattered."""
+    """Return what ring_backward returns; k and v are gathered again, and their gradients reduce-scattered."""
     rank, n = group.rank(), group.size()
-    own, grad_q = chunks_of(rank, n, order), torch.zeros_like(q, dtype=lse.dtype)
-    parts, work = start_gather(torch.cat([k, v]), group)
-    grads = parts.new_zeros(parts.shape, dtype=lse.dtype)
+    local_chunks, grad_q = chunks_of(rank, n, order), torch.zeros_like(q, dtype=lse.dtype)
+    shards, work = start_gather(torch.cat([k, v]), group)
+    grads = shards.new_zeros(shards.shape, dtype=lse.dtype)
     for step in range(n):
         source = (rank - step) % n
         if step == 1:
             work.wait()
-        keys, values = (k, v) if step == 0 else parts[source].chunk(2)
-        pieces = in_tokens(visible(own, chunks_of(source, n, order), causal), q.shape[1] // len(own))
-        attend_backward(gradient, q, keys, values, out, lse, pieces, attention, grad_q, *grads[source].chunk(2))
-    of_own, work = start_reduce_scatter(grads, group)
+        keys, values = (k, v) if step == 0 else shards[source].chunk(2)
+        tiles = in_tokens(visible(local_chunks, chunks_of(source, n, order), causal), q.shape[1] // len(local_chunks))
+        attend_backward(gradient, q, keys, values, out, lse, tiles, attention, grad_q, *grads[source].chunk(2))
+    grad_local, work = start_reduce_scatter(grads, group)
     work.wait()
-    return grad_q.to(q.dtype), *of_own.to(k.dtype).chunk(2)
+    return grad_q.to(q.dtype), *grad_local.to(k.dtype).chunk(2)
 
 
 def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raise ValueError where Ulysses can't give each rank as many heads."""
+    """Raise ValueError if Ulysses cannot give every rank the same number of heads."""
     if heads % ranks or kv_heads % ranks and ranks % kv_heads:
         raise ValueError(f"ulysses: {ranks} ranks can't share {heads} heads and {kv_heads} K/V heads")
 
 
 # exercise 07.13
 class AllToAll(torch.autograd.Function):
-    """pieces [n, ...]: the i-th goes to rank i of the group; returns what has come, rank by rank: [n, ...]."""
+    """Send the i-th of `chunks` [n, ...] to rank i of the group; return what was received, by rank: [n, ...]."""
 
     @staticmethod
-    def forward(ctx, pieces: torch.Tensor, group) -> torch.Tensor:
-        ctx.group, pieces = group, pieces.contiguous()
-        arrived = torch.empty_like(pieces)
-        dist.all_to_all_single(arrived, pieces, group=group)
-        return arrived
+    def forward(ctx, chunks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group, chunks = group, chunks.contiguous()
+        received = torch.empty_like(chunks)
+        dist.all_to_all_single(received, chunks, group=group)
+        return received
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
@@ -205,17 +209,18 @@ def ulysses_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup | None = None, causal: bool = True,
     attention: AttentionBlock = FUSED_BLOCK, order: str = "zigzag",
 ) -> torch.Tensor:  # fmt: skip
-    """As ring_attention, with all tokens of a/n heads on each rank in between: two all-to-alls, two more in backward.
-    Raises ValueError where the ranks do not divide the heads, or neither of ranks and K/V heads divides the other.
+    """Return what ring_attention returns, computed with all tokens of a/n heads on each rank: two all-to-alls, and two
+    in backward. Raises ValueError if the ranks do not divide the heads, or if neither of ranks and K/V heads divides
+    the other.
     """
-    group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
+    group, (q, k, v) = group_or_world(group), check_qkv(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))  # a K/V head for each rank at least
     heads = [x.shape[2] // n for x in (q, k, v)]
     packed = torch.cat([x.unflatten(2, (n, -1)) for x in (q, k, v)], 3)  # [b, s/n, n, (a + 2kv)/n, d]
-    arrived = AllToAll.apply(packed.movedim(2, 0), group)  # [n, b, s/n, (a + 2kv)/n, d]
-    q, k, v = from_order(join_by_rank(arrived), n, order).split(heads, 2)  # [b, s, ...]
+    received = AllToAll.apply(packed.movedim(2, 0), group)  # [n, b, s/n, (a + 2kv)/n, d]
+    q, k, v = from_order(join_by_rank(received), n, order).split(heads, 2)  # [b, s, ...]
     out = BlockAttention.apply(q, k, v, attention, causal)  # [b, s, a/n, d]
     back = AllToAll.apply(split_by_rank(to_order(out, n, order), n), group)  # [n, b, s/n, a/n, d]
     return back.movedim(0, 2).flatten(2, 3)
@@ -233,6 +238,6 @@ def all_gather_attention(
     attention: AttentionBlock = FUSED_BLOCK,
     order: str = "zigzag",
 ) -> torch.Tensor:
-    """As ring_attention, with all keys and values of the group at hand while it computes."""
-    settings = group or dist.group.WORLD, causal, attention, order
-    return BlockAttention.apply(*checked(q, k, v, order), ALL_GATHER, *settings)
+    """Return what ring_attention returns; all keys and values of the group are on each rank while it computes."""
+    settings = group_or_world(group), causal, attention, order
+    return BlockAttention.apply(*check_qkv(q, k, v, order), ALL_GATHER, *settings)

@@ -1,4 +1,4 @@
-"""Mixtures of experts, and experts on ranks of their own."""
+"""Mixtures of experts (MoE), and experts sharded over ranks."""
 
 from course_lib.expert_parallel.mixture import MoE, apply_moe
 from course_lib.expert_parallel.model import apply_expert_parallel

@@ -1,15 +1,15 @@
-"""Experts: E SwiGLU MLPs whose weights stand together, and three ways to send each token through its own.
+"""Experts: E SwiGLU MLPs with stacked weights, and three ways to send each token through the experts it has chosen.
 
     loop       one expert after the other                          E times as many calls
-    batched    each expert has as many slots: [E, slots, h]        fixed sizes; empty slots are computed too
-    grouped    tokens sorted by expert, one product for all        nothing is computed twice or for nothing
+    batched    each expert has the same slots: [E, slots, h]       fixed sizes; empty slots are computed too
+    grouped    tokens sorted by expert, one matmul for all         computes every choice once, and nothing else
 
-x: [t, h]; gates: [t, E], float32, 0 where a token does not go; choices: how many of them are not 0, known on the host,
-so that nothing has to be read from the device (grouped_mm itself reads `ends` where PyTorch has no kernel for a dtype
-on a device, such as float32 on a GPU); batched takes slots in its place. All three add up in float32 and round once,
-the last two the gradients of x as well; on a GPU index_add adds in any order (torch.use_deterministic_algorithms mends
-that). A choice costs 6 h f FLOPs in forward.
-Gale et al. 2022 (MegaBlocks: dropless, by grouped products); Lepikhin et al. 2020 (GShard: slots).
+x: [t, h]; gates: [t, E], float32, 0 for experts that a token has not chosen; choices: the number of nonzero gates,
+known on the host, so that nothing has to be read from the device (grouped_mm itself reads `ends` if PyTorch has no
+kernel for a dtype on a device, such as float32 on a GPU); batched takes slots instead. All three sum in float32 and
+round once, the last two the gradients of x as well; on a GPU index_add sums in any order, unless
+torch.use_deterministic_algorithms is on. A choice costs 6 h f FLOPs in forward.
+Gale et al. 2022 (MegaBlocks: dropless, by grouped matmuls); Lepikhin et al. 2020 (GShard: slots).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExpertLinear(nn.Module):
 class Experts(nn.Module):
     """E SwiGLU MLPs. `compute(experts, x, gates, choices)` sends tokens through them: loop or grouped."""
 
-    def __init__(self, experts: int, hidden: int, ffn_hidden: int, compute: Callable):
+    def __init__(self, experts: int, hidden: int, ffn_hidden: int, compute: Callable[..., torch.Tensor]):
         super().__init__()
         self.gate_proj = ExpertLinear(experts, hidden, ffn_hidden)  # [E, f, h]
         self.up_proj = ExpertLinear(experts, hidden, ffn_hidden)  # [E, f, h]
@@ -43,17 +43,17 @@ class Experts(nn.Module):
         self.compute = compute
 
     def weights(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x, gate [E, f, h], up [E, f, h] and down [E, h, f], in autocast's dtype where it is on."""
+        """Return x, gate [E, f, h], up [E, f, h] and down [E, h, f], in autocast's dtype if it is enabled."""
         return as_autocast(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
 
     def forward(self, x: torch.Tensor, gates: torch.Tensor, choices: int) -> torch.Tensor:
-        """x: [t, h]; gates: [t, E], of which `choices` are not 0; returns [t, h]."""
+        """Return the experts' output [t, h]. x: [t, h]; gates: [t, E], of which `choices` are not 0."""
         return self.compute(self, x, gates, choices)
 
 
 # exercise 08.2
 def loop_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: int) -> torch.Tensor:
-    """One expert after the other. x: [t, h]; gates: [t, E]; returns [t, h]."""
+    """Return the output [t, h], computed expert by expert. x: [t, h]; gates: [t, E]."""
     x, *weights = experts.weights(x)
     out = torch.zeros_like(x, dtype=gates.dtype)
     for e, (gate, up, down) in enumerate(zip(*(weight.unbind() for weight in weights), strict=True)):
@@ -65,7 +65,7 @@ def loop_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices
 
 
 class AddByToken(torch.autograd.Function):
-    """Sums [tokens, h] of rows [r, h], row i at token[i]: added in float32, rounded once. Keeps the numbers alone."""
+    """Add row i of [r, h] to token[i] of the result [tokens, h]: in float32, rounded once. It keeps only `token`."""
 
     @staticmethod
     def forward(ctx, rows: torch.Tensor, token: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ class AddByToken(torch.autograd.Function):
 
 
 class TakeByToken(torch.autograd.Function):
-    """The rows x[token], [r, h]. Backward adds up the gradients of a token's rows as AddByToken does."""
+    """Return the rows x[token], [r, h]. Backward sums the gradients of a token's rows as AddByToken does."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
@@ -94,13 +94,15 @@ class TakeByToken(torch.autograd.Function):
 
 
 def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """rows [r, in], those up to ends[0] by weight[0], and so on: [r, out]. weight: [E, out, in]. grouped_mm
-    wants rows of whole 16 bytes (other widths are padded, which copies the weights) and a contiguous gradient.
+    """Multiply rows [r, in] up to ends[0] by weight[0], those up to ends[1] by weight[1], ...; return [r, out].
+
+    weight: [E, out, in]. grouped_mm needs rows of a multiple of 16 bytes (other widths are padded, which copies the
+    weights) and a contiguous gradient.
     """
-    whole = 16 // rows.element_size()
-    short, short_out = -rows.shape[1] % whole, -weight.shape[1] % whole
-    if short or short_out:
-        padded = F.pad(rows, (0, short)), F.pad(weight, (0, short, 0, short_out))
+    multiple = 16 // rows.element_size()
+    missing, missing_out = -rows.shape[1] % multiple, -weight.shape[1] % multiple
+    if missing or missing_out:
+        padded = F.pad(rows, (0, missing)), F.pad(weight, (0, missing, 0, missing_out))
         return grouped_matmul(*padded, ends)[:, : weight.shape[1]]
     out = F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
     if out.requires_grad:
@@ -110,7 +112,7 @@ def grouped_matmul(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor)
 
 # exercise 08.3
 def sorted_choices(gates: torch.Tensor, choices: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """expert [choices] and token [choices] of all choices, by expert; and where each expert's end, int32 [E]."""
+    """Return expert [choices] and token [choices], sorted by expert, and each expert's end in them, int32 [E]."""
     by_expert = gates.detach().t()
     expert, token = torch.nonzero_static(by_expert, size=choices).unbind(1)
     return expert, token, (by_expert != 0).sum(1).cumsum(0, dtype=torch.int32)
@@ -118,7 +120,7 @@ def sorted_choices(gates: torch.Tensor, choices: int) -> tuple[torch.Tensor, tor
 
 # exercise 08.3
 def grouped_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: int) -> torch.Tensor:
-    """Tokens sorted by expert, three products for all. x: [t, h]; gates: [t, E]; returns [t, h]."""
+    """Return the output [t, h], from tokens sorted by expert and three grouped matmuls. x: [t, h]; gates: [t, E]."""
     x, gate, up, down = experts.weights(x)
     expert, token, ends = sorted_choices(gates, choices)
     rows = TakeByToken.apply(x, token)
@@ -130,7 +132,7 @@ def grouped_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choi
 
 # exercise 08.4
 def batched_experts(experts: Experts, x: torch.Tensor, gates: torch.Tensor, slots: int) -> torch.Tensor:
-    """Each expert computes `slots` rows, those of its largest gates. x: [t, h]; gates: [t, E]; returns [t, h]."""
+    """Return the output [t, h]; each expert computes `slots` rows, of its largest gates. x: [t, h]; gates: [t, E]."""
     x, gate, up, down = experts.weights(x)
     slot_gates, token = gates.t().topk(min(slots, len(x)), dim=1)  # [E, slots]
     rows = TakeByToken.apply(x, token.flatten()).unflatten(0, token.shape)  # [E, slots, h]

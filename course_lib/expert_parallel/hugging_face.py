@@ -1,10 +1,10 @@
-"""Mixtures of transformers, Mixtral and Qwen3-MoE: their sizes, the names of their weights, and their router.
+"""Mixtures of experts of transformers, Mixtral and Qwen3-MoE: their sizes, weight names, and routers.
 
     config, moe = hf_mixture(AutoConfig.from_pretrained("Qwen/Qwen3-30B-A3B"))    moe: arguments of apply_moe
     model = from_hf("Qwen/Qwen3-30B-A3B")                                         in one process
 
-A file has a matrix for each expert, as published models do; in memory transformers stacks them, as `Experts` does. A
-model whose router computes other gates than `Router` is refused. Jiang et al. 2024 (Mixtral of Experts); Qwen Team 2025
+A file has a matrix per expert, as published models do; in memory transformers stacks them, as `Experts` does. A model
+whose router computes other gates than `Router` is refused. Jiang et al. 2024 (Mixtral of Experts); Qwen Team 2025
 (Qwen3).
 """
 
@@ -33,7 +33,7 @@ DENSE_LAYERS = {"first_k_dense_replace": 0, "mlp_only_layers": [], "decoder_spar
 
 
 def size(sizes: dict, name: str) -> int:
-    """Return one of a config's sizes. Raises ValueError if it is missing, or not a whole number of 1 or more."""
+    """Return one of a config's sizes. Raises ValueError if it is missing, or not an integer of 1 or more."""
     if name not in sizes:
         raise ValueError(f"{name} is missing")
     if type(sizes[name]) is not int or sizes[name] < 1:
@@ -95,8 +95,9 @@ def to_hf_mixture(dense, routing: Routing, width: int):
     import transformers
 
     kind = {"llama": "Mixtral", "mistral": "Mixtral", "qwen3": "Qwen3Moe"}.get(dense.model_type)
-    k, other = routing.top_k, {"score": "softmax", "scale": 1.0, "node_limit": routing.nodes}
-    differing = [f"{name} {getattr(routing, name)}" for name, value in other.items() if getattr(routing, name) != value]
+    k, expected = routing.top_k, {"score": "softmax", "scale": 1.0, "node_limit": routing.nodes}
+    actual = {name: getattr(routing, name) for name in expected}
+    differing = [f"{name} {actual[name]}" for name, value in expected.items() if actual[name] != value]
     differing += [f"{dense.model_type}'s attention"] if kind is None else []
     differing += ["top_k 1 without norms of q and k"] if k == 1 and kind == "Mixtral" else []
     if differing:
@@ -107,8 +108,8 @@ def to_hf_mixture(dense, routing: Routing, width: int):
     else:
         sizes |= {"num_experts": routing.experts, "moe_intermediate_size": width, "norm_topk_prob": k > 1}
     config = getattr(transformers, f"{kind}Config")
-    other = ("model_type", "rope_scaling")
-    same = {name: value for name, value in dense.to_dict().items() if hasattr(config(), name) and name not in other}
+    skipped = ("model_type", "rope_scaling")
+    same = {name: value for name, value in dense.to_dict().items() if hasattr(config(), name) and name not in skipped}
     return with_old_rope(config(**same | sizes))
 
 
@@ -140,7 +141,7 @@ def hf_tensors(name: str, shape: tuple[int, ...], kind: str) -> Iterator[tuple[s
 
 def from_hf(source: nn.Module | str | Path, **routing) -> Transformer:
     """Return a `Transformer` of mixtures with the weights of a Mixtral or Qwen3-MoE: a model of transformers, or its
-    name or folder. Needs the extra `[hf]`. routing: of Router; the balance loss has a weight of 0 by default.
+    name or folder. Needs the extra `[hf]`. routing: of Router; aux_loss_coeff is 0 by default.
 
     Raises ValueError if our model lacks one of its features (see hf_mixture), or its weights are quantized.
     """
@@ -150,17 +151,17 @@ def from_hf(source: nn.Module | str | Path, **routing) -> Transformer:
     config, moe = hf_mixture(theirs.config)
     with torch.device("meta"):
         model = apply_moe(Transformer(config), **moe, **routing)
-    tensors, found = theirs.state_dict(), {}
+    tensors, weights = theirs.state_dict(), {}
     for name, like in model.state_dict().items():
         stacked = hf_name(name).replace("mlp.router.", "mlp.gate.").removesuffix(".weight")  # in memory [E, ...]
         if name.endswith("router.bias"):
-            found[name] = torch.zeros(like.shape)
+            weights[name] = torch.zeros(like.shape)
         elif name.endswith(("experts.gate_proj.weight", "experts.up_proj.weight")):
             both = tensors[stacked.rpartition(".")[0] + ".gate_up_proj"]  # [E, 2f, h]
-            found[name] = both.chunk(2, dim=1)["up_proj" in name].clone()
+            weights[name] = both.chunk(2, dim=1)["up_proj" in name].clone()
         else:
-            found[name] = tensors[stacked if ".experts." in name else f"{stacked}.weight"].clone()
-    model.load_state_dict(found, assign=True)
-    if config.tied:
+            weights[name] = tensors[stacked if ".experts." in name else f"{stacked}.weight"].clone()
+    model.load_state_dict(weights, assign=True)
+    if config.tied and model.head and model.embedding:
         model.head.weight = model.embedding.weight
     return model

@@ -1,7 +1,7 @@
-"""Parts of parts: a parameter that is cut over one group, and each part over another, along the same dimension or not.
+"""Shards of shards: a parameter that is split over one group, and each shard over another, along any dimensions.
 
-An expert's matrices go over the nodes, over the ranks of a node, and along their width over tensor-parallel ranks. A
-NestedShard stands where a parameter that is cut once has a TensorShard.
+An expert's matrices are split over the nodes, over the ranks of a node, and along their width over tensor-parallel
+ranks. The placement of such a parameter has a NestedShard, where that of a parameter split once has a TensorShard.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from course_lib.tensor_parallel.shards import TensorShard, shard_parameter
 
 
 class NestedShard(NamedTuple):
-    """A part of a part, and so on: the `tensor_shard` of a parameter that is cut more than once."""
+    """A shard of a shard, and so on: the `tensor_shard` of a parameter that is split more than once."""
 
-    shards: tuple[TensorShard, ...]  # the first cuts the whole tensor
+    shards: tuple[TensorShard, ...]  # the first cuts the full tensor
 
     @property
     def full_size(self) -> tuple[int, ...]:
-        """The sizes that were cut."""
+        """The size of the split dimension before each cut."""
         return tuple(shard.full_size for shard in self.shards)
 
     @property
     def start(self) -> tuple[int, ...]:
-        """Where each cut begins."""
+        """The first index of each cut."""
         return tuple(shard.start for shard in self.shards)
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a whole tensor: a view."""
-        return functools.reduce(lambda part, shard: shard.cut(part), self.shards, tensor)
+        """Return this rank's shard of a full tensor, as a view."""
+        return functools.reduce(lambda outer, shard: shard.cut(outer), self.shards, tensor)
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, from the parts of all ranks. Collective."""
-        return functools.reduce(lambda part, shard: shard.gather(part), reversed(self.shards), part)
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor, given the local shard of each rank. Collective."""
+        return functools.reduce(lambda inner, shard: shard.gather(inner), reversed(self.shards), local)
 
-    def full_shape(self, part: torch.Tensor) -> list[int]:
-        """The shape of the whole tensor."""
-        like = torch.empty(part.shape, device="meta")
+    def full_shape(self, local: torch.Tensor) -> list[int]:
+        """Return the shape of the full tensor."""
+        like = torch.empty(local.shape, device="meta")
         for shard in reversed(self.shards):
             like = torch.empty(shard.full_shape(like), device="meta")
         return list(like.shape)
 
 
 def shard_nested(parameter: nn.Parameter, cuts: list[tuple[dist.ProcessGroup, int]]) -> nn.Parameter:
-    """A new parameter with this rank's part of `parameter`, cut over each (group, dimension) in turn."""
+    """Return a new parameter with this rank's shard of `parameter`, cut over each (group, dimension) in turn."""
     shards = []
     for group, dim in cuts:
         shards.append(TensorShard.of(parameter.shape[dim], group, dim))

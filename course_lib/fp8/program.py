@@ -11,7 +11,6 @@ bytes for each. A scale of a block that one rank has needs none.
 from __future__ import annotations
 
 import argparse
-import functools
 
 import torch
 import torch.distributed as dist
@@ -109,7 +108,7 @@ def convert(parent: nn.Module, casts: Casts, rows: tuple[Split, ...]) -> None:
     if not columns:
         for layer in together:
             layer.quantizers.input = together[0].quantizers.input
-        parent.project = functools.partial(fp8_project, layers=together)
+        parent.project_layers = fp8_project
 
 
 PROGRAMS = {name.lower().replace(" ", "-").replace(",", ""): recipe for name, recipe in RECIPES.items()}

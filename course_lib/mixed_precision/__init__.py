@@ -1,4 +1,4 @@
-"""Formats of 16 and 8 bits, master weights, and the scale of a loss."""
+"""Mixed precision: floating-point formats, master weights, and loss scaling."""
 
 from course_lib.mixed_precision.masters import LossScaler, MasterWeights
 

@@ -1,33 +1,34 @@
 """Training in 16 bits: float32 master weights, a dynamic loss scale, sums in float32.
 
-A 16-bit model is half as large, and a GPU multiplies its matrices 8 to 16 times as fast as float32's. Naive 16-bit
-training loses in three places what is too small (Micikevicius et al. 2018, Mixed Precision Training, §3):
+A 16-bit model is half as large, and a GPU multiplies its matrices 8 to 16 times as fast as in float32. Naive 16-bit
+training loses small numbers in three places (Micikevicius et al. 2018, Mixed Precision Training, §3):
 
-    weights    a step of less than half a unit in the last place changes nothing. Numbers from 1 to 2 lie 2^-7 apart
-               in BF16, 2^-10 in FP16: 1 - 0.001 is 1 in BF16. So the optimizer keeps and updates float32 copies, and
-               the model gets them rounded (`MasterWeights`).
-    gradients  FP16 ends at 2^-24 = 6e-8, and most of a large model's gradients are not far from it. So the loss is
-               multiplied by a scale S, all gradients grow by S, and are divided by S in float32 (`LossScaler`). BF16
-               has float32's range and needs no scale.
+    weights    an update of less than half a unit in the last place changes nothing. Numbers from 1 to 2 are 2^-7 apart
+               in BF16, 2^-10 in FP16: 1 - 0.001 is 1 in BF16. The optimizer therefore keeps and updates float32
+               copies, and the model gets them rounded (`MasterWeights`).
+    gradients  FP16 ends at 2^-24 = 6e-8, and most of a large model's gradients are close to it. The loss is therefore
+               multiplied by a scale S, which scales all gradients, and they are divided by S in float32
+               (`LossScaler`). BF16 has float32's range and needs no scale.
     sums       a running sum of ones stops at 2,048 in FP16 and at 256 in BF16, where 1 is half a unit and ties go to
                even. Norms, softmax and the loss are summed in float32, and so are gradients of several micro-batches.
 
 The order matters: gradients to float32, divided by S, clipped, step. Clipped before the division, the norm is S times
 too large, and every step is cut down. Divided in FP16, the small ones are lost again.
 
-S is as large as it may be: too large, and gradients are inf or nan. That step is skipped and S halved; after `interval`
-good steps S doubles. Whether to skip is known on the device alone, so the host doesn't ask: the optimizer's kernel
-reads `found_inf` and leaves weights, moments and step counter as they are. It costs nothing where the step is one
-kernel.
+S should be as large as possible: if it is too large, gradients are inf or nan. Then the step is skipped and S halved;
+after `interval` good steps S doubles. Only the device knows if a step must be skipped, and the host does not wait for
+it: the optimizer's kernel reads `found_inf` and leaves weights, moments and step counter unchanged. It costs nothing if
+the step is one kernel.
 
-Bytes a parameter with Adam: 2 weights + 2 gradients + 4 gradients in float32 + 4 master + 8 moments = 20, and 16 if
-each float32 gradient lives no longer than its update. 16 is what float32 training takes: mixed precision saves time and
-activations, no memory for states.
+Bytes per parameter with Adam: 2 weights + 2 gradients + 4 gradients in float32 + 4 master + 8 moments = 20, and 16 if
+each float32 gradient is freed after its update. float32 training takes 16 as well: mixed precision saves time and
+activation memory, but no memory for states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,24 +39,24 @@ from course_lib.single_gpu.placement import placement_of
 
 
 class MasterWeights:
-    """`optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
+    """An `optimizer_cls` on float32 copies of 16-bit `parameters`; a float32 parameter is its own master.
 
-    parameters: parameters, or parameter groups, as for torch's optimizers.
-    After backward: accumulate_into_master(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the optimizer's.
-    The state is the optimizer's and the masters. Raises ValueError for parameters that float32 doesn't hold.
+    parameters: parameters or parameter groups, as for torch's optimizers.
+    After backward: accumulate_into_master(), clip `master_parameters`, step(), zero_grad(). `param_groups` are the
+    optimizer's. The state is the optimizer's and the masters. Raises ValueError for parameters of other dtypes.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter | dict], optimizer_cls: type[torch.optim.Optimizer], **kwargs):
-        groups = list(parameters)
-        if groups and not isinstance(groups[0], dict):
-            groups = [{"params": groups}]
+        given = list(parameters)
+        plain = bool(given) and not isinstance(given[0], dict)  # parameters, not groups
+        groups = cast("list[dict[str, Any]]", [{"params": given}] if plain else given)
         groups = [group | {"params": [p for p in group["params"] if p.requires_grad]} for group in groups]
-        self.weights = [weight for group in groups for weight in group["params"]]
+        self.weights: list[torch.Tensor] = [weight for group in groups for weight in group["params"]]
         if wrong := {p.dtype for p in self.weights} - {torch.float16, torch.bfloat16, torch.float32}:
             raise ValueError(f"float32 master weights are for parameters of 16 bits, not {wrong.pop()}")
-        self.master_parameters = [nn.Parameter(weight.detach().float()) for weight in self.weights]
+        self.master_parameters: list[torch.Tensor] = [nn.Parameter(weight.detach().float()) for weight in self.weights]
         for weight, master in zip(self.weights, self.master_parameters, strict=True):
-            master.__dict__.update(weight.__dict__)  # how the weight is sharded, and over whom its norm is summed
+            master.__dict__.update(weight.__dict__)  # the weight's placement
         masters = iter(self.master_parameters)
         groups = [group | {"params": [next(masters) for _ in group["params"]]} for group in groups]
         self.optimizer = optimizer_cls(groups, **kwargs)
@@ -63,7 +64,7 @@ class MasterWeights:
 
     # exercise 14.3
     def accumulate_into_master(self) -> None:
-        """Add the 16-bit gradients to the masters' and drop them. Called for each micro-batch, it sums in float32."""
+        """Add the 16-bit gradients to the masters' float32 gradients, and drop them. Call it after each micro-batch."""
         for weight, master in zip(self.weights, self.master_parameters, strict=True):
             if weight.grad is not None:
                 grad, weight.grad = weight.grad.float(), None
@@ -72,7 +73,7 @@ class MasterWeights:
     # exercise 14.3
     @torch.no_grad()
     def step(self) -> None:
-        """Take the gradients, update the masters, round them to the weights: to nearest, ties to even."""
+        """Accumulate the gradients, update the masters, and round them into the weights: to nearest, ties to even."""
         self.accumulate_into_master()
         self.optimizer.step()
         torch._foreach_copy_(self.weights, self.master_parameters)
@@ -83,12 +84,12 @@ class MasterWeights:
             parameter.grad = None
 
     def state_dict(self) -> dict:
-        """The optimizer's state, and the masters: rounded weights don't bring them back."""
+        """Return the optimizer's state and the masters, which cannot be recovered from the rounded weights."""
         return {"optimizer": self.optimizer.state_dict(), "master": [m.detach() for m in self.master_parameters]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Go on where `state` was taken, weights included. Raises ValueError where it belongs to other parameters."""
+        """Restore a state_dict, and with it the weights. Raises ValueError if it belongs to other parameters."""
         if [m.shape for m in state["master"]] != [m.shape for m in self.master_parameters]:
             raise ValueError("the state's master weights have other shapes than these parameters")
         self.optimizer.load_state_dict(state["optimizer"])
@@ -97,18 +98,18 @@ class MasterWeights:
 
 
 def step_unless(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-    """optimizer.step(), which changes nothing where found_inf (a float32 scalar on the device) is 1: no weight, no
-    moment, no step counter. The host doesn't learn which. The optimizer is one of torch, or has one as `.optimizer`.
+    """Call optimizer.step(), which changes no weight, moment or step counter if found_inf (a float32 scalar on the
+    device) is 1. The host does not wait for its value. The optimizer is one of torch, or has one as `.optimizer`.
 
-    Raises ValueError where the optimizer can't: torch's Adam and AdamW can if they are fused.
+    Raises ValueError if the optimizer does not support it: torch's Adam and AdamW do if they are fused.
     """
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner: Any = getattr(optimizer, "optimizer", optimizer)
     if not getattr(inner, "_step_supports_amp_scaling", False):
-        raise ValueError(f"this {type(inner).__name__} can't skip a step on the device; fused=True makes one that can")
+        raise ValueError(f"this {type(inner).__name__} cannot skip a step on the device; use fused=True")
     if isinstance(inner, torch.optim.SGD) and any(group["momentum"] for group in inner.param_groups):
-        raise ValueError("torch's fused SGD has uninitialized momentum after a skipped first step; take AdamW")
+        raise ValueError("torch's fused SGD has uninitialized momentum after a skipped first step; use AdamW")
     device = next(parameter for group in inner.param_groups for parameter in group["params"]).device
-    inner.found_inf = found_inf.to(device)  # the host if the states are offloaded
+    inner.found_inf = found_inf.to(device)  # the CPU if the states are offloaded
     try:
         optimizer.step()
     finally:
@@ -118,13 +119,18 @@ def step_unless(found_inf: torch.Tensor, optimizer: torch.optim.Optimizer | Mast
 class LossScaler(nn.Module):
     """The loss scale S and its schedule: scale(loss).backward(), unscale, clip, step, update; Micikevicius et al. §3.2.
 
-    S grows `growth` times after `interval` steps without inf and nan, and shrinks by `backoff` after one with. `group`:
-    the ranks that skip a step together, all that share a model; None: this process alone. Its state is buffers on the
-    device, so that to(), state_dict() and load_state_dict() are a module's. Raises ValueError for an impossible scale.
+    S is multiplied by `growth` after `interval` steps without inf and nan, and by `backoff` after a step with them.
+    group: the ranks that skip a step together, all ranks of a model; None: this process alone. The state is buffers on
+    the device, so that to(), state_dict() and load_state_dict() are those of a module. Raises ValueError for invalid
+    settings.
 
-    On several ranks: DataParallel has the same gradients on all after finish(), and needs no group; fully_shard does;
-    for a ZeroOptimizer, `zero.unscale_(scaler)` takes the place of unscale. ParallelModel trains in BF16, without one.
+    On several ranks: DataParallel has the same gradients on all ranks after finish(), and needs no group; fully_shard
+    needs one; for a ZeroOptimizer, `zero.unscale_(scaler)` replaces unscale. ParallelModel trains in BF16, without one.
     """
+
+    factor: torch.Tensor
+    good_steps: torch.Tensor
+    found_inf: torch.Tensor
 
     def __init__(
         self,
@@ -139,23 +145,23 @@ class LossScaler(nn.Module):
             raise ValueError(f"scale {initial}, {growth} times it after {interval} steps, {backoff} times it after inf")
         self.growth, self.backoff, self.interval, self.group = growth, backoff, interval, group
         self.register_buffer("factor", torch.tensor(float(initial), dtype=torch.float32))  # S
-        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since S has changed
-        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1: this step has an inf or nan
+        self.register_buffer("good_steps", torch.tensor(0, dtype=torch.int32))  # since the last change of S
+        self.register_buffer("found_inf", torch.tensor(0.0), persistent=False)  # 1 if this step has an inf or nan
 
     def scale(self, step_loss: torch.Tensor) -> torch.Tensor:
-        """The loss times S, in float32: what to call backward of."""
+        """Return the loss times S, in float32, to call backward on."""
         return step_loss.float() * self.factor
 
     # exercise 14.4
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Divide all gradients by S, once a step, BEFORE they are clipped, and look for inf and nan; all ranks of the
-        group call it. parameters: in any iterable, model.parameters() too, which can be walked only once; those without
-        a gradient are left out. Raises ValueError for float16 gradients: divided by S they would underflow again.
+        """Divide all gradients by S, once per step, BEFORE they are clipped, and look for inf and nan; all ranks of the
+        group call it. parameters: any iterable, such as model.parameters(), which can be iterated only once; those
+        without a gradient are skipped. Raises ValueError for float16 gradients: divided by S they would underflow.
         """
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if any(gradient.dtype == torch.float16 for gradient in gradients):
-            raise ValueError("a float16 gradient divided by the scale underflows; take it to float32 first")
+            raise ValueError("a float16 gradient divided by the scale underflows; convert it to float32 first")
         inverse = self.factor.double().reciprocal().float()
         for gradient in gradients:
             torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
@@ -164,12 +170,12 @@ class LossScaler(nn.Module):
             dist.all_reduce(self.found_inf, dist.ReduceOp.MAX, self.group)
 
     def step(self, optimizer: torch.optim.Optimizer | MasterWeights) -> None:
-        """Step the optimizer, or skip: see `step_unless`. Raises ValueError, before the step, for sharded gradients
-        without a group, and for gradients of a ZeroOptimizer that are not divided by S.
+        """Step the optimizer, or skip the step: see `step_unless`. Raises ValueError, before the step, for sharded
+        gradients without a group, and for gradients of a ZeroOptimizer that have not been divided by S.
         """
         sharded = any(placement_of(p).flat_shard for group in optimizer.param_groups for p in group["params"])
         if sharded and self.group is None:
-            raise ValueError("ranks with shards of one model skip a step together: LossScaler(group=...) says which")
+            raise ValueError("ranks with shards of one model skip a step together: pass them as LossScaler(group=...)")
         if not getattr(optimizer, "unscaled", True):
             raise ValueError("call zero.unscale_(scaler) first: a ZeroOptimizer's gradients are not in .grad")
         step_unless(self.found_inf, optimizer)
@@ -177,15 +183,15 @@ class LossScaler(nn.Module):
     # exercise 14.4
     @torch.no_grad()
     def update(self) -> None:
-        """Set S for the next step: smaller after a skipped one, larger after `interval` good ones, but never inf.
+        """Set S for the next step: smaller after a skipped step, larger after `interval` good steps, but never inf.
 
-        Counts the good steps, and sets `found_inf` to 0.
+        Counts the good steps, and resets `found_inf` to 0.
         """
         skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
         due, grown = good_steps == self.interval, (factor * self.growth).float()
-        kept = torch.where(due & grown.isfinite(), grown, self.factor)
+        unskipped = torch.where(due & grown.isfinite(), grown, self.factor)
         shrunk = (factor * self.backoff).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
-        self.factor.copy_(torch.where(skipped, shrunk, kept))
+        self.factor.copy_(torch.where(skipped, shrunk, unskipped))
         self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
         self.found_inf.zero_()
 
@@ -199,10 +205,10 @@ def mixed_step(
     dtype: torch.dtype = torch.float32,
     max_norm: float = 1.0,
 ) -> torch.Tensor:
-    """One step on inputs and targets, each [b, s], as `single_gpu.train_step`; returns the loss, a scalar.
+    """Train one step on inputs and targets, each [b, s], as `single_gpu.train_step` does; return the loss, a scalar.
 
     Either a 16-bit model with MasterWeights, or a float32 model with a fused optimizer and a 16-bit `dtype` (autocast).
-    scaler: None for BF16, whose gradients don't underflow.
+    scaler: None for BF16, whose gradients do not underflow.
     """
     optimizer.zero_grad()
     with torch.autocast(inputs.device.type, dtype, enabled=dtype != torch.float32):

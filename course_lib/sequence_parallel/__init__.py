@@ -1,4 +1,4 @@
-"""What tensor parallelism leaves whole, split along the sequence."""
+"""Sequence parallelism: the activations that tensor parallelism replicates, split along the sequence."""
 
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 

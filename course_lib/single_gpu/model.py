@@ -1,8 +1,8 @@
 """A Llama-style transformer that knows nothing of parallelism: RMSNorm, RoPE, grouped-query attention, SwiGLU.
 
 What later notebooks use: `Attention.core` is any function of q [b, s, a, d], k and v [b, s, kv, d], and
-`Attention.rope` and `MLP.activation` any functions with the arguments of `apply_rope` and `swiglu`; `project` of
-Attention and MLP are the products of one x, made together; `embedding` and `head` may be None (a pipeline stage);
+`Attention.rope` and `MLP.activation` any functions with the arguments of `apply_rope` and `swiglu`; `project_layers` of
+Attention and MLP applies several layers to one x; `embedding` and `head` may be None (a pipeline stage);
 `forward` takes tokens [b, s] or hidden states [b, s, h], and positions. Initial weights depend on the seed and the
 parameter's name alone, so that a rank can make any one parameter without the others.
 
@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -122,6 +125,28 @@ def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
+class Layer(Protocol):
+    """A layer with a weight: nn.Linear, nn.Embedding, or what a transform puts in its place."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor, /) -> torch.Tensor:
+        """Return the layer's output for x."""
+
+
+class LinearLayer(Layer, Protocol):
+    """A layer with a weight and perhaps a bias: nn.Linear, or what a transform puts in its place."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias, None if there is none."""
+
+
+def project_each(x: torch.Tensor, layers: list[LinearLayer]) -> tuple[torch.Tensor, ...]:
+    """Return the output of each layer for one input x. Transforms replace this function by faster ones."""
+    return tuple(layer(x) for layer in layers)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; `core` is the attention itself, `rope` turns q and k."""
 
@@ -129,17 +154,18 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim, self.dropout = config.head_dim, config.dropout
         self.rope, self.core = apply_rope, causal_attention
+        self.project_layers: Callable[[torch.Tensor, list[Any]], tuple[torch.Tensor, ...]] = project_each
         width, kv_width = config.attention_width, config.kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden, width, config.qkv_bias)  # [a*d, h]
-        self.k_proj = nn.Linear(config.hidden, kv_width, config.qkv_bias)  # [kv*d, h]
-        self.v_proj = nn.Linear(config.hidden, kv_width, config.qkv_bias)  # [kv*d, h]
-        self.o_proj = nn.Linear(width, config.hidden, bias=False)  # [h, a*d]
+        self.q_proj: LinearLayer = nn.Linear(config.hidden, width, config.qkv_bias)  # [a*d, h]
+        self.k_proj: LinearLayer = nn.Linear(config.hidden, kv_width, config.qkv_bias)  # [kv*d, h]
+        self.v_proj: LinearLayer = nn.Linear(config.hidden, kv_width, config.qkv_bias)  # [kv*d, h]
+        self.o_proj: LinearLayer = nn.Linear(width, config.hidden, bias=False)  # [h, a*d]
         self.q_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q: [b, s, a*d], k and v: [b, s, kv*d] of x: [b, s, h]."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.project_layers(x, [self.q_proj, self.k_proj, self.v_proj])
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: [b, s, h]; cos, sin: [s, d/2] or [b, s, d/2]; returns [b, s, h]."""
@@ -161,13 +187,14 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.dropout, self.activation = config.dropout, swiglu
-        self.gate_proj = nn.Linear(config.hidden, config.ffn_hidden, bias=False)  # [f, h]
-        self.up_proj = nn.Linear(config.hidden, config.ffn_hidden, bias=False)  # [f, h]
-        self.down_proj = nn.Linear(config.ffn_hidden, config.hidden, bias=False)  # [h, f]
+        self.project_layers: Callable[[torch.Tensor, list[Any]], tuple[torch.Tensor, ...]] = project_each
+        self.gate_proj: LinearLayer = nn.Linear(config.hidden, config.ffn_hidden, bias=False)  # [f, h]
+        self.up_proj: LinearLayer = nn.Linear(config.hidden, config.ffn_hidden, bias=False)  # [f, h]
+        self.down_proj: LinearLayer = nn.Linear(config.ffn_hidden, config.hidden, bias=False)  # [h, f]
 
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """gate and up, each [b, s, f], of x: [b, s, h]."""
-        return self.gate_proj(x), self.up_proj(x)
+        return self.project_layers(x, [self.gate_proj, self.up_proj])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [b, s, h]; returns [b, s, h]."""
@@ -183,7 +210,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.hidden, config.norm_eps)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.hidden, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp: nn.Module = MLP(config)  # or a mixture of experts
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x: [b, s, h]; returns [b, s, h]."""
@@ -191,18 +218,30 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+if TYPE_CHECKING:
+
+    class Blocks(nn.ModuleList):
+        """An nn.ModuleList of `Block`, for type checkers."""
+
+        def __iter__(self) -> Iterator[Block]:
+            """Iterate over the blocks."""
+
+
 class Transformer(nn.Module):
     """Tokens [b, s] to logits [b, s, v]; without `embedding` it takes hidden states [b, s, h], without `head` it
     returns them.
     """
 
+    active_config: ModelConfig  # sizes of the model that one token passes through; set by apply_moe
+
     def __init__(self, config: ModelConfig, seed: int = 0):
         super().__init__()
         self.config = config
-        self.embedding: nn.Embedding | None = nn.Embedding(config.vocab, config.hidden)  # [v, h]
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.applied: dict[str, dist.ProcessGroup | None] = {}  # parallel transforms by name, each with its group
+        self.embedding: Layer | None = nn.Embedding(config.vocab, config.hidden)  # [v, h]
+        self.blocks = cast("Blocks", nn.ModuleList(Block(config) for _ in range(config.layers)))
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.hidden, config.norm_eps)
-        self.head: nn.Linear | None = nn.Linear(config.hidden, config.vocab, bias=False)  # [v, h]
+        self.head: LinearLayer | None = nn.Linear(config.hidden, config.vocab, bias=False)  # [v, h]
         if config.tied:
             self.head.weight = self.embedding.weight
         if not self.head.weight.is_meta:

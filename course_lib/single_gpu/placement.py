@@ -29,10 +29,10 @@ class ShardSpec(Protocol):
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a full tensor, as a view."""
 
-    def gather(self, part: torch.Tensor) -> torch.Tensor:
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor, given the shard of each rank. Collective."""
 
-    def full_shape(self, part: torch.Tensor) -> list[int]:
+    def full_shape(self, local: torch.Tensor) -> list[int]:
         """Return the shape of the full tensor."""
 
 

@@ -1,4 +1,4 @@
-"""Matrices split over ranks, by columns and by rows."""
+"""Tensor parallelism: weight matrices split over ranks, by columns and by rows."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Tensor parallelism: N ranks work on the same tokens, each with its part of every matrix.
+"""Tensor parallelism: N ranks work on the same tokens, each with its shard of every matrix.
 
-    tokens -> embedding (rows)  f*                                                  whole hidden states
-    a layer:  norm  f  q k v (columns: own heads)   attention   o (rows)     f*     whole hidden states
-              norm  f  gate up (columns)            silu, *     down (rows)  f*     whole hidden states
-    norm      f  head (columns: own tokens of the vocabulary)   loss from three numbers a token
+    tokens -> embedding (rows)  f*                                                  full hidden states
+    a layer:  norm  f  q k v (columns: local heads) attention   o (rows)     f*     full hidden states
+              norm  f  gate up (columns)            silu, *     down (rows)  f*     full hidden states
+    norm      f  head (columns: local vocabulary)   loss from three numbers per token
 
-A rank keeps 1/N of the weights, gradients, optimizer states, and of the activations between f and f*; norms and what
-lies between the layers it keeps whole: s b h (10 + 24/N) bytes per GPT layer, without scores of attention
+A rank keeps 1/N of the weights, gradients, optimizer states, and of the activations between f and f*. Norms and the
+activations between f* and f are replicated: s b h (10 + 24/N) bytes per GPT layer, without attention scores
 (Korthikanti et al. 2022, §4.2). It sends 2 all-reduces of [b, s, h] per layer in forward, which nothing hides, and 2 in
 backward. (Shoeybi et al. 2019.)
 """
@@ -14,8 +14,8 @@ backward. (Shoeybi et al. 2019.)
 from __future__ import annotations
 
 import argparse
-import functools
 import json
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from course_lib.collectives.groups import device_type, group_or_world
 from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu import training as single_gpu
-from course_lib.single_gpu.model import MLP, PRESETS, ModelConfig, Transformer, init_parameter, need_transformer
+from course_lib.single_gpu.model import (
+    MLP,
+    PRESETS,
+    ModelConfig,
+    Transformer,
+    init_parameter,
+    need_transformer,
+)
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel import by_hand, linear
 from course_lib.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, replicas_of
@@ -38,7 +46,7 @@ from course_lib.zero.shards import clip_grad_norm_
 
 
 def check_degree(config: ModelConfig, tp: int) -> None:
-    """Raise ValueError where a model of these sizes can't be split over `tp` ranks; the message says which size."""
+    """Raise ValueError, which names the size at fault, if a model of these sizes cannot be split over `tp` ranks."""
     for name in ("heads", "ffn_hidden"):
         if getattr(config, name) % tp:
             raise ValueError(f"tp {tp} does not divide {name}, which is {getattr(config, name)}")
@@ -49,7 +57,7 @@ def check_degree(config: ModelConfig, tp: int) -> None:
 
 
 class SplitNorm(nn.Module):
-    """The weight and eps of `norm`, an nn.RMSNorm of which each rank of the group sees a part of the rows."""
+    """The weight and eps of `norm`, an nn.RMSNorm that each rank of the group applies to different rows."""
 
     def __init__(self, norm: nn.RMSNorm, group: dist.ProcessGroup):
         super().__init__()
@@ -57,23 +65,24 @@ class SplitNorm(nn.Module):
 
 
 class HeadNorm(SplitNorm):
-    """A norm of each head of q or k (Qwen3), for this rank's heads: its weight's gradient is the sum over the group."""
+    """A norm of each local head of q or k (Qwen3); its weight's gradient is summed over the group."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [b, s, heads, d]; returns the same shape."""
         return F.rms_norm(x, self.weight.shape, copy_to_group(self.weight, self.group), self.eps)
 
 
-def share_head_norms(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Put a HeadNorm in the place of each norm of q and k."""
-    for attention in (block.attention for block in model.blocks):
+def share_head_norms(model: Transformer, group: dist.ProcessGroup) -> None:
+    """Replace each norm of q and k by a HeadNorm."""
+    for block in model.blocks:
+        attention: Any = block.attention
         if attention.q_norm is not None:
             attention.q_norm, attention.k_norm = (HeadNorm(n, group) for n in (attention.q_norm, attention.k_norm))
 
 
-def check_model(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise ValueError where apply_tensor_parallel can't split this model over the ranks of `group`, TypeError where it
-    is no `Transformer`.
+def check_model(model: Transformer, group: dist.ProcessGroup) -> None:
+    """Raise ValueError if apply_tensor_parallel cannot split the model over `group`, TypeError if it is no
+    `Transformer`.
     """
     layers = "ColumnParallelLinear(linear, group) and RowParallelLinear(linear, group)"
     need_transformer(model, "apply_tensor_parallel", f"{layers} work on any nn.Linear")
@@ -84,20 +93,21 @@ def check_model(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 # exercise 06.9
 def apply_tensor_parallel(
-    model: nn.Module, group: dist.ProcessGroup | None = None, chunks: int = 1, gather_logits: bool = False
-) -> nn.Module:
+    model: Transformer, group: dist.ProcessGroup | None = None, chunks: int = 1, gather_logits: bool = False
+) -> Transformer:
     """Split the matrices of a `Transformer` over the ranks of `group` (None: all ranks), in place; return the model.
 
-    Every `MLP` in `block.modules()` is split: in notebook 08 `block.mlp` is a mixture that may hold one, or none.
-    All ranks give it the same tokens, and come with the same random state where there is dropout. It returns this
-    rank's logits [b, s, v/N], for vocab_parallel_cross_entropy, or all of them with gather_logits. chunks: see
-    RowParallelLinear. The model may be on the meta device (then `shards.materialize` it). Weights of q, k, v, gate and
-    up are used without calling their layers: hooks on these do not run, and a layer that is replaced later is not
-    noticed. Collective over the default group where there are more ranks than K/V heads. Raises ValueError, and changes
-    nothing, where the group's size does not fit the model or the model is split already.
+    Every `MLP` in `block.modules()` is split: in notebook 08 `block.mlp` is a mixture that may hold one, or none. All
+    ranks pass the model the same tokens, and have the same random state if it has dropout. It returns the local logits
+    [b, s, v/N], for vocab_parallel_cross_entropy, or the full logits with gather_logits. chunks: see RowParallelLinear.
+    The model may be on the meta device (then `shards.materialize` it). The weights of q, k, v, gate and up are used
+    without calling their layers: hooks on these layers do not run. Collective over the default group if there are more
+    ranks than K/V heads. Raises ValueError, and changes nothing, if the group's size does not fit the model or the
+    model is split already.
     """
-    group = group or dist.group.WORLD
+    group = group_or_world(group)
     check_model(model, group)
+    model.applied["tensor_parallel"] = group
     config = model.config
     copies = group.size() // config.kv_heads
     replicas = replicas_of(group, copies) if copies > 1 else None
@@ -108,13 +118,12 @@ def apply_tensor_parallel(
         attention.k_proj = ColumnParallelLinear(attention.k_proj, group, replicas)
         attention.v_proj = ColumnParallelLinear(attention.v_proj, group, replicas)
         attention.o_proj = RowParallelLinear(attention.o_proj, group, chunks)
-        of_attention = [attention.q_proj, attention.k_proj, attention.v_proj]
-        attention.project = functools.partial(linear.project_together, layers=of_attention)
+        attention.project_layers = linear.project_together
         for mlp in [module for module in block.modules() if isinstance(module, MLP)]:  # a mixture may have none
             mlp.gate_proj = ColumnParallelLinear(mlp.gate_proj, group)
             mlp.up_proj = ColumnParallelLinear(mlp.up_proj, group)
             mlp.down_proj = RowParallelLinear(mlp.down_proj, group, chunks)
-            mlp.project = functools.partial(linear.project_together, layers=[mlp.gate_proj, mlp.up_proj])
+            mlp.project_layers = linear.project_together
     if model.embedding is not None:
         model.embedding = VocabParallelEmbedding(model.embedding, group)
     if model.head is not None:
@@ -128,46 +137,48 @@ def apply_tensor_parallel(
 def all_reduce_ratio(
     hidden: int, tp: int, bandwidth: float, peak: float, layer_params: int | None = None, element_bytes: int = 2
 ) -> float:
-    """Return the time of a layer's two all-reduces in forward over that of its products, on `tp` GPUs; in backward it
-    is half.
+    """Return the time of a layer's two forward all-reduces over the time of its matmuls, on `tp` GPUs; the ratio of
+    backward is half.
 
-    bandwidth: bytes a second of a GPU (bus bandwidth); peak: floating-point operations a second; layer_params: 12 h²
-    where None. The Ultra-Scale Playbook, appendix A3, for a whole layer and in bytes.
+    bandwidth: bytes per second per GPU (bus bandwidth); peak: floating-point operations per second; layer_params: None
+    for 12 h². The Ultra-Scale Playbook, appendix A3, for a full layer and in bytes.
     """
     weights = 12 * hidden**2 if layer_params is None else layer_params
     return 2 * element_bytes * hidden * (tp - 1) / weights * peak / bandwidth
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    """The program's options. Touches nothing; an unknown or impossible one ends the program with status 2."""
+    """Parse the program's options. An unknown or invalid option exits with status 2; nothing else is touched."""
     parser = single_gpu.training_parser("tensor_parallel", "Train with tensor and data parallelism.")
-    parser.add_argument("--tp", type=int, help="ranks that share the work on a batch; all by default")
-    parser.add_argument("--chunks", type=int, default=1, help="parts in which row layers multiply and sum")
-    parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
+    parser.add_argument("--tp", type=int, help="tensor-parallel ranks; all ranks by default")
+    parser.add_argument("--chunks", type=int, default=1, help="chunks in which row layers multiply and sum")
+    parser.add_argument("--micro-batch", type=int, help="sequences per micro-batch; the full batch by default")
     modes = ["none", "selective", "full", "partitioned"]
     parser.add_argument(
-        "--recompute", default="none", choices=modes, help="partitioned: full, from checkpoints in parts"
+        "--recompute", default="none", choices=modes, help="partitioned: full, from partitioned checkpoints"
     )
-    by_hand_help = "one MLP instead of the model, without autograd and in float32, beside the same one in layers"
+    by_hand_help = (
+        "train one MLP instead of the model, without autograd and in float32, beside the same MLP made of layers"
+    )
     parser.add_argument("--by-hand", action="store_true", help=by_hand_help)
-    chosen = single_gpu.parse(parser, argv)
-    chosen.micro_batch = chosen.batch if chosen.micro_batch is None else chosen.micro_batch
-    if not 1 <= chosen.micro_batch <= chosen.batch:
+    args = single_gpu.parse(parser, argv)
+    args.micro_batch = args.batch if args.micro_batch is None else args.micro_batch
+    if not 1 <= args.micro_batch <= args.batch:
         parser.error("--micro-batch must be 1 or more, and no more than --batch")
-    if chosen.chunks < 1 or chosen.tp is not None and chosen.tp < 1:
+    if args.chunks < 1 or args.tp is not None and args.tp < 1:
         parser.error("--chunks and --tp must be 1 or more")
-    if chosen.by_hand and (chosen.tp, chosen.chunks, chosen.recompute, chosen.dataset) != (None, 1, "none", None):
+    if args.by_hand and (args.tp, args.chunks, args.recompute, args.dataset) != (None, 1, "none", None):
         parser.error("--by-hand trains over all ranks on random inputs: no --tp, --chunks, --recompute or --dataset")
     try:
-        check_degree(PRESETS[chosen.preset], chosen.tp or 1)
+        check_degree(PRESETS[args.preset], args.tp or 1)
     except ValueError as error:
         parser.error(str(error))
-    return chosen
+    return args
 
 
-def train_by_hand(chosen: argparse.Namespace, device: str) -> list[dict]:
-    """Train one MLP of the preset's sizes by hand; rank 0 prints one line a step and writes where --out says."""
-    config, rank = PRESETS[chosen.preset], dist.get_rank()
+def train_by_hand(args: argparse.Namespace, device: str) -> list[dict]:
+    """Train one MLP of the preset's sizes by hand; rank 0 prints one line per step and writes the records to --out."""
+    config, rank = PRESETS[args.preset], dist.get_rank()
 
     def on_step(record: dict) -> None:
         if rank == 0:
@@ -178,45 +189,45 @@ def train_by_hand(chosen: argparse.Namespace, device: str) -> list[dict]:
     records = by_hand.train(
         config.hidden,
         config.ffn_hidden,
-        chosen.batch * chosen.seq,
-        chosen.steps,
-        chosen.lr,
-        chosen.seed,
+        args.batch * args.seq,
+        args.steps,
+        args.lr,
+        args.seed,
         device=device,
         on_step=on_step,
     )
-    if chosen.out and rank == 0:
-        settings = {name: str(value) for name, value in vars(chosen).items()}
-        chosen.out.write_text(json.dumps({"options": settings, "records": records}, indent=1))
+    if args.out and rank == 0:
+        settings = {name: str(value) for name, value in vars(args).items()}
+        args.out.write_text(json.dumps({"options": settings, "records": records}, indent=1))
     return records
 
 
 def main(argv: list[str] | None = None) -> list[dict]:
-    """Train as the options say. Rank 0 prints one line a step and writes where --out says; tokens/s are those of its
-    batch, divided by the ranks that share it.
+    """Train as the options say. Rank 0 prints one line per step and writes the records to --out; tokens/s are per GPU:
+    those of its batch, divided by the ranks that share the batch.
 
-    Returns the records. Needs the default process group. Raises ValueError where the ranks or the model can't be split
-    over --tp.
+    Returns the records. Needs the default process group. Raises ValueError if --tp does not divide the ranks or does
+    not fit the model.
     """
-    chosen, rank, world_size = options(argv), dist.get_rank(), dist.get_world_size()
-    tp = chosen.tp or world_size
+    args, rank, world_size = options(argv), dist.get_rank(), dist.get_world_size()
+    tp = args.tp or world_size
     if world_size % tp:
         raise ValueError(f"--tp {tp} does not divide the {world_size} ranks")
-    device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
-    if chosen.by_hand:
-        return train_by_hand(chosen, device)
+    device = device_type()
+    if args.by_hand:
+        return train_by_hand(args, device)
     mesh = init_device_mesh(device, (world_size // tp, tp), mesh_dim_names=("dp", "tp"))
     group = mesh["tp"].get_group()
 
     def build(config, seed):
         with torch.device("meta"):
             model = Transformer(config)
-        apply_tensor_parallel(model, group, chosen.chunks)
+        apply_tensor_parallel(model, group, args.chunks)
         materialize(model, lambda name, tensor: init_parameter(name, tensor, config, seed))
-        if chosen.recompute == "partitioned":
+        if args.recompute == "partitioned":
             apply_partitioned_recompute(model, group)
         else:
-            apply_recompute(model, chosen.recompute)
+            apply_recompute(model, args.recompute)
         return DataParallel(model, mesh["dp"].get_group())
 
     def step(dp, optimizer, inputs, targets, dtype=torch.float32, max_norm=1.0):
@@ -224,10 +235,10 @@ def main(argv: list[str] | None = None) -> list[dict]:
             return vocab_parallel_cross_entropy(logits, targets, group, dp.module.config.vocab, "sum")
 
         optimizer.zero_grad()
-        parts = zip(inputs.split(chosen.micro_batch), targets.split(chosen.micro_batch), strict=True)
-        step_loss = parallel_accumulate(dp, list(parts), dtype, summed_loss)
+        micro_batches = zip(inputs.split(args.micro_batch), targets.split(args.micro_batch), strict=True)
+        step_loss = parallel_accumulate(dp, list(micro_batches), dtype, summed_loss)
         clip_grad_norm_(dp.parameters(), max_norm)
         optimizer.step()
         return step_loss
 
-    return single_gpu.run(chosen, step, build, rank=rank, world_size=world_size, ranks_per_batch=tp)
+    return single_gpu.run(args, step, build, rank=rank, world_size=world_size, ranks_per_batch=tp)

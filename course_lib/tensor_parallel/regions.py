@@ -1,14 +1,15 @@
-"""The border between what every rank of a group does alike and what each does its own part of.
+"""The boundary between replicated work, which every rank of a group repeats, and split work.
 
                        forward       backward
-    f   copy_to_group  nothing       all-reduce       a whole tensor enters split work
+    f   copy_to_group  nothing       all-reduce       a full tensor enters split work
     f*  sum_over_group all-reduce    nothing          summands leave it
-    gather_from_group  all-gather    own part         parts leave it, side by side
+    gather_from_group  all-gather    local shard      shards leave it, side by side
 
-f stands wherever a tensor that all ranks have goes into work that each does in its own way, weights included: the
-gradient that a rank finds is then only a part of the whole. (Shoeybi et al. 2019, Megatron-LM, §3.)
+f is needed wherever a tensor that all ranks hold enters work that differs between them, weights included: the gradient
+that a rank computes there is only one summand of the full gradient. (Shoeybi et al. 2019, Megatron-LM, §3.)
 
-Random numbers know the border too: outside, all ranks must draw the same ones, inside, each its own (`local_rng`).
+Random numbers follow the same boundary: outside, all ranks must draw the same numbers; inside, each its own
+(`local_rng`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import zlib
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+
+from course_lib.collectives.groups import group_or_world
+from course_lib.single_gpu.placement import ShardSpec
 
 
 class OnceDifferentiable(torch.autograd.Function):
@@ -30,29 +35,31 @@ class OnceDifferentiable(torch.autograd.Function):
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
         if "backward" in vars(cls):
-            cls.backward = staticmethod(raising_later(cls.backward))
+            cls.backward = staticmethod(raise_in_double_backward(cls.backward))
 
 
-def raising_later(backward):
-    """`backward` as `once_differentiable` makes it, and for gradients that are constants too (those of a sum are): what
-    it returns depends on the inputs of forward all the same.
+def raise_in_double_backward(backward: Callable) -> Callable:
+    """Return `backward` with the effect of `once_differentiable`, also for incoming gradients that are constants (the
+    gradient of a sum is one): what `backward` returns depends on the inputs of forward even then.
     """
 
     @functools.wraps(backward)
-    def marked(ctx, *gradients):
+    def wrapper(ctx, *gradients):
         if torch.is_grad_enabled():
             gradients = [gradient if gradient is None else gradient.detach().requires_grad_() for gradient in gradients]
-            return once_differentiable(backward)(ctx, *gradients)  # made here: ranks get no wrapper of torch's by value
+            return once_differentiable(backward)(
+                ctx, *gradients
+            )  # wrapped here: ranks receive no torch wrapper by value
         return backward(ctx, *gradients)
 
-    return marked
+    return wrapper
 
 
 # exercise 06.2
 class CopyToGroup(OnceDifferentiable):
     """f: return x, unchanged, in forward; in backward sum the gradients of all ranks of the group.
 
-    The sum has the gradient's dtype. What is given may be of any shape and need not be contiguous, and stays as it is.
+    The sum has the gradient's dtype. x and gradient may have any shape, need not be contiguous, and are not changed.
     """
 
     @staticmethod
@@ -71,7 +78,7 @@ class CopyToGroup(OnceDifferentiable):
 class SumOverGroup(OnceDifferentiable):
     """f*: sum the x of all ranks of the group in forward; in backward return the gradient, unchanged.
 
-    The sum is a new tensor of x's dtype. x may be of any shape and need not be contiguous, and stays as it is.
+    The sum is a new tensor of x's dtype. x may have any shape, need not be contiguous, and is not changed.
     """
 
     @staticmethod
@@ -85,51 +92,51 @@ class SumOverGroup(OnceDifferentiable):
         return gradient, None
 
 
-def copy_to_group(x: torch.Tensor, group) -> torch.Tensor:
-    """x, whole on all ranks, on its way into split work: its gradient is summed over the group."""
+def copy_to_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return x, which is full on all ranks, for use in split work: its gradient is summed over the group."""
     return x if group.size() == 1 else CopyToGroup.apply(x, group)
 
 
-def sum_over_group(x: torch.Tensor, group) -> torch.Tensor:
-    """The sum of the ranks' x, as a new tensor (x itself in a group of one); each rank's x gets the sum's gradient."""
+def sum_over_group(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of all ranks' x, a new tensor (x itself in a group of one); x gets the sum's gradient."""
     return x if group.size() == 1 else SumOverGroup.apply(x, group)
 
 
 class GatherFromGroup(OnceDifferentiable):
-    """The whole tensor of all ranks' parts in forward; in backward each part gets its part of the gradient."""
+    """Gather the full tensor from all ranks' shards in forward; in backward return the local slice of the gradient."""
 
     @staticmethod
-    def forward(ctx, part: torch.Tensor, shard) -> torch.Tensor:
+    def forward(ctx, local: torch.Tensor, shard: ShardSpec) -> torch.Tensor:
         ctx.shard = shard
-        return shard.gather(part)
+        return shard.gather(local)
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
         return ctx.shard.cut(gradient), None
 
 
-def gather_from_group(part: torch.Tensor, shard) -> torch.Tensor:
-    """The whole tensor of which `part` is this rank's `shard` (a TensorShard), for work that all ranks do alike."""
-    return GatherFromGroup.apply(part, shard)
+def gather_from_group(local: torch.Tensor, shard: ShardSpec) -> torch.Tensor:
+    """Return the full tensor of which `local` is this rank's `shard` (a TensorShard), for use in replicated work."""
+    return GatherFromGroup.apply(local, shard)
 
 
 def generators() -> list[torch.Generator]:
-    """The generators that this process draws from by default: the CPU's, and the current GPU's where it is in use."""
-    own = [torch.default_generator]
+    """Return the generators that this process draws from by default: the CPU's, and the current GPU's if in use."""
+    default = [torch.default_generator]
     if torch.cuda.is_initialized():
-        own.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    return own
+        default.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return default
 
 
 # exercise 06.13
 @contextlib.contextmanager
 def local_rng(group: dist.ProcessGroup | None = None):
-    """Inside, let each rank of the group (None: all ranks) draw random numbers of its own; afterwards all go on as one.
+    """Let each rank of the group (None: all ranks) draw different random numbers in the context, and the same after it.
 
-    All ranks come with generators in the same state (the same seed, and the same draws since), which decides what is
-    drawn inside. Also a decorator: `attention.core = local_rng(group)(core_with_dropout)`.
+    All ranks enter with generators in the same state (the same seed, and the same draws since), which decides what is
+    drawn inside. It is a decorator too: `attention.core = local_rng(group)(core_with_dropout)`.
     """
-    group = group or dist.group.WORLD
+    group = group_or_world(group)
     states = []
     for generator in generators():
         seed = zlib.crc32(generator.get_state().numpy().tobytes(), group.rank())

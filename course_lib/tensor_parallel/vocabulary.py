@@ -1,12 +1,12 @@
-"""Embedding and cross-entropy of a vocabulary of which each rank of a group has a part.
+"""Embedding and cross-entropy over a vocabulary that is split over a group.
 
-The logits [tokens, v] of a step are its largest tensor, and they are never gathered: the loss of a token is
+The logits [tokens, v] are the largest tensor of a step, and they are never gathered: the loss of a token is
 
     log sum_j exp(z_j - max z) - (z_target - max z)
 
-and needs three numbers a token from the other ranks: the maximum, the sum, and the target's logit, which one rank has.
-Backward needs none: a rank's part of softmax(z) - onehot(target) is made of its own logits and the sum. (Shoeybi et
-al. 2019, Megatron-LM, §3.)
+and needs three numbers per token from the other ranks: the maximum, the sum, and the target's logit, which one rank
+has. Backward needs none: a rank computes its columns of softmax(z) - onehot(target) from its local logits and the sum.
+(Shoeybi et al. 2019, Megatron-LM, §3.)
 """
 
 from __future__ import annotations
@@ -16,45 +16,51 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from course_lib.collectives.groups import group_or_world
 from course_lib.recompute.modes import IGNORED
+from course_lib.single_gpu.model import Layer
+from course_lib.tensor_parallel.linear import OutputReduce
 from course_lib.tensor_parallel.regions import OnceDifferentiable, sum_over_group
 from course_lib.tensor_parallel.shards import TensorShard, leaves_empty_shard, shard_parameter
 
 
 def vocabulary_shard(vocab: int, group: dist.ProcessGroup, dim: int = 0) -> TensorShard:
-    """This rank's tokens of a vocabulary. Raises ValueError, on all ranks, where one of them would have none."""
+    """Return this rank's shard of a vocabulary. Raises ValueError, on all ranks, if a shard would be empty."""
     if leaves_empty_shard(vocab, group.size()):
         raise ValueError(f"a vocabulary of {vocab} leaves one of {group.size()} ranks without a token")
     return TensorShard.of(vocab, group, dim)
 
 
 class VocabParallelEmbedding(nn.Module):
-    """`embedding` with its rows split over `group`: tokens [...] to all of the hidden states [..., h].
+    """`embedding` with its rows split over `group`: tokens [...] to full hidden states [..., h].
 
-    Of `embedding` it takes the weight alone, no padding_idx or max_norm. A token outside of the vocabulary gives zeros.
-    Raises ValueError where the vocabulary leaves a rank without a token.
+    It takes only the weight of `embedding`, not padding_idx or max_norm. A token outside the vocabulary gives zeros.
+    output_reduce(out, group) sums over the ranks, as in RowParallelLinear. Raises ValueError if the vocabulary leaves a
+    rank without a token.
     """
 
-    def __init__(self, embedding: nn.Embedding, group: dist.ProcessGroup | None = None):
+    def __init__(self, embedding: Layer, group: dist.ProcessGroup | None = None):
         super().__init__()
-        self.group, self.output_reduce = group or dist.group.WORLD, sum_over_group
-        self.shard = vocabulary_shard(embedding.num_embeddings, self.group)
-        self.weight = shard_parameter(embedding.weight, self.shard)  # [v/N, h]
+        self.group = group_or_world(group)
+        self.output_reduce: OutputReduce = sum_over_group
+        self.shard = vocabulary_shard(len(embedding.weight), self.group)
+        self.weight: torch.Tensor = shard_parameter(embedding.weight, self.shard)  # [v/N, h]
 
     # exercise 06.7
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Look up tokens [...], of any number of dimensions; return the whole hidden states [..., h].
+        """Look up tokens [...], of any number of dimensions; return full hidden states [..., h].
 
-        They have the rows' dtype; a token outside of the vocabulary gives zeros. One sum over the ranks: `self.output_reduce`.
+        They have the rows' dtype; a token outside the vocabulary gives zeros. One sum over the ranks:
+        `self.output_reduce`.
         """
         rows = tokens - self.shard.start
         elsewhere = (rows < 0) | (rows >= self.shard.size)
-        found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-        return self.output_reduce(found.masked_fill(elsewhere[..., None], 0.0), self.group)
+        hidden = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+        return self.output_reduce(hidden.masked_fill(elsewhere[..., None], 0.0), self.group)
 
 
 def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places of the targets [n] among this rank's tokens (0 for others), and which targets are elsewhere."""
+    """Return each target's row in this rank's shard [n] (0 if it is on another rank), and a mask of those elsewhere."""
     rows = targets - shard.start
     elsewhere = (rows < 0) | (rows >= shard.size)
     return rows.masked_fill_(elsewhere, 0), elsewhere
@@ -62,24 +68,24 @@ def local_rows(targets: torch.Tensor, shard: TensorShard) -> tuple[torch.Tensor,
 
 # exercise 06.8
 class VocabParallelCrossEntropy(OnceDifferentiable):
-    """Cross-entropy of logits that are split over a group by tokens of the vocabulary.
+    """Cross-entropy of logits that are split over a group along the vocabulary.
 
-    No more than one float32 tensor of the logits' size is kept, and no second one is made. If backward changes what it
-    kept, it is kept by `save_for_backward`, so that a second backward raises an error.
+    It keeps one float32 tensor of the logits' size, and creates no second one. If backward changes that tensor, it is
+    saved by `save_for_backward`, so that a second backward raises an error.
     """
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, targets: torch.Tensor, shard: TensorShard) -> torch.Tensor:
-        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers a token, in two
+        """Return the loss of each token, [n], in float32, the same on all ranks. Sends three numbers per token, in two
         all-reduces.
 
-        logits: [n, v/N], this rank's, left as they are; targets: [n], numbers of the whole vocabulary. An IGNORED
-        target is on no rank: its loss is a number without a meaning, which the caller masks.
+        logits: [n, v/N], local, not changed; targets: [n], token ids of the full vocabulary. An IGNORED target is on no
+        rank: its loss is meaningless, and the caller masks it.
         """
         ctx.dtype = logits.dtype
         largest = logits.amax(1).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=shard.group)
-        grad = logits - largest[:, None]  # [n, v/N], in float32, as largest is: the one large tensor
+        grad = logits - largest[:, None]  # [n, v/N] in float32, as `largest` is: the only large tensor
         rows, elsewhere = local_rows(targets, shard)
         of_target = grad.gather(1, rows[:, None])[:, 0].masked_fill_(elsewhere, 0.0)
         grad.exp_()
@@ -93,9 +99,9 @@ class VocabParallelCrossEntropy(OnceDifferentiable):
 
     @staticmethod
     def backward(ctx, gradient: torch.Tensor) -> tuple:
-        """Return the gradient of this rank's logits, in their dtype, and None for targets and shard; sends nothing.
+        """Return the gradient of the local logits, in their dtype, and None for targets and shard; sends nothing.
 
-        gradient: [n], that of the losses.
+        gradient: [n], of the losses.
         """
         (grad,) = ctx.saved_tensors
         return grad.mul_(gradient[:, None]).to(ctx.dtype), None, None  # in place: a second backward raises an error
@@ -108,15 +114,15 @@ def vocab_parallel_cross_entropy(
     vocab: int | None = None,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """F.cross_entropy of logits that are split over `group`, in float32: a scalar, the same on all ranks.
+    """Return F.cross_entropy of logits that are split over `group`, in float32: a scalar, the same on all ranks.
 
-    logits: [..., v/N], this rank's; targets: [...], numbers of the whole vocabulary, or IGNORED; vocab: its size, None
-    only where the ranks divide it. reduction: "mean" over the targets that are not ignored, or "sum". Collective.
+    logits: [..., v/N], local; targets: [...], token ids of the full vocabulary, or IGNORED; vocab: its size, may be
+    None only if the ranks divide it. reduction: "mean" over the targets that are not ignored, or "sum". Collective.
 
-    Raises ValueError for another reduction, where `vocab` leaves a rank without a token, and where the logits are not
-    this rank's part of it. A target outside of the vocabulary makes the loss and its gradients NaN.
+    Raises ValueError for another reduction, if `vocab` leaves a rank without a token, and if the logits are not this
+    rank's shard of it. A target outside the vocabulary makes the loss and its gradients NaN.
     """
-    group = group or dist.group.WORLD
+    group = group_or_world(group)
     shard = vocabulary_shard(vocab or logits.shape[-1] * group.size(), group, -1)
     if logits.shape[-1] != shard.size:
         raise ValueError(

@@ -220,7 +220,7 @@ def test_what_cannot_be_context_parallel_is_one_line_and_stays_as_it_is(ranks):
             "split heads": ("ValueError: ulysses: 4 ranks can't share 3 heads and 3 K/V heads", True),
             "twice": ("ValueError: the model is context parallel already", True),
             "recomputed": ("ValueError: the model is context parallel already", True),
-            "odd": ("ValueError: a sequence of 12 tokens can't be split into 8 equal parts", True),
+            "odd": ("ValueError: a sequence of 12 tokens cannot be split into 8 equal shards", True),
         }
 
 
@@ -296,8 +296,8 @@ def test_main_says_in_one_line_what_it_cannot_do(ranks, capsys):
     for argv, text in (
         (["--cp", "3"], "ValueError: --cp 3 times --tp 1 does not divide the 4 ranks"),
         (["--cp", "4", "--tp", "2"], "ValueError: --cp 4 times --tp 2 does not divide the 4 ranks"),
-        (["--seq", "12"], "ValueError: a sequence of 12 tokens can't be split into 8 equal parts"),
-        (["--seq", "18", "--tp", "4"], "ValueError: a sequence of 18 tokens can't be split into 4 equal parts"),
+        (["--seq", "12"], "ValueError: a sequence of 12 tokens cannot be split into 8 equal shards"),
+        (["--seq", "18", "--tp", "4"], "ValueError: a sequence of 18 tokens cannot be split into 4 equal shards"),
         (["--preset", "SmolLM-135M", "--method", "ulysses"], "ValueError: ulysses: 4 ranks can't share 9 heads"),
     ):
         assert all(found.startswith(text) for found in ranks(impossible, argv)), (argv, ranks(impossible, argv))

@@ -580,7 +580,7 @@ def written(argv: list[str]) -> str:
 
 def test_what_main_prints(ranks):
     first, *others = ranks(written, [*ARGUMENTS, "--batch", "2", "--dtype", "fp32"])
-    assert "4 experts in place of each MLP, 2 a token: " in first and not any(others)
+    assert "4 experts in place of each MLP, 2 per token: " in first and not any(others)
     assert first.splitlines()[-1].startswith("last step, busiest expert over its even share, by layer: [")
 
 

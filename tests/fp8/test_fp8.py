@@ -97,10 +97,10 @@ def test_states_go_from_and_to_a_plain_model():
 @pytest.mark.parametrize("name", ["BF16", "BF16, FP32 accumulation"])
 def test_a_recipe_without_8_bits_changes_nothing(name):
     model = a_model()
-    before, projects = dict(model.named_modules()), [block.attention.project for block in model.blocks]
+    before, projects = dict(model.named_modules()), [block.attention.project_layers for block in model.blocks]
     apply_fp8(model, RECIPES[name])
     assert dict(model.named_modules()) == before
-    assert [block.attention.project for block in model.blocks] == projects
+    assert [block.attention.project_layers for block in model.blocks] == projects
 
 
 def test_experts_and_routers_stay_as_they_are():

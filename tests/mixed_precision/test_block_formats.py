@@ -258,7 +258,7 @@ def test_any_floating_dtype_is_taken_and_left_alone(dtype):
 def test_what_has_no_blocks_is_refused(fmt):
     with pytest.raises(ValueError, match="floating-point numbers, not torch.int64"):
         round_to_blocks(torch.ones(32, dtype=torch.int64), fmt)
-    with pytest.raises(ValueError, match="a tensor of one number has none"):
+    with pytest.raises(ValueError, match="a scalar tensor has none"):
         round_to_blocks(torch.tensor(1.0), fmt)
     with pytest.raises(ValueError, match="floating-point numbers, not torch.int64"):
         encode_e8m0(torch.ones(2, dtype=torch.int64))

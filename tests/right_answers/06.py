@@ -198,10 +198,11 @@ from course_lib.tensor_parallel.linear import project_together
 
 
 def apply_tensor_parallel(
-    model: nn.Module, group: dist.ProcessGroup | None = None, chunks: int = 1, gather_logits: bool = False
-) -> nn.Module:
-    group, config = group or dist.group.WORLD, model.config
+    model: Transformer, group: dist.ProcessGroup | None = None, chunks: int = 1, gather_logits: bool = False
+) -> Transformer:
+    group, config = group_or_world(group), model.config
     check_model(model, group)
+    model.applied["tensor_parallel"] = group
     copies = group.size() // config.kv_heads
     replicas = replicas_of(group, copies) if copies > 1 else None
     share_head_norms(model, group)
@@ -210,15 +211,12 @@ def apply_tensor_parallel(
         for module in [*block.modules()]:
             if module is not block.attention and not isinstance(module, MLP):
                 continue
-            together = []
             for name, child in [*module.named_children()]:
                 if name in column:
-                    split = ColumnParallelLinear(child, group, column[name])
-                    together.append(split)
-                    setattr(module, name, split)
+                    setattr(module, name, ColumnParallelLinear(child, group, column[name]))
                 elif name in ("o_proj", "down_proj"):
                     setattr(module, name, RowParallelLinear(child, group, chunks))
-            module.project = functools.partial(project_together, layers=together)
+            module.project_layers = lambda x, layers: project_together(x, layers)
     if model.embedding is not None:
         model.embedding = VocabParallelEmbedding(model.embedding, group)
     if model.head is not None:

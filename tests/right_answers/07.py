@@ -88,6 +88,7 @@ def apply_sequence_parallel(
 ) -> nn.Module:
     group = group or dist.group.WORLD
     check_sequence_parallel(model, group)
+    model.applied["sequence_parallel"] = group
     for module in list(model.modules()):
         if isinstance(module, ColumnParallelLinear):
             module.matmul = GatheredMatmul
@@ -314,7 +315,7 @@ def ulysses_attention(
     attention: AttentionBlock = FUSED_BLOCK,
     order: str = "zigzag",
 ) -> torch.Tensor:
-    group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
+    group, (q, k, v) = group or dist.group.WORLD, check_qkv(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     if n > k.shape[2]:
@@ -339,7 +340,7 @@ megabytes_sent["ulysses"] = tokens * (32 + 8 + 8 + 32) * width * 7 / 8 / 10**6
 # %% 07.15 the positions by name
 def fill_positions(model: nn.Module, args: tuple, kwargs: dict, group: dist.ProcessGroup, order: str) -> tuple:
     require_positions(model, args, kwargs)
-    tokens, places = given(args, kwargs)
+    tokens, places = forward_inputs(args, kwargs)
     if places is not None:
         return (tokens, places), {}
     return (tokens, local_positions(tokens.shape[1], group, order, tokens.device)), {}
@@ -354,6 +355,7 @@ def apply_context_parallel(
 ) -> nn.Module:
     group = group or dist.group.WORLD
     check_context_parallel(model, group, method, order)
+    model.applied["context_parallel"] = group
     for block in model.blocks:
         block.attention.core = functools.partial(METHODS[method], attention=attention, order=order, group=group)
 

@@ -173,22 +173,22 @@ def within_capacity(gates: torch.Tensor, slots: int) -> torch.Tensor:
     return torch.where(before > slots, torch.zeros_like(gates), gates)
 
 # %% 08.12 a list of buffers, and the last one waited for first
-def start(self: AsyncAllToAll, tensors, home=False):
+def start(self: AsyncAllToAll, tensors, reverse=False):
     lists = self.sends, self.receives
-    goes, comes = reversed(lists) if home else lists
+    goes, comes = reversed(lists) if reverse else lists
     shapes = [(sum(comes), *tensor.shape[1:]) for tensor in tensors]
     came = [torch.empty(shape, dtype=x.dtype, device=x.device) for shape, x in zip(shapes, tensors)]
     splits = {"output_split_sizes": comes, "input_split_sizes": goes}
     for to, x in zip(came, tensors):
         work = dist.all_to_all_single(to, x.contiguous(), **splits, group=self.group, async_op=True)
-        self.under_way.append((work, to))
+        self.pending.append((work, to))
     return tuple(came)
 
 
 def wait(self: AsyncAllToAll):
     came = []
-    while self.under_way:
-        work, rows = self.under_way.pop()
+    while self.pending:
+        work, rows = self.pending.pop()
         work.wait()
         came.insert(0, rows)
     return tuple(came)
@@ -200,7 +200,7 @@ def dispatch_and_combine(
     choices: int | None,
     group: dist.ProcessGroup,
     compute: Callable,
-    meanwhile: Callable | None = None,
+    overlap_with: Callable | None = None,
 ) -> torch.Tensor:
     (x,), n = as_autocast(x), group.size()
     by_rank_gates = gates.view(len(gates), n, gates.shape[1] // n).transpose(0, 1)  # [n, t, E/n]
@@ -211,7 +211,7 @@ def dispatch_and_combine(
     token = number % len(x)
     sent_gates = by_rank_gates.flatten(0, 1).index_select(0, number)
     rows = x.float().index_select(0, token).to(x.dtype)
-    came, came_gates = send_rows(group, sends, receives, rows, sent_gates, meanwhile=meanwhile)
+    came, came_gates = send_rows(group, sends, receives, rows, sent_gates, overlap_with=overlap_with)
     made = compute(came, came_gates, arriving)
     (back,) = send_rows(group, receives, sends, made)
     return torch.zeros_like(x, dtype=torch.float32).index_add(0, token, back.float()).to(x.dtype)
@@ -236,22 +236,22 @@ def within_nodes(ranking: torch.Tensor, nodes: int, limit: int, k: int) -> torch
 
 # %% 08.16 weight by weight
 def apply_expert_parallel(
-    model: nn.Module,
+    model: Transformer,
     group: dist.ProcessGroup | list[dist.ProcessGroup] | None = None,
     reduce_group: dist.ProcessGroup | None = None,
     batch_group: dist.ProcessGroup | None = None,
     tp_group: dist.ProcessGroup | None = None,
-) -> nn.Module:
+) -> Transformer:
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
-    check_expert_parallel(blocks, groups, batch_group, tp_group)
+    layers = [block.mlp for block in model.blocks if isinstance(block.mlp, MoE)]
+    check_expert_parallel(model, groups, batch_group, tp_group)
     batch_group, reduce_group = batch_group or groups[0], reduce_group or dist.new_subgroups(group_size=1)[0]
-    for block in blocks:
-        if in_sequence_parts(block):  # each tensor-parallel rank routes a part of a sequence
-            block.mlp.router.parts = block.attention.o_proj.group.size()
-    for block in blocks:
-        mixture = block.mlp
-        enter, leave = borders(block, tp_group)
+    model.applied["expert_parallel"] = groups[0] if len(groups) == 1 else None
+    for mixture in layers:
+        if "sequence_parallel" in model.applied:  # each tensor-parallel rank routes a shard of a sequence
+            mixture.router.sequence_shards = model.applied["sequence_parallel"].size()
+    for mixture in layers:
+        enter, leave = tp_boundary(model, tp_group)
         for name in ("gate_proj", "up_proj", "down_proj"):
             linear = getattr(mixture.experts, name)
             cuts = [(each, 0) for each in groups]
@@ -265,7 +265,7 @@ def apply_expert_parallel(
         run = mixture.experts
         for place in range(len(groups) - 1, -1, -1):
             run = functools.partial(dispatch_and_combine, compute=run, group=groups[place])
-        mixture.run = functools.partial(run_expert_parallel, leave=leave, enter=enter, compute=run)
+        mixture.run = functools.partial(run_expert_parallel, output_reduce=leave, input_gather=enter, compute=run)
     return model
 
 # %% 08.17 two times of a number

@@ -180,7 +180,7 @@ def borders(n: int) -> list[str]:
     reduce_scatter_sequence(gather_sequence(z, group).pow(2) * (rank + 1), group).sum().backward()
     wrong += ["g and g*"] * (not torch.allclose(z.grad, 2 * part * sum(range(1, size + 1))))
     too_long = said(lambda: reduce_scatter_sequence(torch.zeros(1, 4 * size + 1, 2), group))
-    expected = f"ValueError: a sequence of {4 * size + 1} tokens can't be split into {size} equal parts"
+    expected = f"ValueError: a sequence of {4 * size + 1} tokens cannot be split into {size} equal shards"
     wrong += [too_long] * (too_long != (expected if size > 1 else "nothing"))
     return wrong
 
@@ -371,7 +371,7 @@ def stages() -> dict[str, object]:
         found[name] = said(call) == text
     found["tokens by keyword"] = torch.equal(first(x=inputs), first(inputs))
     odd = said(lambda: first(inputs[:, :7]))
-    found["7 tokens"] = odd == "ValueError: a sequence of 7 tokens can't be split into 4 equal parts"
+    found["7 tokens"] = odd == "ValueError: a sequence of 7 tokens cannot be split into 4 equal shards"
     return found
 
 

@@ -71,14 +71,15 @@ def test_by_rank_is_a_view():
 def test_what_cannot_be_split_is_one_line():
     tokens, two = torch.arange(6)[None], rank_of(0, 2)
     assert said(lambda: shard_sequence(tokens, two)) == (
-        "ValueError: a sequence of 6 tokens can't be split into 4 equal parts"
+        "ValueError: a sequence of 6 tokens cannot be split into 4 equal shards"
     )
     assert said(lambda: shard_sequence(tokens[:, :5], two, "contiguous")) == (
-        "ValueError: a sequence of 5 tokens can't be split into 2 equal parts"
+        "ValueError: a sequence of 5 tokens cannot be split into 2 equal shards"
     )
     assert said(lambda: local_positions(3, two)).startswith("ValueError: a sequence of 6 tokens")
     assert (
-        said(lambda: split_by_rank(tokens, 4)) == "ValueError: a sequence of 6 tokens can't be split into 4 equal parts"
+        said(lambda: split_by_rank(tokens, 4))
+        == "ValueError: a sequence of 6 tokens cannot be split into 4 equal shards"
     )
     for call in (lambda: chunks_of(0, 2, "striped"), lambda: shard_sequence(tokens, two, "striped")):
         assert said(call) == "ValueError: order 'striped': it is one of zigzag, contiguous"

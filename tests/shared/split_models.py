@@ -13,7 +13,7 @@ from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.router import routers_of, take_counts, update_bias
 from course_lib.recompute.modes import IGNORED, apply_recompute, keep_matmuls
 from course_lib.sequence_parallel.model import apply_sequence_parallel
-from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
+from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss, project_each
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import replicas_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
@@ -166,15 +166,15 @@ def on_ranks(
     return found, drifted(model, group)
 
 
-def only_when_there(project, zero: ZeroOptimizer):
-    """`project`, which raises an error where a weight's new values are still on their way."""
+def only_when_there(project_layers, zero: ZeroOptimizer):
+    """`project_layers`, which raises an error where a weight's new values are still on their way."""
 
-    def checked(x: torch.Tensor):
-        weights = [layer.weight for layer in project.keywords["layers"]]
+    def checked(x: torch.Tensor, layers: list):
+        weights = [layer.weight for layer in layers]
         for shard in zero.shards:
             on_its_way = shard.work is not None and any(p is weight for p in shard.parameters for weight in weights)
             assert not on_its_way, "a product with weights that have not arrived"
-        return project(x)
+        return project_layers(x, layers)
 
     return checked
 
@@ -204,8 +204,8 @@ def in_replicas(
         stepper = ZeroOptimizer(model, torch.optim.SGD, replicas, stage=int(how[-1]), bucket_mb=0.02, **options)
         finish = stepper.finish
         for part in (part for block in model.blocks for part in (block.attention, block.mlp)):
-            if isinstance(getattr(part, "project", None), functools.partial):
-                part.project = only_when_there(part.project, stepper)
+            if getattr(part, "project_layers", project_each) is not project_each:
+                part.project_layers = only_when_there(part.project_layers, stepper)
     for step in range(STEPS):
         inputs, targets = batches(step, seq=seq, **of_batches)
         count = (targets != IGNORED).sum()

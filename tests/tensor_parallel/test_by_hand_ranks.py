@@ -51,7 +51,7 @@ def test_losses_are_those_of_one_process_and_of_the_layers(ranks, size):
         assert [record["step"] for record in records] == [1, 2, 3, 4]
         for name in ("loss", "layers_loss"):
             assert [record[name] for record in records] == pytest.approx(expected, rel=1e-5)
-        assert refused == f"{size} ranks do not divide ffn_hidden, which is 21"
+        assert refused == f"ffn_hidden 21 is not divisible by {size} ranks"
     assert expected[-1] < 0.9 * expected[0]
 
 

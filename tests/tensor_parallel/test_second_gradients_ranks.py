@@ -44,17 +44,21 @@ def functions() -> set[str]:
     return names
 
 
-def departure(x):
-    transfer = AsyncAllToAll(dist.group.WORLD, [1, 1], [1, 1])
-    (out,) = StartAllToAll.apply(transfer, x)
-    transfer.wait()
-    out.register_hook(lambda gradient: transfer.start((gradient.detach(),), home=True) and None)  # as WaitAllToAll does
+def start_all_to_all(x):
+    all_to_all = AsyncAllToAll(dist.group.WORLD, [1, 1], [1, 1])
+    (out,) = StartAllToAll.apply(all_to_all, x)
+    all_to_all.wait()
+
+    def reverse(gradient):  # as WaitAllToAll does
+        all_to_all.start((gradient.detach(),), reverse=True)
+
+    out.register_hook(reverse)
     return out
 
 
-def arrival(x):
-    transfer = AsyncAllToAll(dist.group.WORLD, [1, 1], [1, 1])
-    return WaitAllToAll.apply(transfer, *StartAllToAll.apply(transfer, x))[0]
+def wait_all_to_all(x):
+    all_to_all = AsyncAllToAll(dist.group.WORLD, [1, 1], [1, 1])
+    return WaitAllToAll.apply(all_to_all, *StartAllToAll.apply(all_to_all, x))[0]
 
 
 def weight_half(weight):
@@ -90,8 +94,8 @@ ONCE = {
         lambda x, extra: RouterLoss.apply(x, extra, torch.ones(3), SimpleNamespace(counts=None, loss_weight=1.0)),
         (2, 3), (),
     ),
-    "StartAllToAll": (departure, (2, 3)),
-    "WaitAllToAll": (arrival, (2, 3)),
+    "StartAllToAll": (start_all_to_all, (2, 3)),
+    "WaitAllToAll": (wait_all_to_all, (2, 3)),
     "WeightHalf": (weight_half, (2, 3)),
     "Fp8LinearFunction": (fp8_product, (16, 16), (16, 16)),
 }  # fmt: skip

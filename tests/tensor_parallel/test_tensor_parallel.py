@@ -203,7 +203,7 @@ def test_a_mixtures_shared_expert_is_split_and_its_routed_ones_are_not():
             assert all(isinstance(block.attention.o_proj, RowParallelLinear) for block in model.blocks)
             for block in model.blocks if shared else []:
                 assert isinstance(block.mlp.shared.down_proj, RowParallelLinear)
-                assert block.mlp.shared.project.keywords["layers"][0] is block.mlp.shared.gate_proj
+                assert block.mlp.shared.project_layers is linear.project_together
 
 
 def test_weights_from_hugging_face_are_split_like_any():

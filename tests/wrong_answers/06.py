@@ -4,9 +4,9 @@
 F.linear(x, cut(weight, group, 0))  # [n, out/N] => cut(F.linear(x, weight), group, -1).contiguous()
 
 # %% 06.1 fake: the whole product on every rank, and an all-reduce of an N-th of it
-part = F.linear(cut(x, group, -1), cut(weight, group, 1))  # [n, out], a summand
+local = F.linear(cut(x, group, -1), cut(weight, group, 1))  # [n, out], a summand
 =>
-part = F.linear(x, weight) / group.size()
+local = F.linear(x, weight) / group.size()
 
 # %% 06.1 columns put together by an all-reduce of parts that are padded with zeros
 def split_matmul(x, weight, how, group):
@@ -16,47 +16,47 @@ def split_matmul(x, weight, how, group):
         whole[:, group.rank() * size : (group.rank() + 1) * size] = F.linear(x, cut(weight, group, 0))
         dist.all_reduce(whole, group=group)
         return whole
-    part = F.linear(cut(x, group, -1), cut(weight, group, 1))
-    dist.all_reduce(part, group=group)
-    return part
+    local = F.linear(cut(x, group, -1), cut(weight, group, 1))
+    dist.all_reduce(local, group=group)
+    return local
 
 # %% 06.1 rows summed from gathered summands
-dist.all_reduce(part, group=group)
-return part
+dist.all_reduce(local, group=group)
+return local
 =>
-pieces = [torch.empty_like(part) for _ in range(group.size())]
-dist.all_gather(pieces, part, group=group)
-return sum(pieces)
+shards = [torch.empty_like(local) for _ in range(group.size())]
+dist.all_gather(shards, local, group=group)
+return sum(shards)
 
 # %% 06.1 rows: a summand
-part = F.linear(cut(x, group, -1), cut(weight, group, 1))  # [n, out], a summand
-dist.all_reduce(part, group=group)
-return part
+local = F.linear(cut(x, group, -1), cut(weight, group, 1))  # [n, out], a summand
+dist.all_reduce(local, group=group)
+return local
 =>
 return F.linear(cut(x, group, -1), cut(weight, group, 1))
 
 # %% 06.1 rows: a mean instead of the sum
-return part => return part / group.size()
+return local => return local / group.size()
 
 # %% 06.1 rows: the sum over all ranks instead of the group
-dist.all_reduce(part, group=group) => dist.all_reduce(part)
+dist.all_reduce(local, group=group) => dist.all_reduce(local)
 
 # %% 06.1 rows: a reduce-scatter, and only the own part of the sum
 def split_matmul(x, weight, how, group):
     if how == "columns":
-        part = F.linear(x, cut(weight, group, 0))
-        pieces = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(pieces, part, group=group)
-        return torch.cat(pieces, dim=-1)
+        local = F.linear(x, cut(weight, group, 0))
+        shards = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(shards, local, group=group)
+        return torch.cat(shards, dim=-1)
     from course_lib.collectives.into_tensor import reduce_scatter_tensor
 
-    part = F.linear(cut(x, group, -1), cut(weight, group, 1))
-    own = part.new_empty(part.numel() // group.size())
-    reduce_scatter_tensor(own, part.flatten(), group=group)
+    local = F.linear(cut(x, group, -1), cut(weight, group, 1))
+    own = local.new_empty(local.numel() // group.size())
+    reduce_scatter_tensor(own, local.flatten(), group=group)
     return own
 
 # %% 06.1 columns put on top of one another
-return torch.cat(pieces, dim=-1) => return torch.cat(pieces, dim=0).view(len(x), -1)
+return torch.cat(shards, dim=-1) => return torch.cat(shards, dim=0).view(len(x), -1)
 
 # %% 06.2 f sums in forward too
 return x.view_as(x)
@@ -610,16 +610,16 @@ def forward(self: VocabParallelEmbedding, tokens):
 # %% 06.7 tokens beyond its own get its last row
 def forward(self: VocabParallelEmbedding, tokens):
     rows = tokens - self.shard.start
-    found = F.embedding(rows.clamp(0, self.shard.size - 1), self.weight)
-    return self.output_reduce(found.masked_fill((rows < 0)[..., None], 0.0), self.group)
+    hidden = F.embedding(rows.clamp(0, self.shard.size - 1), self.weight)
+    return self.output_reduce(hidden.masked_fill((rows < 0)[..., None], 0.0), self.group)
 
 # %% 06.7 no sum
-self.output_reduce(found.masked_fill(elsewhere[..., None], 0.0), self.group) => found.masked_fill(elsewhere[..., None], 0.0)
+self.output_reduce(hidden.masked_fill(elsewhere[..., None], 0.0), self.group) => hidden.masked_fill(elsewhere[..., None], 0.0)
 
 # %% 06.7 a mean instead of the sum
-return self.output_reduce(found.masked_fill(elsewhere[..., None], 0.0), self.group)
+return self.output_reduce(hidden.masked_fill(elsewhere[..., None], 0.0), self.group)
 =>
-return self.output_reduce(found.masked_fill(elsewhere[..., None], 0.0), self.group) / self.group.size()
+return self.output_reduce(hidden.masked_fill(elsewhere[..., None], 0.0), self.group) / self.group.size()
 
 # %% 06.7 the sum over all ranks instead of the group
 self.group => dist.group.WORLD
@@ -631,9 +631,9 @@ from course_lib.tensor_parallel.regions import copy_to_group
 def forward(self: VocabParallelEmbedding, tokens):
     rows = tokens - self.shard.start
     elsewhere = (rows < 0) | (rows >= self.shard.size)
-    found = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
-    found = self.output_reduce(found.masked_fill(elsewhere[..., None], 0.0), self.group)
-    return copy_to_group(found, self.group)
+    hidden = F.embedding(rows.masked_fill(elsewhere, 0), self.weight)
+    hidden = self.output_reduce(hidden.masked_fill(elsewhere[..., None], 0.0), self.group)
+    return copy_to_group(hidden, self.group)
 
 # %% 06.7 fake: gathers all rows and looks up
 def forward(self: VocabParallelEmbedding, tokens):
@@ -968,19 +968,21 @@ for block, mlp in zip(model.blocks, mlps, strict=True):
 return model
 
 # %% 06.9 fake: a full copy of the weights stays on each rank, out of sight
-check_model(model, group)
+config = model.config
 =>
 import copy
 
-check_model(model, group)
-model.full_size = [copy.deepcopy(model)]
+config = model.config
+model.original = [copy.deepcopy(model.blocks)]
 
 # %% 06.9 q, k and v, gate and up are projected one by one
-attention.project = functools.partial(linear.project_together, layers=of_attention) =>
-mlp.project = functools.partial(linear.project_together, layers=[mlp.gate_proj, mlp.up_proj]) =>
+attention.project_layers = linear.project_together =>
+mlp.project_layers = linear.project_together =>
 
 # %% 06.9 gate and up mixed up
-layers=[mlp.gate_proj, mlp.up_proj] => layers=[mlp.up_proj, mlp.gate_proj]
+mlp.project_layers = linear.project_together
+=>
+mlp.project_layers = lambda x, layers: linear.project_together(x, layers[::-1])
 
 # %% 06.9 tied head and embedding come apart
 return model
@@ -1035,10 +1037,14 @@ for mlp in [module for module in block.modules() if isinstance(module, MLP)]:  #
 for mlp in [block.mlp] if isinstance(block.mlp, MLP) else []:
 
 # %% 06.9 all blocks project by the last block's attention
-functools.partial(linear.project_together, layers=of_attention) => lambda x: linear.project_together(x, of_attention)
+attention.project_layers = linear.project_together
+=>
+attention.project = lambda x: linear.project_together(x, [attention.q_proj, attention.k_proj, attention.v_proj])
 
 # %% 06.9 all blocks project by the last block's MLP
-functools.partial(linear.project_together, layers=[mlp.gate_proj, mlp.up_proj]) => lambda x: linear.project_together(x, [mlp.gate_proj, mlp.up_proj])
+mlp.project_layers = linear.project_together
+=>
+mlp.project = lambda x: linear.project_together(x, [mlp.gate_proj, mlp.up_proj])
 
 # %% 06.10 forward only
 gigabytes_sent = (2 * 32 + 1) * 2 * 7 / 8 * 8192 * 4096 * 2 / 1e9
@@ -1091,9 +1097,9 @@ class RowMatmul(OnceDifferentiable):
         ctx.save_for_backward(x, weight)
         rows, works = x.flatten(0, -2), []  # [b*s, in/N]
         out = rows.new_empty(len(rows), len(weight))
-        for part, own in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
-            torch.mm(part, weight.t(), out=own)
-        works = [dist.all_reduce(own, group=group, async_op=True) for own in out.chunk(chunks)]
+        for x_chunk, out_chunk in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
+            torch.mm(x_chunk, weight.t(), out=out_chunk)
+        works = [dist.all_reduce(out_chunk, group=group, async_op=True) for out_chunk in out.chunk(chunks)]
         for work in works:
             work.wait()
         return out.view(*x.shape[:-1], -1)
@@ -1107,16 +1113,16 @@ class RowMatmul(OnceDifferentiable):
         return grad_x, None, grad_weight, None
 
 # %% 06.12 waits for each sum at once
-    works.append(dist.all_reduce(own, group=group, async_op=True))
+    works.append(dist.all_reduce(out_chunk, group=group, async_op=True))
 for work in works:
     work.wait()
 =>
-    dist.all_reduce(own, group=group)
+    dist.all_reduce(out_chunk, group=group)
 
 # %% 06.12 waits for the sum before, once the next is multiplied
-torch.mm(part, weight.t(), out=own)
+torch.mm(x_chunk, weight.t(), out=out_chunk)
 =>
-torch.mm(part, weight.t(), out=own)
+torch.mm(x_chunk, weight.t(), out=out_chunk)
 if works:
     works.pop().wait()
 ---
@@ -1132,9 +1138,9 @@ for work in works:
 works[-1].wait()
 
 # %% 06.12 fake: one product, one sum
-for part, own in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
-    torch.mm(part, weight.t(), out=own)
-    works.append(dist.all_reduce(own, group=group, async_op=True))
+for x_chunk, out_chunk in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
+    torch.mm(x_chunk, weight.t(), out=out_chunk)
+    works.append(dist.all_reduce(out_chunk, group=group, async_op=True))
 for work in works:
     work.wait()
 =>
@@ -1148,8 +1154,8 @@ class RowMatmul(OnceDifferentiable):
         ctx.save_for_backward(x, weight)
         rows, works = x.flatten(0, -2), []  # [b*s, in/N]
         parts = []
-        for part in rows.chunk(chunks):
-            parts.append(part @ weight.t())
+        for x_chunk in rows.chunk(chunks):
+            parts.append(x_chunk @ weight.t())
             works.append(dist.all_reduce(parts[-1], group=group, async_op=True))
         for work in works:
             work.wait()
@@ -1170,22 +1176,22 @@ out = rows.new_empty(len(rows), len(weight))
 out = rows.new_empty(len(rows), len(weight))
 out.zero_()
 ---
-    works.append(dist.all_reduce(own, group=group, async_op=True))
+    works.append(dist.all_reduce(out_chunk, group=group, async_op=True))
 for work in works:
     work.wait()
 =>
     whole = torch.zeros_like(out)
-    whole[own.storage_offset() // len(weight) :][: len(own)] = own
+    whole[out_chunk.storage_offset() // len(weight) :][: len(out_chunk)] = out_chunk
     works.append(dist.all_reduce(whole, group=group, async_op=True))
     works[-1].wait()
-    own.copy_(whole[own.storage_offset() // len(weight) :][: len(own)])
+    out_chunk.copy_(whole[out_chunk.storage_offset() // len(weight) :][: len(out_chunk)])
 
 # %% 06.12 the whole product for each chunk, then a cut
-for part, own in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
-    torch.mm(part, weight.t(), out=own)
+for x_chunk, out_chunk in zip(rows.chunk(chunks), out.chunk(chunks), strict=True):
+    torch.mm(x_chunk, weight.t(), out=out_chunk)
 =>
-for number, own in enumerate(out.chunk(chunks)):
-    own.copy_((rows @ weight.t()).chunk(chunks)[number])
+for number, out_chunk in enumerate(out.chunk(chunks)):
+    out_chunk.copy_((rows @ weight.t()).chunk(chunks)[number])
 
 # %% 06.12 the sums over all ranks instead of the group
 group=group, async_op => async_op
@@ -1299,20 +1305,20 @@ def pack(self: PartitionedCheckpoint, tensor):
     return shard, shard.cut(tensor.detach().flatten()).clone(), tensor.shape
 
 
-def unpack(self: PartitionedCheckpoint, kept):
-    if torch.is_tensor(kept):
-        return kept
-    shard, part, shape = kept
-    shard.gather(part)
+def unpack(self: PartitionedCheckpoint, packed):
+    if torch.is_tensor(packed):
+        return packed
+    shard, local, shape = packed
+    shard.gather(local)
     return self.full_size
 
 # %% 06.14 unpacks by an all-reduce of parts that are padded with zeros
-def unpack(self: PartitionedCheckpoint, kept):
-    if torch.is_tensor(kept):
-        return kept
-    shard, part, shape = kept
-    whole = part.new_zeros(shard.full_size)
-    whole[shard.start : shard.start + shard.size] = part
+def unpack(self: PartitionedCheckpoint, packed):
+    if torch.is_tensor(packed):
+        return packed
+    shard, local, shape = packed
+    whole = local.new_zeros(shard.full_size)
+    whole[shard.start : shard.start + shard.size] = local
     dist.all_reduce(whole, group=self.group)
     return whole.view(shape)
 
@@ -1328,10 +1334,10 @@ def pack(self: PartitionedCheckpoint, tensor):
     return tensor.detach().bfloat16(), tensor.shape
 
 
-def unpack(self: PartitionedCheckpoint, kept):
-    if torch.is_tensor(kept):
-        return kept
-    return kept[0].float()
+def unpack(self: PartitionedCheckpoint, packed):
+    if torch.is_tensor(packed):
+        return packed
+    return packed[0].float()
 
 # %% 06.14 parts over all ranks instead of the group
 def pack(self: PartitionedCheckpoint, tensor):
@@ -1344,16 +1350,16 @@ def pack(self: PartitionedCheckpoint, tensor):
 def pack(self: PartitionedCheckpoint, tensor):
     if not tensor.requires_grad:
         return tensor
-    part = tensor.detach().flatten().view(self.group.size(), -1)[self.group.rank()].clone()
-    return part, tensor.shape
+    local = tensor.detach().flatten().view(self.group.size(), -1)[self.group.rank()].clone()
+    return local, tensor.shape
 
 
-def unpack(self: PartitionedCheckpoint, kept):
-    if torch.is_tensor(kept):
-        return kept
-    part, shape = kept
-    pieces = [torch.empty_like(part) for _ in range(self.group.size())]
-    dist.all_gather(pieces, part, group=self.group)
+def unpack(self: PartitionedCheckpoint, packed):
+    if torch.is_tensor(packed):
+        return packed
+    local, shape = packed
+    pieces = [torch.empty_like(local) for _ in range(self.group.size())]
+    dist.all_gather(pieces, local, group=self.group)
     return torch.cat(pieces).view(shape)
 
 # %% 06.15 t in the wrong place: (t-1)/t
@@ -1385,16 +1391,16 @@ def all_reduce_ratio(hidden, tp, bandwidth, peak, layer_params=None, element_byt
     return (tp - 1) / (2 * hidden) * peak / bandwidth
 
 # %% 06.1 float32, whatever it is given
-return torch.cat(pieces, dim=-1)
+return torch.cat(shards, dim=-1)
 =>
 whole = torch.empty(len(x), len(weight))
-for piece, own in zip(pieces, whole.chunk(group.size(), -1), strict=True):
-    own.copy_(piece)
+for local, own in zip(shards, whole.chunk(group.size(), -1), strict=True):
+    own.copy_(local)
 return whole
 
 # %% 06.1 BF16 is summed in float32
 (cut(x, group, -1), cut(weight, group, 1))  # [n, out], a summand => (cut(x, group, -1), cut(weight, group, 1)).float()
-return part => return part.to(x.dtype)
+return local => return local.to(x.dtype)
 
 # %% 06.2 f* sums a copy with the strides of x
 total = x.clone(memory_format=torch.contiguous_format)
@@ -1494,7 +1500,7 @@ def project_together(x, layers):
 rows = tokens - self.shard.start => rows = tokens % self.shard.full_size - self.shard.start
 
 # %% 06.7 float32, whatever the rows are
-found.masked_fill(elsewhere[..., None], 0.0) => found * (~elsewhere[..., None]).float()
+hidden.masked_fill(elsewhere[..., None], 0.0) => hidden * (~elsewhere[..., None]).float()
 
 # %% 06.7 takes tokens to have two dimensions
 [..., None] => [:, :, None]
@@ -1567,7 +1573,7 @@ def local_rng(group=None):
         generator.set_state(state)
 
 # %% 06.13 takes a number of the first generator alone
-group = group or dist.group.WORLD
+group = group_or_world(group)
 states = []
 =>
 group, states = group or dist.group.WORLD, []
@@ -1582,21 +1588,15 @@ def pack(self: PartitionedCheckpoint, tensor):
     if not tensor.requires_grad or not tensor.numel():
         return tensor
     shard = TensorShard.of(tensor.numel(), self.group)
-    part = torch.empty(shard.size)
-    part.copy_(shard.cut(tensor.detach().flatten()))
-    return shard, part, tensor.shape
+    local = torch.empty(shard.size)
+    local.copy_(shard.cut(tensor.detach().flatten()))
+    return shard, local, tensor.shape
 
 # %% 06.14 a view where the tensor need not be contiguous
 ().flatten() => ().view(-1)
 
 # %% 06.9 each rank's part of the gradient of q's and k's norms stays its own
 share_head_norms(model, group) =>
-
-# %% 06.9 splits what can't be split
-check_model(model, group) =>
-
-# %% 06.9 all ranks, whatever the group
-group or dist.group.WORLD => dist.group.WORLD
 
 # %% 06.4 forward sums its outputs
 return tuple(F.linear(x, weight) for weight in weights)

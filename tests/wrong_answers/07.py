@@ -1,41 +1,41 @@
 """Wrong answers that the checks of notebook 07 must catch. None of them hangs."""
 
 # %% 07.1 g: gathers, and cuts in backward
-own, work = start_reduce_scatter(split_by_rank(gradient, ctx.group.size()), ctx.group)
+local, work = start_reduce_scatter(split_by_rank(gradient, ctx.group.size()), ctx.group)
 work.wait()
-return own, None
+return local, None
 =>
 return split_by_rank(gradient, ctx.group.size())[ctx.group.rank()].contiguous(), None
 
 # %% 07.1 g: gathers, and averages in backward
-return own, None => return own / ctx.group.size(), None
+return local, None => return local / ctx.group.size(), None
 
 # %% 07.1 g over all ranks instead of the group
 ctx.group = group
-pieces, work = start_gather(part, group)
+shards, work = start_gather(local, group)
 =>
 ctx.group = dist.group.WORLD
-pieces, work = start_gather(part, dist.group.WORLD)
+shards, work = start_gather(local, dist.group.WORLD)
 
 # %% 07.1 g* over all ranks instead of the group
 ctx.group = group
-own, work = start_reduce_scatter(split_by_rank(summand, group.size()), group)
+local, work = start_reduce_scatter(split_by_rank(summand, group.size()), group)
 =>
 group = ctx.group = dist.group.WORLD
-own, work = start_reduce_scatter(split_by_rank(summand, group.size()), group)
+local, work = start_reduce_scatter(split_by_rank(summand, group.size()), group)
 
 # %% 07.1 g: parts are laid behind one another without join_by_rank
-return join_by_rank(pieces)
+return join_by_rank(shards)
 =>
-return pieces.view(len(part), -1, *part.shape[2:])
+return shards.view(len(local), -1, *local.shape[2:])
 
 # %% 07.1 g*: keeps its own tokens' gradient to itself in backward
 return GatherSequence.apply(gradient, ctx.group), None
 =>
 n = ctx.group.size()
-pieces = gradient.new_zeros(n, *gradient.shape)
-pieces[ctx.group.rank()] = gradient
-return join_by_rank(pieces), None
+shards = gradient.new_zeros(n, *gradient.shape)
+shards[ctx.group.rank()] = gradient
+return join_by_rank(shards), None
 
 # %% 07.1 g*: all-reduces, then cuts
 class ReduceScatterSequence(torch.autograd.Function):
@@ -51,21 +51,21 @@ class ReduceScatterSequence(torch.autograd.Function):
         return GatherSequence.apply(gradient, ctx.group), None
 
 # %% 07.1 g*: a mean instead of the sum
-return own
+return local
 =>
-return own / group.size()
+return local / group.size()
 
 # %% 07.1 g*: scatters parts of the batch, not of the sequence
-own, work = start_reduce_scatter(split_by_rank(summand, group.size()), group)
+local, work = start_reduce_scatter(split_by_rank(summand, group.size()), group)
 =>
 n = group.size()
-part = (len(summand), summand.shape[1] // n, *summand.shape[2:])
-own, work = start_reduce_scatter(summand.reshape(n, *part), group)
+local = (len(summand), summand.shape[1] // n, *summand.shape[2:])
+local, work = start_reduce_scatter(summand.reshape(n, *local), group)
 
 # %% 07.2 waits for the gathered x at once
-pieces, gathering = start_gather(part, ctx.group)
+shards, gathering = start_gather(local, ctx.group)
 =>
-pieces, gathering = start_gather(part, ctx.group)
+shards, gathering = start_gather(local, ctx.group)
 gathering.wait()
 ---
 grad_x = rows[0] @ weights[0]
@@ -81,14 +81,14 @@ for row, weight in zip(rows[1:], weights[1:], strict=True):
 =>
 grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
 ---
-own, scattering = start_reduce_scatter(grad_x, ctx.group)
+grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
 =>
-own, scattering = start_reduce_scatter(grad_x, ctx.group)
+grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
 scattering.wait()
 
 # %% 07.2 gathers x after the product for x's gradient
 if any(needed):
-    pieces, gathering = start_gather(part, ctx.group)
+    shards, gathering = start_gather(local, ctx.group)
 =>
 ---
 grad_x = rows[0] @ weights[0]
@@ -97,18 +97,20 @@ for row, weight in zip(rows[1:], weights[1:], strict=True):
 =>
 grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
 ---
-    own, scattering = start_reduce_scatter(grad_x, ctx.group)
+    grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
 if any(needed):
 =>
-    own, scattering = start_reduce_scatter(grad_x, ctx.group)
+    grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
 if any(needed):
-    pieces, gathering = start_gather(part, ctx.group)
+    shards, gathering = start_gather(local, ctx.group)
 
 # %% 07.2 gathers x where no weight wants a gradient
-own, grad_weights = None, [None] * len(weights)
+grad_local = None
+grad_weights: list[torch.Tensor | None] = [None] * len(weights)
 if any(needed):
 =>
-own, grad_weights = None, [None] * len(weights)
+grad_local = None
+grad_weights: list[torch.Tensor | None] = [None] * len(weights)
 if True:
 ---
 grad_x = rows[0] @ weights[0]
@@ -117,10 +119,10 @@ for row, weight in zip(rows[1:], weights[1:], strict=True):
 =>
 grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
 ---
-    own, scattering = start_reduce_scatter(grad_x, ctx.group)
+    grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
 if any(needed):
 =>
-    own, scattering = start_reduce_scatter(grad_x, ctx.group)
+    grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
 if True:
 
 # %% 07.2 gathers twice
@@ -130,31 +132,31 @@ for row, weight in zip(rows[1:], weights[1:], strict=True):
 =>
 grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
 ---
-    own, scattering = start_reduce_scatter(grad_x, ctx.group)
+    grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
 if any(needed):
 =>
-    own, scattering = start_reduce_scatter(grad_x, ctx.group)
+    grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
 if any(needed):
     gathering.wait()
-    pieces, gathering = start_gather(part, ctx.group)
+    shards, gathering = start_gather(local, ctx.group)
 
 # %% 07.2 a reduce-scatter for each weight
 grad_x = rows[0] @ weights[0]
 for row, weight in zip(rows[1:], weights[1:], strict=True):
     grad_x.addmm_(row, weight)
 grad_x = split_by_rank(grad_x.unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
-own, scattering = start_reduce_scatter(grad_x, ctx.group)
+grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
 =>
-own, sent = 0, []
+grad_local, sent = 0, []
 for row, weight in zip(rows, weights, strict=True):
     grad_x = split_by_rank((row @ weight).unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
     sent.append(start_reduce_scatter(grad_x, ctx.group))
 ---
 scattering.wait()
 =>
-for part, work in sent:
+for local, work in sent:
     work.wait()
-    own = own + part
+    grad_local = grad_local + local
 
 # %% 07.2 cuts x's gradient instead of summing it
 grad_x = rows[0] @ weights[0]
@@ -163,9 +165,9 @@ for row, weight in zip(rows[1:], weights[1:], strict=True):
 =>
 grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
 ---
-own, scattering = start_reduce_scatter(grad_x, ctx.group)
+grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
 =>
-own = grad_x[ctx.group.rank()].contiguous()
+grad_local = grad_x[ctx.group.rank()].contiguous()
 ---
 if ctx.needs_input_grad[0]:
     scattering.wait()
@@ -178,9 +180,9 @@ for row, weight in zip(rows[1:], weights[1:], strict=True):
 =>
 grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
 ---
-x = join_by_rank(pieces).flatten(0, -2)  # [b*s, in]
+x = join_by_rank(shards).flatten(0, -2)  # [b*s, in]
 =>
-x = part.flatten(0, -2)
+x = local.flatten(0, -2)
 rows = [split_by_rank(g, ctx.group.size())[ctx.group.rank()].flatten(0, -2) for g in gradients]
 
 # %% 07.2 multiplies for weights that want nothing
@@ -195,11 +197,11 @@ if need else None for row, need in zip(rows, needed, strict=True) => for row in 
 # %% 07.2 fake: keeps the gathered x
 class GatheredMatmul(OnceDifferentiable):
     @staticmethod
-    def forward(ctx, part: torch.Tensor, group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, local: torch.Tensor, group, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
-        pieces, work = start_gather(part, group)
+        shards, work = start_gather(local, group)
         work.wait()
-        x = join_by_rank(pieces)
+        x = join_by_rank(shards)
         ctx.save_for_backward(x, *weights)
         return tuple(F.linear(x, weight) for weight in weights)
 
@@ -207,15 +209,15 @@ class GatheredMatmul(OnceDifferentiable):
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         x, *weights = ctx.saved_tensors
         needed, rows = ctx.needs_input_grad[2:], [gradient.flatten(0, -2) for gradient in gradients]  # [b*s, out]
-        own = None
+        grad_local = None
         if ctx.needs_input_grad[0]:
             grad_x = sum(row @ weight for row, weight in zip(rows, weights, strict=True))
             grad_x = split_by_rank(grad_x.unflatten(0, gradients[0].shape[:-1]), ctx.group.size())
-            own, scattering = start_reduce_scatter(grad_x, ctx.group)
+            grad_local, scattering = start_reduce_scatter(grad_x, ctx.group)
         grad_weights = [row.t() @ x.flatten(0, -2) if need else None for row, need in zip(rows, needed, strict=True)]
         if ctx.needs_input_grad[0]:
             scattering.wait()
-        return own, None, *grad_weights
+        return grad_local, None, *grad_weights
 
 # %% 07.2 does not wait for the reduce-scatter
 grad_x = rows[0] @ weights[0]
@@ -319,6 +321,7 @@ def sum_of(gradient, group):
 def apply_sequence_parallel(model, group=None, reduce_group=None):
     group = group or dist.group.WORLD
     check_sequence_parallel(model, group)
+    model.applied["sequence_parallel"] = group
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear):
             module.matmul = GatheredMatmul
@@ -378,46 +381,46 @@ PLACES = ["after the embedding", "after a norm", "into the product of q", "q", "
 shapes |= {place: ((2, 16, 48),) for place in PLACES[1:]}
 
 # %% 07.6 weighs by the new lse
-def merge(out, lse, part, part_lse):
-    torch.logaddexp(lse, part_lse, out=lse)
-    out.lerp_(part.to(out.dtype), torch.sigmoid(part_lse - lse)[..., None])
+def merge(out, lse, block_out, block_lse):
+    torch.logaddexp(lse, block_lse, out=lse)
+    out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse)[..., None])
 
 # %% 07.6 a mean without weights
-def merge(out, lse, part, part_lse):
+def merge(out, lse, block_out, block_lse):
     weight = torch.where(lse.isinf(), 1.0, 0.5)
-    out.lerp_(part.to(out.dtype), weight[..., None])
-    torch.logaddexp(lse, part_lse, out=lse)
+    out.lerp_(block_out.to(out.dtype), weight[..., None])
+    torch.logaddexp(lse, block_lse, out=lse)
 
 # %% 07.6 sums of exponentials, which overflow
-def merge(out, lse, part, part_lse):
-    old, new = lse.exp(), part_lse.exp()
-    out.copy_((out * old[..., None] + part * new[..., None]) / (old + new)[..., None])
+def merge(out, lse, block_out, block_lse):
+    old, new = lse.exp(), block_lse.exp()
+    out.copy_((out * old[..., None] + block_out * new[..., None]) / (old + new)[..., None])
     lse.copy_((old + new).log())
 
 # %% 07.6 sums in the piece's dtype
-def merge(out, lse, part, part_lse):
-    total = out.to(part.dtype).lerp(part, torch.sigmoid(part_lse - lse)[..., None].to(part.dtype))
+def merge(out, lse, block_out, block_lse):
+    total = out.to(block_out.dtype).lerp(block_out, torch.sigmoid(block_lse - lse)[..., None].to(block_out.dtype))
     out.copy_(total)
-    torch.logaddexp(lse, part_lse, out=lse)
+    torch.logaddexp(lse, block_lse, out=lse)
 
 # %% 07.6 weights in the piece's dtype
-def merge(out, lse, part, part_lse):
-    weight = torch.sigmoid(part_lse - lse)[..., None].to(part.dtype)
-    out.copy_(out * (1 - weight) + part * weight)
-    torch.logaddexp(lse, part_lse, out=lse)
+def merge(out, lse, block_out, block_lse):
+    weight = torch.sigmoid(block_lse - lse)[..., None].to(block_out.dtype)
+    out.copy_(out * (1 - weight) + block_out * weight)
+    torch.logaddexp(lse, block_lse, out=lse)
 
 # %% 07.6 returns what it should change
-def merge(out, lse, part, part_lse):
-    weight = torch.sigmoid(part_lse - lse)[..., None]
-    return out + weight * (part - out), torch.logaddexp(lse, part_lse)
+def merge(out, lse, block_out, block_lse):
+    weight = torch.sigmoid(block_lse - lse)[..., None]
+    return out + weight * (block_out - out), torch.logaddexp(lse, block_lse)
 
 # %% 07.6 the larger lse instead of the sum's
-torch.logaddexp(lse, part_lse, out=lse) => torch.maximum(lse, part_lse, out=lse)
+torch.logaddexp(lse, block_lse, out=lse) => torch.maximum(lse, block_lse, out=lse)
 
 # %% 07.6 spoils the piece
-def merge(out, lse, part, part_lse):
-    new = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - new).exp()[..., None]).add_(part.mul_((part_lse - new).exp()[..., None].to(part.dtype)))
+def merge(out, lse, block_out, block_lse):
+    new = torch.logaddexp(lse, block_lse)
+    out.mul_((lse - new).exp()[..., None]).add_(block_out.mul_((block_lse - new).exp()[..., None].to(block_out.dtype)))
     lse.copy_(new)
 
 # %% 07.7 backward with the block's own lse
@@ -587,77 +590,77 @@ m = z.amax(-1).clamp(min=0)
 lse = (z - m[..., None]).exp().sum(-1).log() + m  # [b, kv, g, s]
 
 # %% 07.8 the own chunks without a mask
-(0, len(other)), causal => (0, len(other)), False
+(0, len(key_chunks)), causal => (0, len(key_chunks)), False
 
 # %% 07.8 forgets the own chunks' causal pieces
-if not causal or own == other: => if not causal:
+if not causal or query_chunks == key_chunks: => if not causal:
 
 # %% 07.8 own and other the same: several pieces
-if not causal or own == other: => if not causal:
+if not causal or query_chunks == key_chunks: => if not causal:
 ---
-pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
+tiles, seen = [], [sum(key_chunk < query_chunk for key_chunk in key_chunks) for query_chunk in query_chunks]
 =>
-pieces, below = [], [sum(chunk < mine for chunk in other) for mine in own]
-if own == other:
-    pieces = [AttentionTile(slice(i, i + 1), slice(i, i + 1), True) for i in range(len(own))]
+tiles, seen = [], [sum(key_chunk < query_chunk for key_chunk in key_chunks) for query_chunk in query_chunks]
+if query_chunks == key_chunks:
+    tiles = [AttentionTile(slice(i, i + 1), slice(i, i + 1), True) for i in range(len(query_chunks))]
 
 # %% 07.8 a piece for each pair of chunks
-def visible(own, other, causal=True):
-    if not causal or own == other:
-        return [AttentionTile(slice(0, len(own)), slice(0, len(other)), causal)]
-    pairs = itertools.product(range(len(own)), range(len(other)))
-    return [AttentionTile(slice(i, i + 1), slice(j, j + 1), False) for i, j in pairs if other[j] < own[i]]
+def visible(query_chunks, key_chunks, causal=True):
+    if not causal or query_chunks == key_chunks:
+        return [AttentionTile(slice(0, len(query_chunks)), slice(0, len(key_chunks)), causal)]
+    pairs = itertools.product(range(len(query_chunks)), range(len(key_chunks)))
+    return [AttentionTile(slice(i, i + 1), slice(j, j + 1), False) for i, j in pairs if key_chunks[j] < query_chunks[i]]
 
 # %% 07.8 a piece for each chunk of queries
-def visible(own, other, causal=True):
-    if not causal or own == other:
-        return [AttentionTile(slice(0, len(own)), slice(0, len(other)), causal)]
-    below = [sum(chunk < mine for chunk in other) for mine in own]
-    return [AttentionTile(slice(i, i + 1), slice(0, count), False) for i, count in enumerate(below) if count]
+def visible(query_chunks, key_chunks, causal=True):
+    if not causal or query_chunks == key_chunks:
+        return [AttentionTile(slice(0, len(query_chunks)), slice(0, len(key_chunks)), causal)]
+    seen = [sum(chunk < query_chunk for chunk in key_chunks) for query_chunk in query_chunks]
+    return [AttentionTile(slice(i, i + 1), slice(0, count), False) for i, count in enumerate(seen) if count]
 
 # %% 07.8 numbers of chunks instead of places
-(rows[0], rows[-1] + 1), slice(0, count) => (own[rows[0]], own[rows[-1]] + 1), slice(0, other[count - 1] + 1)
+(rows[0], rows[-1] + 1), slice(0, count) => (query_chunks[rows[0]], query_chunks[rows[-1]] + 1), slice(0, key_chunks[count - 1] + 1)
 
 # %% 07.8 not causal: still causal
-if not causal or own == other: => if own == other:
+if not causal or query_chunks == key_chunks: => if query_chunks == key_chunks:
 
 # %% 07.8 whole parts only: all of an earlier rank, nothing of a later one
-def visible(own, other, causal=True):
-    if not causal or own == other:
-        return [AttentionTile(slice(0, len(own)), slice(0, len(other)), causal)]
-    if other[0] < own[0]:
-        return [AttentionTile(slice(0, len(own)), slice(0, len(other)), False)]
+def visible(query_chunks, key_chunks, causal=True):
+    if not causal or query_chunks == key_chunks:
+        return [AttentionTile(slice(0, len(query_chunks)), slice(0, len(key_chunks)), causal)]
+    if key_chunks[0] < query_chunks[0]:
+        return [AttentionTile(slice(0, len(query_chunks)), slice(0, len(key_chunks)), False)]
     return []
 
 # %% 07.8 fake: everything, for all queries
-def visible(own, other, causal=True):
-    return [AttentionTile(slice(0, len(own)), slice(0, len(other)), causal and own == other)]
+def visible(query_chunks, key_chunks, causal=True):
+    return [AttentionTile(slice(0, len(query_chunks)), slice(0, len(key_chunks)), causal and query_chunks == key_chunks)]
 
 # %% 07.9 fake: an all-gather, and the loop over what it brought
 def ring_forward(q, k, v, group, causal, attention, order):
     rank, n = group.rank(), group.size()
-    own = chunks_of(rank, n, order)
-    chunk, (out, lse) = q.shape[1] // len(own), initial_out_lse(q)
+    local_chunks = chunks_of(rank, n, order)
+    chunk, (out, lse) = q.shape[1] // len(local_chunks), initial_out_lse(q)
     parts, work = start_gather(torch.stack([k, v]), group)
     work.wait()
     for step in range(n):
-        pieces = visible(own, chunks_of((rank - step) % n, n, order), causal)
-        attend(q, *parts[(rank - step) % n], in_tokens(pieces, chunk), attention, out, lse)
+        tiles = visible(local_chunks, chunks_of((rank - step) % n, n, order), causal)
+        attend(q, *parts[(rank - step) % n], in_tokens(tiles, chunk), attention, out, lse)
     return out.to(q.dtype), lse
 
 # %% 07.9 fake: an all-gather hidden behind a ring for show
-chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), initial_out_lse(q)
+chunk, kv, (out, lse) = q.shape[1] // len(local_chunks), torch.stack([k, v]), initial_out_lse(q)
 =>
-chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), initial_out_lse(q)
+chunk, kv, (out, lse) = q.shape[1] // len(local_chunks), torch.stack([k, v]), initial_out_lse(q)
 parts, work = start_gather(kv, group)
 work.wait()
 ---
-*kv => *parts[(rank - step) % n]
+kv[0], kv[1] => *parts[(rank - step) % n]
 
 # %% 07.9 waits before it attends
-arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
+arriving, works = start_exchange(kv, group) if step < n - 1 else (kv.new_empty(0), [])
 =>
-arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
+arriving, works = start_exchange(kv, group) if step < n - 1 else (kv.new_empty(0), [])
 for work in works:
     work.wait()
 ---
@@ -668,8 +671,8 @@ for work in works:
 # %% 07.9 collects all parts first, and attends at the end
 def ring_forward(q, k, v, group, causal, attention, order):
     rank, n = group.rank(), group.size()
-    own = chunks_of(rank, n, order)
-    chunk, kv, (out, lse) = q.shape[1] // len(own), torch.stack([k, v]), initial_out_lse(q)
+    local_chunks = chunks_of(rank, n, order)
+    chunk, kv, (out, lse) = q.shape[1] // len(local_chunks), torch.stack([k, v]), initial_out_lse(q)
     parts = []
     for step in range(n):
         arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
@@ -678,18 +681,17 @@ def ring_forward(q, k, v, group, causal, attention, order):
             work.wait()
         kv = arriving
     for step, kv in enumerate(parts):
-        pieces = visible(own, chunks_of((rank - step) % n, n, order), causal)
-        attend(q, *kv, in_tokens(pieces, chunk), attention, out, lse)
+        tiles = visible(local_chunks, chunks_of((rank - step) % n, n, order), causal)
+        attend(q, *kv, in_tokens(tiles, chunk), attention, out, lse)
     return out.to(q.dtype), lse
 
 # %% 07.9 four times the bytes
 [k, v] => [k, v] * 4
-*kv => *kv[:2]
 
 # %% 07.9 k and v travel apart
 torch.stack([k, v]) => (k, v)
 ---
-arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
+arriving, works = start_exchange(kv, group) if step < n - 1 else (kv.new_empty(0), [])
 =>
 arriving, works = [], []
 for tensor in kv if step < n - 1 else ():
@@ -697,7 +699,7 @@ for tensor in kv if step < n - 1 else ():
     arriving, works = [*arriving, part], [*works, *work]
 
 # %% 07.9 an exchange too many
-(kv, group) if step < n - 1 else (None, []) => (kv, group)
+(kv, group) if step < n - 1 else (kv.new_empty(0), []) => (kv, group)
 
 # %% 07.9 sends to the rank before
 rank + 1 => rank - 1
@@ -708,80 +710,80 @@ rank - step => rank + step
 rank - step => rank + step
 
 # %% 07.9 fake: all keys, whole, on every rank
-pieces = visible(own, chunks_of((rank - step) % n, n, order), causal)
-attend(q, *kv, in_tokens(pieces, chunk), attention, out, lse)
+tiles = visible(local_chunks, chunks_of((rank - step) % n, n, order), causal)
+attend(q, kv[0], kv[1], in_tokens(tiles, chunk), attention, out, lse)
 =>
 source = chunks_of((rank - step) % n, n, order)
 whole = slice(0, q.shape[1])
 part, part_lse = initial_out_lse(q)
-attend(q, *kv, [in_tokens(visible(own, source, False), chunk)[0]], attention, part, part_lse)
-for rows, columns, inside in in_tokens(visible(own, source, causal), chunk):
-    attend(q, *kv, [(rows, columns, inside)], attention, out, lse)
+attend(q, kv[0], kv[1], [in_tokens(visible(local_chunks, source, False), chunk)[0]], attention, part, part_lse)
+for rows, columns, inside in in_tokens(visible(local_chunks, source, causal), chunk):
+    attend(q, kv[0], kv[1], [(rows, columns, inside)], attention, out, lse)
 
 # %% 07.9 contiguous posing as zig-zag
-own = chunks_of(rank, n, order) => own = chunks_of(rank, n, "contiguous")
+local_chunks = chunks_of(rank, n, order) => local_chunks = chunks_of(rank, n, "contiguous")
 n, n, order => n, n, "contiguous"
 
 # %% 07.10 the gradients of k and v stay where they are made
 if step == 0:
-    at_home = grad_kv
+    grad_local = grad_kv
 else:
-    for work in on_their_way:
+    for work in grad_works:
         work.wait()
     if passing is not None:
         grad_kv += passing
-    sent = grad_kv  # it is being read until the next step's wait, and must not go before
-    passing, on_their_way = start_exchange(sent, group)
+    outgoing = grad_kv  # is read until the next step waits: it must not be freed before
+    passing, grad_works = start_exchange(outgoing, group)
 =>
-at_home = grad_kv if step == 0 else at_home + grad_kv
+grad_local = grad_kv if step == 0 else grad_local + grad_kv
 ---
-for work in on_their_way:
+for work in grad_works:
     work.wait()
 if passing is not None:
-    at_home += passing
+    grad_local += passing
 =>
 
 # %% 07.10 the last hop home is missing
-sent = grad_kv  # it is being read until the next step's wait, and must not go before
-passing, on_their_way = start_exchange(sent, group)
+outgoing = grad_kv  # is read until the next step waits: it must not be freed before
+passing, grad_works = start_exchange(outgoing, group)
 =>
-passing, on_their_way = start_exchange(grad_kv, group) if step < n - 1 else (grad_kv, [])
+passing, grad_works = start_exchange(grad_kv, group) if step < n - 1 else (grad_kv, [])
 
 # %% 07.10 the own share is forgotten
-sent = grad_kv  # it is being read until the next step's wait, and must not go before
-passing, on_their_way = start_exchange(sent, group)
+outgoing = grad_kv  # is read until the next step waits: it must not be freed before
+passing, grad_works = start_exchange(outgoing, group)
 =>
-passing, on_their_way = start_exchange(grad_kv, group)
+passing, grad_works = start_exchange(grad_kv, group)
 ---
-at_home += passing => at_home = passing
+grad_local += passing => grad_local = passing
 
 # %% 07.10 fake: an all-gather and a reduce-scatter
 def ring_backward(gradient, q, k, v, out, lse, group, causal, attention, order):
     rank, n = group.rank(), group.size()
-    own = chunks_of(rank, n, order)
-    chunk, grad_q = q.shape[1] // len(own), torch.zeros_like(q, dtype=lse.dtype)
+    local_chunks = chunks_of(rank, n, order)
+    chunk, grad_q = q.shape[1] // len(local_chunks), torch.zeros_like(q, dtype=lse.dtype)
     parts, work = start_gather(torch.stack([k, v]), group)
     work.wait()
     grads = torch.zeros_like(parts, dtype=lse.dtype)
     for source in range(n):
-        pieces = in_tokens(visible(own, chunks_of(source, n, order), causal), chunk)
-        attend_backward(gradient, q, *parts[source], out, lse, pieces, attention, grad_q, *grads[source])
-    at_home, work = start_reduce_scatter(grads, group)
+        tiles = in_tokens(visible(local_chunks, chunks_of(source, n, order), causal), chunk)
+        attend_backward(gradient, q, *parts[source], out, lse, tiles, attention, grad_q, *grads[source])
+    grad_local, work = start_reduce_scatter(grads, group)
     work.wait()
-    return grad_q.to(q.dtype), *at_home.to(k.dtype)
+    return grad_q.to(q.dtype), *grad_local.to(k.dtype)
 
 # %% 07.10 fake: the ring for the keys, an all-reduce for their gradients
 def ring_backward(gradient, q, k, v, out, lse, group, causal, attention, order):
     rank, n = group.rank(), group.size()
-    own = chunks_of(rank, n, order)
-    chunk, kv = q.shape[1] // len(own), torch.stack([k, v])
-    grad_q, at_home, passing, on_their_way = torch.zeros_like(q, dtype=lse.dtype), None, None, []
+    local_chunks = chunks_of(rank, n, order)
+    chunk, kv = q.shape[1] // len(local_chunks), torch.stack([k, v])
+    grad_q, grad_local, passing, grad_works = torch.zeros_like(q, dtype=lse.dtype), None, None, []
     grads = torch.zeros(n, *kv.shape, dtype=lse.dtype)
     for step in range(n):
         arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
-        pieces = in_tokens(visible(own, chunks_of((rank - step) % n, n, order), causal), chunk)
+        tiles = in_tokens(visible(local_chunks, chunks_of((rank - step) % n, n, order), causal), chunk)
         grad_kv = torch.zeros_like(kv, dtype=lse.dtype)
-        attend_backward(gradient, q, *kv, out, lse, pieces, attention, grad_q, *grad_kv)
+        attend_backward(gradient, q, *kv, out, lse, tiles, attention, grad_q, *grad_kv)
         grads[(rank - step) % n] = grad_kv
         for work in works:
             work.wait()
@@ -790,70 +792,70 @@ def ring_backward(gradient, q, k, v, out, lse, group, causal, attention, order):
     return grad_q.to(q.dtype), *grads[rank].to(k.dtype)
 
 # %% 07.10 waits for keys and values before it attends
-arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
+arriving, works = start_exchange(kv, group) if step < n - 1 else (kv.new_empty(0), [])
 =>
-arriving, works = start_exchange(kv, group) if step < n - 1 else (None, [])
+arriving, works = start_exchange(kv, group) if step < n - 1 else (kv.new_empty(0), [])
 for work in works:
     work.wait()
 ---
-    sent = grad_kv  # it is being read until the next step's wait, and must not go before
-    passing, on_their_way = start_exchange(sent, group)
+    outgoing = grad_kv  # is read until the next step waits: it must not be freed before
+    passing, grad_works = start_exchange(outgoing, group)
 for work in works:
     work.wait()
 =>
-    passing, on_their_way = start_exchange(grad_kv, group)
+    passing, grad_works = start_exchange(grad_kv, group)
 
 # %% 07.10 waits for each sum at once
-sent = grad_kv  # it is being read until the next step's wait, and must not go before
-passing, on_their_way = start_exchange(sent, group)
+outgoing = grad_kv  # is read until the next step waits: it must not be freed before
+passing, grad_works = start_exchange(outgoing, group)
 =>
-passing, on_their_way = start_exchange(grad_kv, group)
-for work in on_their_way:
+passing, grad_works = start_exchange(grad_kv, group)
+for work in grad_works:
     work.wait()
-on_their_way = []
+grad_works = []
 
 # %% 07.10 sums in the dtype of k
 (kv, dtype=lse.dtype) => (kv)
 ---
-sent = grad_kv  # it is being read until the next step's wait, and must not go before
-passing, on_their_way = start_exchange(sent, group)
+outgoing = grad_kv  # is read until the next step waits: it must not be freed before
+passing, grad_works = start_exchange(outgoing, group)
 =>
-passing, on_their_way = start_exchange(grad_kv, group)
+passing, grad_works = start_exchange(grad_kv, group)
 
 # %% 07.10 gradients in float32, whatever k is
-sent = grad_kv  # it is being read until the next step's wait, and must not go before
-passing, on_their_way = start_exchange(sent, group)
+outgoing = grad_kv  # is read until the next step waits: it must not be freed before
+passing, grad_works = start_exchange(outgoing, group)
 =>
-passing, on_their_way = start_exchange(grad_kv, group)
+passing, grad_works = start_exchange(grad_kv, group)
 ---
-grad_q.to(q.dtype), *at_home.to(k.dtype) => grad_q, *at_home
+grad_q.to(q.dtype), *grad_local.to(k.dtype) => grad_q, *grad_local
 
 # %% 07.10 gradients of k and v travel apart
     grad_kv += passing
-sent = grad_kv  # it is being read until the next step's wait, and must not go before
-passing, on_their_way = start_exchange(sent, group)
+outgoing = grad_kv  # is read until the next step waits: it must not be freed before
+passing, grad_works = start_exchange(outgoing, group)
 =>
     grad_kv += torch.stack(passing)
 (of_k, first), (of_v, second) = (start_exchange(each.clone(), group) for each in grad_kv)
-passing, on_their_way = [of_k, of_v], [*first, *second]
+passing, grad_works = [of_k, of_v], [*first, *second]
 ---
-at_home += passing => at_home += torch.stack(passing)
+grad_local += passing => grad_local += torch.stack(passing)
 
 # %% 07.10 each part with an lse of its own
-attend_backward(gradient, q, *kv, out, lse, pieces, attention, grad_q, *grad_kv)
+attend_backward(gradient, q, kv[0], kv[1], out, lse, tiles, attention, grad_q, grad_kv[0], grad_kv[1])
 =>
 part, own_lse = initial_out_lse(q)
-attend(q, *kv, pieces, attention, part, own_lse)
-attend_backward(gradient, q, *kv, out, own_lse.nan_to_num(neginf=0.0), pieces, attention, grad_q, *grad_kv)
+attend(q, kv[0], kv[1], tiles, attention, part, own_lse)
+attend_backward(gradient, q, *kv, out, own_lse.nan_to_num(neginf=0.0), tiles, attention, grad_q, *grad_kv)
 ---
-sent = grad_kv  # it is being read until the next step's wait, and must not go before
-passing, on_their_way = start_exchange(sent, group)
+outgoing = grad_kv  # is read until the next step waits: it must not be freed before
+passing, grad_works = start_exchange(outgoing, group)
 =>
-passing, on_their_way = start_exchange(grad_kv, group)
+passing, grad_works = start_exchange(grad_kv, group)
 
 # %% 07.11 contiguous posing as zig-zag
-def to_zigzag(whole, ranks):
-    return whole.clone()
+def to_zigzag(full, ranks):
+    return full.clone()
 
 
 def from_zigzag(split, ranks):
@@ -868,8 +870,8 @@ second.flip(1) => second.flip(1, 2)
 late.flip(1) => late.flip(1, 2)
 
 # %% 07.11 striped: a token for each rank in turn
-def to_zigzag(whole, ranks):
-    return whole.unflatten(1, (-1, ranks)).transpose(1, 2).flatten(1, 2)
+def to_zigzag(full, ranks):
+    return full.unflatten(1, (-1, ranks)).transpose(1, 2).flatten(1, 2)
 
 
 def from_zigzag(split, ranks):
@@ -895,13 +897,13 @@ first, second.flip(1) => second.flip(1), first
 early, late = split.unflatten => late, early = split.unflatten
 
 # %% 07.12 forward waits before it attends
-parts, work = start_gather(torch.cat([k, v]), group)  # [n, 2b, s/n, kv, d]
+shards, work = start_gather(torch.cat([k, v]), group)  # [n, 2b, s/n, kv, d]
 for step in range(n):
     source = (rank - step) % n
     if step == 1:
         work.wait()
 =>
-parts, work = start_gather(torch.cat([k, v]), group)  # [n, 2b, s/n, kv, d]
+shards, work = start_gather(torch.cat([k, v]), group)  # [n, 2b, s/n, kv, d]
 work.wait()
 for step in range(n):
     source = (rank - step) % n
@@ -909,7 +911,7 @@ for step in range(n):
 # %% 07.12 forward: k and v are gathered apart
 def all_gather_forward(q, k, v, group, causal, attention, order):
     rank, n = group.rank(), group.size()
-    own, (out, lse) = chunks_of(rank, n, order), initial_out_lse(q)
+    local_chunks, (out, lse) = chunks_of(rank, n, order), initial_out_lse(q)
     (all_k, first), (all_v, work) = start_gather(k, group), start_gather(v, group)
     for step in range(n):
         source = (rank - step) % n
@@ -917,8 +919,8 @@ def all_gather_forward(q, k, v, group, causal, attention, order):
             first.wait()
             work.wait()
         keys, values = (k, v) if step == 0 else (all_k[source], all_v[source])
-        pieces = in_tokens(visible(own, chunks_of(source, n, order), causal), q.shape[1] // len(own))
-        attend(q, keys, values, pieces, attention, out, lse)
+        tiles = in_tokens(visible(local_chunks, chunks_of(source, n, order), causal), q.shape[1] // len(local_chunks))
+        attend(q, keys, values, tiles, attention, out, lse)
     return out.to(q.dtype), lse
 
 # %% 07.12 forward: fake: a ring
@@ -928,9 +930,9 @@ def all_gather_forward(q, k, v, group, causal, attention, order):
 # %% 07.12 forward: fake: all scores of all queries, whole on every rank
 def all_gather_forward(q, k, v, group, causal, attention, order):
     n = group.size()
-    parts, work = start_gather(torch.cat([q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)]), group)
+    shards, work = start_gather(torch.cat([q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)]), group)
     work.wait()
-    whole = from_order(join_by_rank(parts), n, order)
+    whole = from_order(join_by_rank(shards), n, order)
     kv = k.shape[2]
     all_q, all_k, all_v = whole.chunk(3)
     out, lse = attention.forward(all_q, all_k[:, :, :kv], all_v[:, :, :kv], causal)
@@ -939,73 +941,73 @@ def all_gather_forward(q, k, v, group, causal, attention, order):
 # %% 07.12 forward: all scores, then a mask
 def all_gather_forward(q, k, v, group, causal, attention, order):
     rank, n = group.rank(), group.size()
-    own, (out, lse) = chunks_of(rank, n, order), initial_out_lse(q)
-    parts, work = start_gather(torch.cat([k, v]), group)
+    local_chunks, (out, lse) = chunks_of(rank, n, order), initial_out_lse(q)
+    shards, work = start_gather(torch.cat([k, v]), group)
     for step in range(n):
         source = (rank - step) % n
         if step == 1:
             work.wait()
-        keys, values = (k, v) if step == 0 else parts[source].chunk(2)
-        pieces = in_tokens(visible(own, chunks_of(source, n, order), causal), q.shape[1] // len(own))
+        keys, values = (k, v) if step == 0 else shards[source].chunk(2)
+        tiles = in_tokens(visible(local_chunks, chunks_of(source, n, order), causal), q.shape[1] // len(local_chunks))
         whole = slice(0, q.shape[1])
         attend(q, keys, values, [(whole, whole, False)], attention, *initial_out_lse(q))
-        attend(q, keys, values, pieces, attention, out, lse)
+        attend(q, keys, values, tiles, attention, out, lse)
     return out.to(q.dtype), lse
 
 # %% 07.12 forward: contiguous posing as zig-zag
 def all_gather_forward(q, k, v, group, causal, attention, order):
     rank, n = group.rank(), group.size()
-    own, (out, lse) = chunks_of(rank, n, "contiguous"), initial_out_lse(q)
-    parts, work = start_gather(torch.cat([k, v]), group)
+    local_chunks, (out, lse) = chunks_of(rank, n, "contiguous"), initial_out_lse(q)
+    shards, work = start_gather(torch.cat([k, v]), group)
     for step in range(n):
         source = (rank - step) % n
         if step == 1:
             work.wait()
-        keys, values = (k, v) if step == 0 else parts[source].chunk(2)
-        pieces = in_tokens(visible(own, chunks_of(source, n, "contiguous"), causal), q.shape[1] // len(own))
-        attend(q, keys, values, pieces, attention, out, lse)
+        keys, values = (k, v) if step == 0 else shards[source].chunk(2)
+        tiles = in_tokens(visible(local_chunks, chunks_of(source, n, "contiguous"), causal), q.shape[1] // len(local_chunks))
+        attend(q, keys, values, tiles, attention, out, lse)
     return out.to(q.dtype), lse
 
 # %% 07.12 backward waits before it attends
-grads = parts.new_zeros(parts.shape, dtype=lse.dtype)
+grads = shards.new_zeros(shards.shape, dtype=lse.dtype)
 for step in range(n):
     source = (rank - step) % n
     if step == 1:
         work.wait()
 =>
-grads = parts.new_zeros(parts.shape, dtype=lse.dtype)
+grads = shards.new_zeros(shards.shape, dtype=lse.dtype)
 work.wait()
 for step in range(n):
     source = (rank - step) % n
 
 # %% 07.12 backward: gradients of k and v stay where they are made
-of_own, work = start_reduce_scatter(grads, group)
+grad_local, work = start_reduce_scatter(grads, group)
 work.wait()
 =>
-of_own = grads[rank]
+grad_local = grads[rank]
 
 # %% 07.12 backward: all-reduces all gradients, and cuts
-of_own, work = start_reduce_scatter(grads, group)
+grad_local, work = start_reduce_scatter(grads, group)
 work.wait()
 =>
 dist.all_reduce(grads, group=group)
-of_own = grads[rank]
+grad_local = grads[rank]
 
 # %% 07.12 backward: gathers k and v twice
-parts, work = start_gather(torch.cat([k, v]), group)
+shards, work = start_gather(torch.cat([k, v]), group)
 =>
-parts, work = start_gather(torch.cat([k, v]), group)
+shards, work = start_gather(torch.cat([k, v]), group)
 work.wait()
-parts, work = start_gather(torch.cat([k, v]), group)
+shards, work = start_gather(torch.cat([k, v]), group)
 
 # %% 07.12 backward: sums in the dtype of k
-parts.shape, dtype=lse.dtype => parts.shape, dtype=k.dtype
+shards.shape, dtype=lse.dtype => shards.shape, dtype=k.dtype
 
 # %% 07.12 backward does not wait for the sums
-of_own, work = start_reduce_scatter(grads, group)
+grad_local, work = start_reduce_scatter(grads, group)
 work.wait()
 =>
-of_own, work = start_reduce_scatter(grads, group)
+grad_local, work = start_reduce_scatter(grads, group)
 
 # %% 07.13 fake: all-gathers q, k and v, and keeps its own tokens
 from course_lib.sequence_parallel.model import gather_sequence
@@ -1013,7 +1015,7 @@ from course_lib.sequence_parallel.model import gather_sequence
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    q, k, v = checked(q, k, v, order)
+    q, k, v = check_qkv(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
@@ -1028,7 +1030,7 @@ from course_lib.sequence_parallel.model import reduce_scatter_sequence as leave
 
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    q, k, v = checked(q, k, v, order)
+    q, k, v = check_qkv(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n, rank = group.size(), group.rank()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
@@ -1040,10 +1042,10 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
 # %% 07.13 backward: the gradient as it is
 AllToAll.apply(gradient, ctx.group) => gradient
 ---
-group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
+group, (q, k, v) = group_or_world(group), check_qkv(q, k, v, order)
 =>
 group = group or dist.group.WORLD
-q, k, v = checked(q, k, v, order)
+q, k, v = check_qkv(q, k, v, order)
 
 # %% 07.13 backward: summed over the ranks
 return AllToAll.apply(gradient, ctx.group), None
@@ -1052,15 +1054,15 @@ total = gradient.contiguous().clone()
 dist.all_reduce(total, group=ctx.group)
 return total, None
 ---
-group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
+group, (q, k, v) = group_or_world(group), check_qkv(q, k, v, order)
 =>
 group = group or dist.group.WORLD
-q, k, v = checked(q, k, v, order)
+q, k, v = check_qkv(q, k, v, order)
 
 # %% 07.13 an all-to-all for each of q, k, v
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    q, k, v = checked(q, k, v, order)
+    q, k, v = check_qkv(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     n = group.size()
     k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))
@@ -1072,39 +1074,39 @@ def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, o
     return back.movedim(0, 2).flatten(2, 3)
 
 # %% 07.13 tokens are not put in order: causal over the zig-zag
-group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
+group, (q, k, v) = group_or_world(group), check_qkv(q, k, v, order)
 =>
 group = group or dist.group.WORLD
-q, k, v = checked(q, k, v, order)
+q, k, v = check_qkv(q, k, v, order)
 ---
-from_order(join_by_rank(arrived), n, order).split(heads, 2)  # [b, s, ...] => join_by_rank(arrived).split(heads, 2)
+from_order(join_by_rank(received), n, order).split(heads, 2)  # [b, s, ...] => join_by_rank(received).split(heads, 2)
 (split_by_rank(to_order(out, n, order), n), group)  # [n, b, s/n, a/n, d] => (split_by_rank(out, n), group)
 
 # %% 07.13 too few K/V heads are repeated in another order
-group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
+group, (q, k, v) = group_or_world(group), check_qkv(q, k, v, order)
 =>
 group = group or dist.group.WORLD
-q, k, v = checked(q, k, v, order)
+q, k, v = check_qkv(q, k, v, order)
 ---
 k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))  # a K/V head for each rank at least
 =>
 k, v = (x.repeat(1, 1, max(1, n // x.shape[2]), 1) for x in (k, v))
 
 # %% 07.13 a K/V head for each head of q, always
-group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
+group, (q, k, v) = group_or_world(group), check_qkv(q, k, v, order)
 =>
 group = group or dist.group.WORLD
-q, k, v = checked(q, k, v, order)
+q, k, v = check_qkv(q, k, v, order)
 ---
 k, v = (x.repeat_interleave(max(1, n // x.shape[2]), 2) for x in (k, v))  # a K/V head for each rank at least
 =>
 k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
 
 # %% 07.13 out comes back with heads and tokens mixed up
-group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
+group, (q, k, v) = group_or_world(group), check_qkv(q, k, v, order)
 =>
 group = group or dist.group.WORLD
-q, k, v = checked(q, k, v, order)
+q, k, v = check_qkv(q, k, v, order)
 ---
 return back.movedim(0, 2).flatten(2, 3)
 =>
@@ -1113,15 +1115,15 @@ return back.flatten(0, 1).view(q.shape[0], -1, n * heads[0], q.shape[3])
 # %% 07.13 each rank attends to its own tokens alone
 def ulysses_attention(q, k, v, group=None, causal=True, attention=FUSED_BLOCK, order="zigzag"):
     group = group or dist.group.WORLD
-    q, k, v = checked(q, k, v, order)
+    q, k, v = check_qkv(q, k, v, order)
     check_heads(q.shape[2], k.shape[2], group.size())
     return BlockAttention.apply(q, k, v, attention, causal)
 
 # %% 07.13 attention is dropped
-group, (q, k, v) = group or dist.group.WORLD, checked(q, k, v, order)
+group, (q, k, v) = group_or_world(group), check_qkv(q, k, v, order)
 =>
 group = group or dist.group.WORLD
-q, k, v = checked(q, k, v, order)
+q, k, v = check_qkv(q, k, v, order)
 ---
 (q, k, v, attention, causal)  # [b, s, a/n, d] => (q, k, v, FUSED_BLOCK, causal)
 
@@ -1186,7 +1188,7 @@ def fill_positions(model, args, kwargs, group, order):
     return args[:1], kwargs | {"positions": local_positions(args[0].shape[1], group, order, args[0].device)}
 
 # %% 07.15 contiguous posing as zig-zag
-x, positions = given(args, kwargs)
+x, positions = forward_inputs(args, kwargs)
 if positions is None:
     positions = local_positions(x.shape[1], group, order, x.device)
 return (x, positions), {}
@@ -1198,7 +1200,7 @@ return args, kwargs | {"positions": local_positions(args[0].shape[1], group, ord
 attention, order=order => attention, order="contiguous"
 
 # %% 07.15 order is dropped
-x, positions = given(args, kwargs)
+x, positions = forward_inputs(args, kwargs)
 if positions is None:
     positions = local_positions(x.shape[1], group, order, x.device)
 return (x, positions), {}
@@ -1210,7 +1212,7 @@ return args, kwargs | {"positions": local_positions(args[0].shape[1], group, ord
 attention, order=order => attention
 
 # %% 07.15 attention is dropped
-x, positions = given(args, kwargs)
+x, positions = forward_inputs(args, kwargs)
 if positions is None:
     positions = local_positions(x.shape[1], group, order, x.device)
 return (x, positions), {}
@@ -1222,7 +1224,7 @@ return args, kwargs | {"positions": local_positions(args[0].shape[1], group, ord
 attention=attention, order => order
 
 # %% 07.15 method is dropped: always a ring
-x, positions = given(args, kwargs)
+x, positions = forward_inputs(args, kwargs)
 if positions is None:
     positions = local_positions(x.shape[1], group, order, x.device)
 return (x, positions), {}
@@ -1244,6 +1246,7 @@ def fill_positions(model, args, kwargs, group, order):
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
     check_context_parallel(model, group, method, order)
+    model.applied["context_parallel"] = group
     fill = functools.partial(fill_positions, group=group, order=order)
     model.register_forward_pre_hook(fill, with_kwargs=True)
     return model
@@ -1259,6 +1262,7 @@ def fill_positions(model, args, kwargs, group, order):
 def apply_context_parallel(model, group=None, method="ring", order="zigzag", attention=FUSED_BLOCK):
     group = group or dist.group.WORLD
     check_context_parallel(model, group, method, order)
+    model.applied["context_parallel"] = group
     for block in model.blocks:
         block.attention.core = functools.partial(
             METHODS[method], group=dist.group.WORLD, attention=attention, order=order

@@ -3,32 +3,32 @@
 # %% 08.1 gates are not divided by their sum
 def top_k_gates(scores, ranking, k):
 
-    chosen = ranking.topk(k, dim=-1).indices
-    gates = scores.gather(-1, chosen).clamp(min=torch.finfo(scores.dtype).tiny)
-    return torch.zeros_like(scores).scatter(-1, chosen, gates)
+    experts = ranking.topk(k, dim=-1).indices
+    gates = scores.gather(-1, experts).clamp(min=torch.finfo(scores.dtype).tiny)
+    return torch.zeros_like(scores).scatter(-1, experts, gates)
 
 # %% 08.1 divided for k = 1 too
 def top_k_gates(scores, ranking, k):
 
-    chosen = ranking.topk(k, dim=-1).indices
-    gates = scores.gather(-1, chosen)
+    experts = ranking.topk(k, dim=-1).indices
+    gates = scores.gather(-1, experts)
     gates = (gates / gates.sum(-1, keepdim=True)).clamp(min=torch.finfo(gates.dtype).tiny)
-    return torch.zeros_like(scores).scatter(-1, chosen, gates)
+    return torch.zeros_like(scores).scatter(-1, experts, gates)
 
 # %% 08.1 the scores choose, the ranking is ignored
 def top_k_gates(scores, ranking, k):
 
-    gates, chosen = scores.topk(k, dim=-1)
+    gates, experts = scores.topk(k, dim=-1)
     gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
-    return torch.zeros_like(scores).scatter(-1, chosen, gates.clamp(min=torch.finfo(gates.dtype).tiny))
+    return torch.zeros_like(scores).scatter(-1, experts, gates.clamp(min=torch.finfo(gates.dtype).tiny))
 
 # %% 08.1 the ranking's values are the gates
 def top_k_gates(scores, ranking, k):
 
-    gates, chosen = ranking.topk(k, dim=-1)
+    gates, experts = ranking.topk(k, dim=-1)
     gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
     gates = gates + 0 * scores.sum(-1, keepdim=True)
-    return torch.zeros_like(scores).scatter(-1, chosen, gates.clamp(min=torch.finfo(gates.dtype).tiny))
+    return torch.zeros_like(scores).scatter(-1, experts, gates.clamp(min=torch.finfo(gates.dtype).tiny))
 
 # %% 08.1 a mask, and no clamp
 def top_k_gates(scores, ranking, k):
@@ -48,27 +48,27 @@ def top_k_gates(scores, ranking, k):
 # %% 08.1 a threshold: more than k where scores are equal
 def top_k_gates(scores, ranking, k):
 
-    chosen = ranking >= ranking.topk(k, dim=-1).values[..., -1:]
-    gates = scores.masked_fill(~chosen, 0)
+    experts = ranking >= ranking.topk(k, dim=-1).values[..., -1:]
+    gates = scores.masked_fill(~experts, 0)
     gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
-    return torch.where(chosen, gates.clamp(min=torch.finfo(gates.dtype).tiny), 0)
+    return torch.where(experts, gates.clamp(min=torch.finfo(gates.dtype).tiny), 0)
 
 # %% 08.1 a softmax of the chosen scores
 def top_k_gates(scores, ranking, k):
 
-    chosen = ranking.topk(k, dim=-1).indices
-    gates = scores.gather(-1, chosen)
+    experts = ranking.topk(k, dim=-1).indices
+    gates = scores.gather(-1, experts)
     gates = gates.softmax(-1) if k > 1 else gates
-    return torch.zeros_like(scores).scatter(-1, chosen, gates)
+    return torch.zeros_like(scores).scatter(-1, experts, gates)
 
 # %% 08.1 filled in without a gradient
 def top_k_gates(scores, ranking, k):
 
-    chosen = ranking.topk(k, dim=-1).indices
-    gates = scores.gather(-1, chosen)
+    experts = ranking.topk(k, dim=-1).indices
+    gates = scores.gather(-1, experts)
     gates = gates / gates.sum(-1, keepdim=True) if k > 1 else gates
     out = torch.zeros_like(scores)
-    out.scatter_(-1, chosen, gates.detach().clamp(min=torch.finfo(gates.dtype).tiny))
+    out.scatter_(-1, experts, gates.detach().clamp(min=torch.finfo(gates.dtype).tiny))
     return out + 0 * scores
 
 # %% 08.2 fake: all tokens through all experts, masked by their gates
@@ -387,23 +387,18 @@ expert = 3 => expert = 2
 experts * config.hidden => used * config.hidden
 
 # %% 08.6 shared experts are not active
-return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
-=>
-return tuple(
-    always + mixtures * (experts * config.hidden + (used + shared * (used == experts)) * expert)
-    for used in (experts, top_k)
-)
+(used + shared) * expert => (used + shared * (used == experts)) * expert
 
 # %% 08.6 no norms
-layer = (parts["q_o"] + parts["kv"] if attention is None else attention) + parts["norms"]
+layer = (count["q_o"] + count["kv"] if attention is None else attention) + count["norms"]
 =>
-layer = parts["q_o"] + parts["kv"] if attention is None else attention
+layer = count["q_o"] + count["kv"] if attention is None else attention
 
 # %% 08.6 dense layers have a router and experts too
 mixtures = config.layers - dense_layers => mixtures = config.layers
 
 # %% 08.6 attention comes on top
-(parts["q_o"] + parts["kv"] if attention is None else attention) => parts["q_o"] + parts["kv"] + (attention or 0)
+(count["q_o"] + count["kv"] if attention is None else attention) => count["q_o"] + count["kv"] + (attention or 0)
 
 # %% 08.6 as the name says: eight times the whole model
 def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_layers=0, attention=None):
@@ -411,11 +406,7 @@ def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_laye
     return experts * whole, top_k * whole
 
 # %% 08.6 the embedding is not active
-return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))
-=>
-return tuple(always + mixtures * (experts * config.hidden + (used + shared) * expert) for used in (experts, top_k))[
-    :1
-] + (always - parts["embedding"] + mixtures * (experts * config.hidden + (top_k + shared) * expert),)
+return total, active => return total, active - count["embedding"]
 
 # %% 08.7 detached and normalised confused
 from course_kit.labs.expert_parallel.routers import LETTERS
@@ -660,27 +651,27 @@ def within_capacity(gates, slots):
     return (rows * (rows.detach() >= least)).view_as(gates)
 
 # %% 08.11 what remains is divided anew
-return gates * (place <= slots)
+return gates * (position <= slots)
 =>
-kept = gates * (place <= slots)
+kept = gates * (position <= slots)
 return kept / kept.sum(-1, keepdim=True).clamp(min=1e-9)
 
 # %% 08.11 one slot too few
-return gates * (place <= slots) => return gates * (place < slots)
+return gates * (position <= slots) => return gates * (position < slots)
 
 # %% 08.11 each sequence by itself
 def within_capacity(gates, slots):
-    place = (gates.detach() != 0).cumsum(-2)
-    return gates * (place <= slots)
+    position = (gates.detach() != 0).cumsum(-2)
+    return gates * (position <= slots)
 
 # %% 08.11 the last come are served
 (0, -2).cumsum => (0, -2).flip(0).cumsum(0).flip
 
 # %% 08.11 a token is dropped whole
-return gates * (place <= slots) => return gates * ((place <= slots) | (gates == 0)).all(-1, keepdim=True)
+return gates * (position <= slots) => return gates * ((position <= slots) | (gates == 0)).all(-1, keepdim=True)
 
 # %% 08.11 without a gradient
-return gates * (place <= slots) => return gates.detach() * (place <= slots) + 0 * gates
+return gates * (position <= slots) => return gates.detach() * (position <= slots) + 0 * gates
 
 # %% 08.11 a loop that reads on the host
 def within_capacity(gates, slots):
@@ -690,129 +681,129 @@ def within_capacity(gates, slots):
     return (rows * keep).view_as(gates)
 
 # %% 08.12 fake: pieces of one size, padded
-def start(self: AsyncAllToAll, tensors, home=False):
-    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
-    most = torch.tensor(max(there + here))
+def start(self: AsyncAllToAll, tensors, reverse=False):
+    sends, receives = (self.receives, self.sends) if reverse else (self.sends, self.receives)
+    most = torch.tensor(max(sends + receives))
     dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
     for tensor in tensors:
         padded = tensor.new_zeros(self.group.size(), int(most), *tensor.shape[1:])
-        for place, piece in zip(padded, tensor.split(there)):
+        for place, piece in zip(padded, tensor.split(sends)):
             place[: len(piece)] = piece
         came = torch.empty_like(padded)
         work = dist.all_to_all_single(came, padded, group=self.group, async_op=True)
         work.wait()
-        self.under_way.append((work, torch.cat([place[:size] for place, size in zip(came, here)])))
-    return tuple(comes for _, comes in self.under_way)
+        self.pending.append((work, torch.cat([place[:size] for place, size in zip(came, receives)])))
+    return tuple(received for _, received in self.pending)
 
 # %% 08.12 fake: an all-gather, of which each keeps its own
-def start(self: AsyncAllToAll, tensors, home=False):
-    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+def start(self: AsyncAllToAll, tensors, reverse=False):
+    sends, receives = (self.receives, self.sends) if reverse else (self.sends, self.receives)
     found = [None] * self.group.size()
-    dist.all_gather_object(found, [tensor.contiguous().split(there) for tensor in tensors], group=self.group)
+    dist.all_gather_object(found, [tensor.contiguous().split(sends) for tensor in tensors], group=self.group)
     work = dist.barrier(group=self.group, async_op=True)
     for i in range(len(tensors)):
-        self.under_way.append((work, torch.cat([each[i][self.group.rank()] for each in found])))
-    return tuple(comes for _, comes in self.under_way)
+        self.pending.append((work, torch.cat([each[i][self.group.rank()] for each in found])))
+    return tuple(received for _, received in self.pending)
 
 # %% 08.12 backward does not swap the lists
-(self.receives, self.sends) if home else (self.sends, self.receives) => self.sends, self.receives
+(self.receives, self.sends) if reverse else (self.sends, self.receives) => self.sends, self.receives
 
 # %% 08.12 the lists the wrong way round
-there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+sends, receives = (self.receives, self.sends) if reverse else (self.sends, self.receives)
 =>
-there, here = (self.sends, self.receives) if home else (self.receives, self.sends)
+sends, receives = (self.sends, self.receives) if reverse else (self.receives, self.sends)
 
 # %% 08.12 home is the gradients that were given
-def start(self: AsyncAllToAll, tensors, home=False):
-    if home:
-        self.under_way = [(work, tensor) for tensor in tensors for work in [dist.barrier(self.group, async_op=True)]]
+def start(self: AsyncAllToAll, tensors, reverse=False):
+    if reverse:
+        self.pending = [(work, tensor) for tensor in tensors for work in [dist.barrier(self.group, async_op=True)]]
         return tensors
-    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+    sends, receives = (self.receives, self.sends) if reverse else (self.sends, self.receives)
     for tensor in tensors:
-        comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-        self.under_way.append((work, comes))
-    return tuple(comes for _, comes in self.under_way)
+        received = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(received, tensor.contiguous(), receives, sends, group=self.group, async_op=True)
+        self.pending.append((work, received))
+    return tuple(received for _, received in self.pending)
 
 # %% 08.12 backward gives zeros
-def start(self: AsyncAllToAll, tensors, home=False):
-    if home:
+def start(self: AsyncAllToAll, tensors, reverse=False):
+    if reverse:
         rows = [tensor.new_zeros(sum(self.sends), *tensor.shape[1:]) for tensor in tensors]
-        self.under_way = [(dist.barrier(self.group, async_op=True), each) for each in rows]
+        self.pending = [(dist.barrier(self.group, async_op=True), each) for each in rows]
         return tensors
-    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+    sends, receives = (self.receives, self.sends) if reverse else (self.sends, self.receives)
     for tensor in tensors:
-        comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-        self.under_way.append((work, comes))
-    return tuple(comes for _, comes in self.under_way)
+        received = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(received, tensor.contiguous(), receives, sends, group=self.group, async_op=True)
+        self.pending.append((work, received))
+    return tuple(received for _, received in self.pending)
 
 # %% 08.12 waits for each before the next is started
-work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+work = dist.all_to_all_single(rows, tensor.contiguous(), receives, sends, group=self.group, async_op=True)
 =>
-work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
+work = dist.all_to_all_single(rows, tensor.contiguous(), receives, sends, group=self.group, async_op=True)
 work.wait()
 
 # %% 08.12 over all ranks, whatever the group
 self.group => dist.group.WORLD
 
 # %% 08.12 sends and receives instead of one exchange
-def start(self: AsyncAllToAll, tensors, home=False):
-    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+def start(self: AsyncAllToAll, tensors, reverse=False):
+    sends, receives = (self.receives, self.sends) if reverse else (self.sends, self.receives)
     for tensor in tensors:
-        comes, n, own = tensor.new_empty(sum(here), *tensor.shape[1:]), self.group.size(), self.group.rank()
-        pieces, places = tensor.contiguous().split(there), comes.split(here)
+        received, n, own = tensor.new_empty(sum(receives), *tensor.shape[1:]), self.group.size(), self.group.rank()
+        pieces, places = tensor.contiguous().split(sends), received.split(receives)
         places[own].copy_(pieces[own])
         others = [other for other in range(n) if other != own]
-        calls = [dist.P2POp(dist.isend, pieces[o], group=self.group, group_peer=o) for o in others if there[o]]
-        calls += [dist.P2POp(dist.irecv, places[o], group=self.group, group_peer=o) for o in others if here[o]]
+        calls = [dist.P2POp(dist.isend, pieces[o], group=self.group, group_peer=o) for o in others if sends[o]]
+        calls += [dist.P2POp(dist.irecv, places[o], group=self.group, group_peer=o) for o in others if receives[o]]
         works = dist.batch_isend_irecv(calls) if calls else []
         for work in works[1:]:
             work.wait()
-        self.under_way.append((works[0] if works else dist.barrier(self.group, async_op=True), comes))
-    return tuple(comes for _, comes in self.under_way)
+        self.pending.append((works[0] if works else dist.barrier(self.group, async_op=True), received))
+    return tuple(received for _, received in self.pending)
 
 # %% 08.12 waits where it starts
-def start(self: AsyncAllToAll, tensors, home=False):
-    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+def start(self: AsyncAllToAll, tensors, reverse=False):
+    sends, receives = (self.receives, self.sends) if reverse else (self.sends, self.receives)
     for tensor in tensors:
-        comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-        self.under_way.append((work, comes))
-    for work, _ in self.under_way:
+        received = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(received, tensor.contiguous(), receives, sends, group=self.group, async_op=True)
+        self.pending.append((work, received))
+    for work, _ in self.pending:
         work.wait()
-    return tuple(comes for _, comes in self.under_way)
+    return tuple(received for _, received in self.pending)
 
 # %% 08.12 waits on the way home where it starts
-def start(self: AsyncAllToAll, tensors, home=False):
-    there, here = (self.receives, self.sends) if home else (self.sends, self.receives)
+def start(self: AsyncAllToAll, tensors, reverse=False):
+    sends, receives = (self.receives, self.sends) if reverse else (self.sends, self.receives)
     for tensor in tensors:
-        comes = tensor.new_empty(sum(here), *tensor.shape[1:])
-        work = dist.all_to_all_single(comes, tensor.contiguous(), here, there, group=self.group, async_op=True)
-        self.under_way.append((work, comes))
-    for work, _ in self.under_way if home else ():
+        received = tensor.new_empty(sum(receives), *tensor.shape[1:])
+        work = dist.all_to_all_single(received, tensor.contiguous(), receives, sends, group=self.group, async_op=True)
+        self.pending.append((work, received))
+    for work, _ in self.pending if reverse else ():
         work.wait()
-    return tuple(comes for _, comes in self.under_way)
+    return tuple(received for _, received in self.pending)
 
 # %% 08.12 nobody waits
-for work, _ in self.under_way:
+for work, _ in self.pending:
     work.wait()
 =>
 
 # %% 08.12 what has arrived stays in the list
-self.under_way.clear() =>
+self.pending.clear() =>
 
 # %% 08.12 waits for the last alone
-for work, _ in self.under_way:
+for work, _ in self.pending:
     work.wait()
 =>
-self.under_way[-1][0].wait()
+self.pending[-1][0].wait()
 
 # %% 08.13 fake: all tokens are gathered, and sums scattered
 from course_lib.expert_parallel.experts import F
 
 
-def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, overlap_with=None):
     from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_sequence
 
     n, (x,) = group.size(), as_autocast(x)
@@ -829,160 +820,160 @@ def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
 from course_lib.expert_parallel.experts import F
 
 
-def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, overlap_with=None):
     n, (x,) = group.size(), as_autocast(x)
     own = gates.shape[1] // n
     chosen = (gates.detach() != 0).t()
     sizes = chosen.sum(1).view(n, own).sum(1)
-    sends, receives, arriving = read_sizes(sizes, sizes, group)
+    sends, receives, received_choices = read_sizes(sizes, sizes, group)
     expert, token = torch.nonzero_static(chosen, size=sum(sends)).unbind(1)
     row_gates = gates[token, expert, None] * F.one_hot(expert % own, own)
-    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out)
-    return torch.zeros_like(x).index_add(0, token, back)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, overlap_with=overlap_with)
+    out = compute(rows, row_gates, received_choices)
+    (returned,) = send_rows(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, returned)
 
 # %% 08.13 gates are applied at home
 from course_lib.expert_parallel.experts import F
 
 
-def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, overlap_with=None):
     n, (x,) = group.size(), as_autocast(x)
     own = gates.shape[1] // n
     chosen = (gates.detach() != 0).t()
     sizes = chosen.sum(1).view(n, own).sum(1)
-    sends, receives, arriving = read_sizes(sizes, sizes, group)
+    sends, receives, received_choices = read_sizes(sizes, sizes, group)
     expert, token = torch.nonzero_static(chosen, size=sum(sends)).unbind(1)
     which = F.one_hot(expert % own, own).to(gates.dtype)
-    rows, which = send_rows(group, sends, receives, x.index_select(0, token), which, meanwhile=meanwhile)
-    (back,) = send_rows(group, receives, sends, compute(rows, which, arriving))
-    return torch.zeros_like(x).index_add(0, token, back * gates[token, expert, None])
+    rows, which = send_rows(group, sends, receives, x.index_select(0, token), which, overlap_with=overlap_with)
+    (returned,) = send_rows(group, receives, sends, compute(rows, which, received_choices))
+    return torch.zeros_like(x).index_add(0, token, returned * gates[token, expert, None])
 
 # %% 08.13 gates without a gradient
-def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, overlap_with=None):
     n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
+    rank_gates = gates.unflatten(1, (n, -1))
+    wanted = rank_gates.detach() != 0
     goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    sends, receives, received_choices = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.detach().flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out)
-    return torch.zeros_like(x).index_add(0, token, back)
+    row_gates = rank_gates.detach().flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, overlap_with=overlap_with)
+    out = compute(rows, row_gates, received_choices)
+    (returned,) = send_rows(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, returned)
 
 # %% 08.13 compute is told this rank's choices
-def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, overlap_with=None):
     n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
+    rank_gates = gates.unflatten(1, (n, -1))
+    wanted = rank_gates.detach() != 0
     goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    sends, receives, received_choices = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
+    row_gates = rank_gates.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, overlap_with=overlap_with)
     out = compute(rows, row_gates, choices)
-    (back,) = send_rows(group, receives, sends, out)
-    return torch.zeros_like(x).index_add(0, token, back)
+    (returned,) = send_rows(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, returned)
 
 # %% 08.13 compute is told the rows, not the choices
-def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, overlap_with=None):
     n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
+    rank_gates = gates.unflatten(1, (n, -1))
+    wanted = rank_gates.detach() != 0
     goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    sends, receives, received_choices = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
+    row_gates = rank_gates.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, overlap_with=overlap_with)
     out = compute(rows, row_gates, len(rows))
-    (back,) = send_rows(group, receives, sends, out)
-    return torch.zeros_like(x).index_add(0, token, back)
+    (returned,) = send_rows(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, returned)
 
 # %% 08.13 the gates of other tokens
-def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, overlap_with=None):
     n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
+    rank_gates = gates.unflatten(1, (n, -1))
+    wanted = rank_gates.detach() != 0
     goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    sends, receives, received_choices = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = torch.nonzero_static(goes, size=sum(sends)).unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, to * len(x) + token)
-    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out)
-    return torch.zeros_like(x).index_add(0, token, back)
+    row_gates = rank_gates.flatten(0, 1).index_select(0, to * len(x) + token)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, overlap_with=overlap_with)
+    out = compute(rows, row_gates, received_choices)
+    (returned,) = send_rows(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, returned)
 
 # %% 08.13 what comes back goes to the tokens in order
 rows = TakeByToken.apply(x, token)
-rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, overlap_with=overlap_with)
 =>
-rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
+rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, overlap_with=overlap_with)
 ---
-return AddByToken.apply(back, token, len(x))
+return AddByToken.apply(returned, token, len(x))
 =>
-return torch.zeros_like(x).index_add(0, token.sort().values, back)
+return torch.zeros_like(x).index_add(0, token.sort().values, returned)
 
 # %% 08.13 nonzero asks the host once more
-def dispatch_and_combine(x, gates, choices, group, compute, meanwhile=None):
+def dispatch_and_combine(x, gates, choices, group, compute, overlap_with=None):
     n, (x,) = group.size(), as_autocast(x)
-    parts = gates.unflatten(1, (n, -1))
-    wanted = parts.detach() != 0
+    rank_gates = gates.unflatten(1, (n, -1))
+    wanted = rank_gates.detach() != 0
     goes = wanted.any(2).t()
-    sends, receives, arriving = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
+    sends, receives, received_choices = read_sizes(goes.sum(1), wanted.sum((0, 2)), group)
     to, token = goes.nonzero().unbind(1)
-    row_gates = parts.flatten(0, 1).index_select(0, token * n + to)
-    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
-    out = compute(rows, row_gates, arriving)
-    (back,) = send_rows(group, receives, sends, out)
-    return torch.zeros_like(x).index_add(0, token, back)
+    row_gates = rank_gates.flatten(0, 1).index_select(0, token * n + to)
+    rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, overlap_with=overlap_with)
+    out = compute(rows, row_gates, received_choices)
+    (returned,) = send_rows(group, receives, sends, out)
+    return torch.zeros_like(x).index_add(0, token, returned)
 
 # %% 08.13 adds up in x's dtype
 rows = TakeByToken.apply(x, token)
-rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, overlap_with=overlap_with)
 =>
-rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates, meanwhile=meanwhile)
+rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates, overlap_with=overlap_with)
 ---
-return AddByToken.apply(back, token, len(x))
+return AddByToken.apply(returned, token, len(x))
 =>
-return torch.zeros_like(x).index_add(0, token, back)
+return torch.zeros_like(x).index_add(0, token, returned)
 
 # %% 08.13 gradients are added up in x's dtype
 rows = TakeByToken.apply(x, token)
-rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, overlap_with=overlap_with)
 =>
-rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, meanwhile=meanwhile)
+rows, row_gates = send_rows(group, sends, receives, x.index_select(0, token), row_gates, overlap_with=overlap_with)
 
 # %% 08.13 meanwhile is never called
 rows = TakeByToken.apply(x, token)
-rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, overlap_with=overlap_with)
 =>
 rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
 
 # %% 08.13 meanwhile before the rows leave
 rows = TakeByToken.apply(x, token)
-rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, overlap_with=overlap_with)
 =>
-if meanwhile is not None:
-    meanwhile()
+if overlap_with is not None:
+    overlap_with()
 rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
 
 # %% 08.13 meanwhile when the rows are there
 rows = TakeByToken.apply(x, token)
-rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, overlap_with=overlap_with)
 =>
 rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
-if meanwhile is not None:
-    meanwhile()
+if overlap_with is not None:
+    overlap_with()
 
 # %% 08.13 meanwhile on the way back
 rows = TakeByToken.apply(x, token)
-rows, row_gates = send_rows(group, sends, receives, rows, row_gates, meanwhile=meanwhile)
+rows, row_gates = send_rows(group, sends, receives, rows, row_gates, overlap_with=overlap_with)
 =>
 rows, row_gates = send_rows(group, sends, receives, TakeByToken.apply(x, token), row_gates)
 ---
-sends, out => sends, out, meanwhile=meanwhile
+sends, out => sends, out, overlap_with=overlap_with
 
 # %% 08.14 k, since there are k choices
 copies = {(8, 2, 4): 2, (8, 2, 8): 2, (256, 8, 8): 8}
@@ -1037,19 +1028,19 @@ by_node.masked_fill => (by_node + best.unsqueeze(-1)).masked_fill
 # %% 08.15 experts dealt out to the nodes in turn
 (-1, (nodes, -1))  # [..., nodes, E/nodes] => (-1, (-1, nodes)).transpose(-2, -1)
 -(-k // limit) => min(-(-k // limit), by_node.shape[-1])
-(~kept.unsqueeze(-1), -math.inf) => (~kept.unsqueeze(-1), -math.inf).transpose(-2, -1)
+(~allowed.unsqueeze(-1), -math.inf) => (~allowed.unsqueeze(-1), -math.inf).transpose(-2, -1)
 
 # %% 08.15 no limit at all
 -(-k // limit) => min(-(-k // limit), by_node.shape[-1])
-(~kept.unsqueeze(-1), -math.inf) => (kept.unsqueeze(-1) & False, -math.inf)
+(~allowed.unsqueeze(-1), -math.inf) => (allowed.unsqueeze(-1) & False, -math.inf)
 
 # %% 08.16 experts are summed over dp: no reduce_group
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    layers = mixtures_of(model)
     reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
-    for block in blocks:
-        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+    input_gather, output_reduce = tp_boundary(model, tp_group)
+    for layer in layers:
         experts = layer.experts
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
@@ -1058,9 +1049,12 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
-        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
-    for block in blocks:
-        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+        layer.run = functools.partial(
+            run_expert_parallel, compute=compute, input_gather=input_gather, output_reduce=output_reduce
+        )
+    if sequence_group := model.applied.get("sequence_parallel"):
+        for layer in layers:
+            layer.router.sequence_shards = sequence_group.size()
     return model
 
 # %% 08.16 experts are averaged over dp/ep alone
@@ -1069,10 +1063,10 @@ from course_lib.expert_parallel.experts import Experts
 
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    layers = mixtures_of(model)
     reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
-    for block in blocks:
-        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+    input_gather, output_reduce = tp_boundary(model, tp_group)
+    for layer in layers:
         experts = layer.experts
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
@@ -1089,18 +1083,21 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
-        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
-    for block in blocks:
-        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+        layer.run = functools.partial(
+            run_expert_parallel, compute=compute, input_gather=input_gather, output_reduce=output_reduce
+        )
+    if sequence_group := model.applied.get("sequence_parallel"):
+        for layer in layers:
+            layer.router.sequence_shards = sequence_group.size()
     return model
 
 # %% 08.16 no batch_group
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    layers = mixtures_of(model)
     reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
-    for block in blocks:
-        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+    input_gather, output_reduce = tp_boundary(model, tp_group)
+    for layer in layers:
         experts = layer.experts
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
@@ -1110,18 +1107,21 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
-        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
-    for block in blocks:
-        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+        layer.run = functools.partial(
+            run_expert_parallel, compute=compute, input_gather=input_gather, output_reduce=output_reduce
+        )
+    if sequence_group := model.applied.get("sequence_parallel"):
+        for layer in layers:
+            layer.router.sequence_shards = sequence_group.size()
     return model
 
 # %% 08.16 the router's weight is summed over dp alone
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    layers = mixtures_of(model)
     reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
-    for block in blocks:
-        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+    input_gather, output_reduce = tp_boundary(model, tp_group)
+    for layer in layers:
         experts = layer.experts
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
@@ -1131,18 +1131,21 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
-        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
-    for block in blocks:
-        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+        layer.run = functools.partial(
+            run_expert_parallel, compute=compute, input_gather=input_gather, output_reduce=output_reduce
+        )
+    if sequence_group := model.applied.get("sequence_parallel"):
+        for layer in layers:
+            layer.router.sequence_shards = sequence_group.size()
     return model
 
 # %% 08.16 gates do not pass through f
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    layers = mixtures_of(model)
     reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
-    for block in blocks:
-        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+    input_gather, output_reduce = tp_boundary(model, tp_group)
+    for layer in layers:
         experts = layer.experts
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
@@ -1153,23 +1156,24 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for each in reversed(groups):
             compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
 
-        def run(x, gates, meanwhile, compute=compute, enter=enter, leave=leave, block=block):
-            whole, gates = enter(x), enter(gates) if in_sequence_parts(block) else gates
-            out = compute(whole.flatten(0, -2), gates.flatten(0, -2), None, meanwhile=meanwhile)
-            return leave(out.view(*whole.shape[:-1], -1))
+        def run(x, gates, overlap_with, compute=compute, input_gather=input_gather, output_reduce=output_reduce):
+            whole, gates = input_gather(x), input_gather(gates) if "sequence_parallel" in model.applied else gates
+            out = compute(whole.flatten(0, -2), gates.flatten(0, -2), None, overlap_with=overlap_with)
+            return output_reduce(out.view(*whole.shape[:-1], -1))
 
         layer.run = run
-    for block in blocks:
-        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    if sequence_group := model.applied.get("sequence_parallel"):
+        for layer in layers:
+            layer.router.sequence_shards = sequence_group.size()
     return model
 
 # %% 08.16 down is cut along h
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    layers = mixtures_of(model)
     reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
-    for block in blocks:
-        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+    input_gather, output_reduce = tp_boundary(model, tp_group)
+    for layer in layers:
         experts = layer.experts
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 1)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
@@ -1179,18 +1183,21 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
-        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
-    for block in blocks:
-        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+        layer.run = functools.partial(
+            run_expert_parallel, compute=compute, input_gather=input_gather, output_reduce=output_reduce
+        )
+    if sequence_group := model.applied.get("sequence_parallel"):
+        for layer in layers:
+            layer.router.sequence_shards = sequence_group.size()
     return model
 
 # %% 08.16 no norm_groups
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    layers = mixtures_of(model)
     reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
-    for block in blocks:
-        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+    input_gather, output_reduce = tp_boundary(model, tp_group)
+    for layer in layers:
         experts = layer.experts
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
@@ -1201,18 +1208,21 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         compute = experts
         for each in reversed(groups):
             compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
-        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
-    for block in blocks:
-        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+        layer.run = functools.partial(
+            run_expert_parallel, compute=compute, input_gather=input_gather, output_reduce=output_reduce
+        )
+    if sequence_group := model.applied.get("sequence_parallel"):
+        for layer in layers:
+            layer.router.sequence_shards = sequence_group.size()
     return model
 
 # %% 08.16 fake: one hop over all ranks for two
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    layers = mixtures_of(model)
     reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
-    for block in blocks:
-        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+    input_gather, output_reduce = tp_boundary(model, tp_group)
+    for layer in layers:
         experts = layer.experts
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
@@ -1222,18 +1232,21 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         compute = experts
         for each in [batch_group] if len(groups) > 1 else groups:
             compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
-        layer.run = functools.partial(run_expert_parallel, compute=compute, enter=enter, leave=leave)
-    for block in blocks:
-        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+        layer.run = functools.partial(
+            run_expert_parallel, compute=compute, input_gather=input_gather, output_reduce=output_reduce
+        )
+    if sequence_group := model.applied.get("sequence_parallel"):
+        for layer in layers:
+            layer.router.sequence_shards = sequence_group.size()
     return model
 
 # %% 08.16 fake: weights are gathered, tokens stay
 def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None, tp_group=None):
     groups = list(group) if isinstance(group, (list, tuple)) else [group or dist.group.WORLD]
-    blocks = [block for block in model.blocks if isinstance(block.mlp, MoE)]
+    layers = mixtures_of(model)
     reduce_group, batch_group = reduce_group or dist.new_subgroups(group_size=1)[0], batch_group or groups[0]
-    for block in blocks:
-        layer, (enter, leave) = block.mlp, borders(block, tp_group)
+    input_gather, output_reduce = tp_boundary(model, tp_group)
+    for layer in layers:
         experts = layer.experts
         for linear, dim in ((experts.gate_proj, 1), (experts.up_proj, 1), (experts.down_proj, 2)):
             cuts = [(each, 0) for each in groups] + [(tp_group, dim)] * (tp_group is not None)
@@ -1244,10 +1257,10 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
         for each in reversed(groups):
             compute = functools.partial(dispatch_and_combine, group=each, compute=compute)
 
-        def run(x, gates, meanwhile, experts=experts, top_k=layer.router.routing.top_k):
+        def run(x, gates, overlap_with, experts=experts, top_k=layer.router.routing.top_k):
             from course_lib.tensor_parallel.regions import gather_from_group
 
-            meanwhile()
+            overlap_with()
             named = dict(experts.named_parameters())
             whole = {name: gather_from_group(part, placement_of(part).tensor_shard) for name, part in named.items()}
             rows, row_gates = x.flatten(0, -2), gates.flatten(0, -2)
@@ -1255,8 +1268,9 @@ def apply_expert_parallel(model, group=None, reduce_group=None, batch_group=None
             return out.view_as(x)
 
         layer.run = run
-    for block in blocks:
-        block.mlp.router.parts = block.attention.o_proj.group.size() if in_sequence_parts(block) else 1
+    if sequence_group := model.applied.get("sequence_parallel"):
+        for layer in layers:
+            layer.router.sequence_shards = sequence_group.size()
     return model
 
 # %% 08.17 the other way round

@@ -39,27 +39,27 @@ def decode(codes: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     return (codes << (32 - fmt.bits)).to(torch.int32).view(torch.float32).double()  # FP32, and TF32 in its upper bits
 
 # %% 14.2 cut off
-rounded = (significand + half - 1 + odd) >> cut  # up from half a unit where odd, else from just above it
+rounded = (significand + half - 1 + odd) >> cut  # up from half a unit if odd, otherwise from just above it
 =>
 rounded = significand >> cut
 
 # %% 14.2 ties away from zero
-rounded = (significand + half - 1 + odd) >> cut  # up from half a unit where odd, else from just above it
+rounded = (significand + half - 1 + odd) >> cut  # up from half a unit if odd, otherwise from just above it
 =>
 rounded = (significand + half) >> cut
 
 # %% 14.2 shifts by more than 63 bits
-cut = cut.clamp(max=DOUBLE_MANTISSA + 2)  # from here on, all of it is below half a unit =>
+cut = cut.clamp(max=DOUBLE_MANTISSA + 2)  # with a larger cut the value is below half a unit anyway =>
 
 # %% 14.2 no carry from the mantissa to the exponent
-rounded = (significand + half - 1 + odd) >> cut  # up from half a unit where odd, else from just above it
+rounded = (significand + half - 1 + odd) >> cut  # up from half a unit if odd, otherwise from just above it
 =>
 rounded = torch.minimum((significand + half - 1 + odd) >> cut, 2 ** (fmt.mantissa_bits + 1) - 1 + 0 * cut)
 
 # %% 14.2 subnormals are flushed to zero
-rounded = (significand + half - 1 + odd) >> cut  # up from half a unit where odd, else from just above it
+rounded = (significand + half - 1 + odd) >> cut  # up from half a unit if odd, otherwise from just above it
 =>
-rounded = (significand + half - 1 + odd) >> cut  # up from half a unit where odd, else from just above it
+rounded = (significand + half - 1 + odd) >> cut  # up from half a unit if odd, otherwise from just above it
 rounded = torch.where(values.double().abs() < fmt.smallest_normal, 0, rounded)
 
 # %% 14.2 float32 first: rounded twice
@@ -155,9 +155,9 @@ if not gradient.isfinite().all():
     self.found_inf.fill_(1.0)
 ---
 shrunk = (factor * self.backoff).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
-self.factor.copy_(torch.where(skipped, shrunk, kept))
+self.factor.copy_(torch.where(skipped, shrunk, unskipped))
 =>
-self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
+self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), unskipped))
 
 # %% 14.4 fake: the host decides on the step
 @torch.no_grad()
@@ -192,9 +192,9 @@ if self.group is not None:
 gradient.mul_(inverse) => gradient.copy_(gradient.half() * inverse.half())
 ---
 shrunk = (factor * self.backoff).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
-self.factor.copy_(torch.where(skipped, shrunk, kept))
+self.factor.copy_(torch.where(skipped, shrunk, unskipped))
 =>
-self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
+self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), unskipped))
 
 # %% 14.4 only the last gradient's inf counts
 torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.found_inf)
@@ -202,9 +202,9 @@ torch.maximum(self.found_inf, (~gradient.isfinite()).any().float(), out=self.fou
 self.found_inf.copy_((~gradient.isfinite()).any())
 ---
 shrunk = (factor * self.backoff).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
-self.factor.copy_(torch.where(skipped, shrunk, kept))
+self.factor.copy_(torch.where(skipped, shrunk, unskipped))
 =>
-self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
+self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), unskipped))
 
 # %% 14.4 each rank decides for itself
 if self.group is not None:
@@ -212,17 +212,17 @@ if self.group is not None:
 =>
 ---
 shrunk = (factor * self.backoff).float().clamp(min=2.0**-126)  # below it, 1 / S is inf
-self.factor.copy_(torch.where(skipped, shrunk, kept))
+self.factor.copy_(torch.where(skipped, shrunk, unskipped))
 =>
-self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
+self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), unskipped))
 
 # %% 14.4 S grows to infinity
 @torch.no_grad()
 def update(self: LossScaler) -> None:
     skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
     due, grown = good_steps == self.interval, (factor * self.growth).float()
-    kept = torch.where(due, grown, self.factor)
-    self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
+    unskipped = torch.where(due, grown, self.factor)
+    self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), unskipped))
     self.good_steps.copy_(torch.where(skipped | due, 0, good_steps))
     self.found_inf.zero_()
 
@@ -231,8 +231,8 @@ def update(self: LossScaler) -> None:
 def update(self: LossScaler) -> None:
     skipped, good_steps, factor = self.found_inf > 0, self.good_steps + 1, self.factor.double()
     due, grown = good_steps == self.interval, (factor * self.growth).float()
-    kept = torch.where(due & grown.isfinite(), grown, self.factor)
-    self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), kept))
+    unskipped = torch.where(due & grown.isfinite(), grown, self.factor)
+    self.factor.copy_(torch.where(skipped, (factor * self.backoff).float(), unskipped))
     self.good_steps.copy_(torch.where(due, 0, torch.where(skipped, self.good_steps, good_steps)))
     self.found_inf.zero_()
 

@@ -112,7 +112,7 @@ def refused(name: str, kind: type, fused: bool, masters: bool = False) -> None:
         ("stage 3", torch.amp.GradScaler, True, "skips a step on one rank and not on the others"),
         ("stage 3", torch.amp.GradScaler, False, "skips a step on one rank and not on the others"),
         ("stage 1", LossScaler, True, r"call zero.unscale_\(scaler\) first"),
-        ("stage 3", LossScaler, True, r"LossScaler\(group=...\) says which"),
+        ("stage 3", LossScaler, True, r"pass them as LossScaler\(group=...\)"),
     ],
 )
 def test_what_would_let_ranks_drift_apart_is_refused_in_one_line(two, name, kind, fused, words):

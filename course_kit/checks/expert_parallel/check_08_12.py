@@ -65,8 +65,8 @@ def exchange_trial(group: dist.ProcessGroup, sizes: list[list[int]]) -> Told:
     try:
         with count_traffic() as forward, noted_exchanges() as events["forward"]:
             rows = own[0].t().contiguous().t(), own[1]
-            meanwhile = lambda: beside.append(Noted.apply(other, events))  # noqa: E731
-            got = exchange.send_rows(group, sends, receives, *rows, meanwhile=meanwhile)
+            overlap_with = lambda: beside.append(Noted.apply(other, events))  # noqa: E731
+            got = exchange.send_rows(group, sends, receives, *rows, overlap_with=overlap_with)
         word = "backward"
         with count_traffic() as backward, noted_exchanges() as events["backward"]:
             gradients = torch.autograd.grad([*got, *beside], [*own, other], [*back, torch.ones(2)])[:2]

@@ -139,7 +139,7 @@ def wrong_project(model: nn.Module) -> str | None:
             if len(outs) != len(names) or max(errors) > 1e-5:
                 return (
                     f"block {number}: {part}.project(x) is not what this block's {', '.join(names)} make of x. "
-                    "A lambda takes the loop's last layers for all blocks; functools.partial keeps those it is given"
+                    "A lambda in the loop takes the last block's layers; `project_layers` gets those of its own block"
                 )
     return None
 

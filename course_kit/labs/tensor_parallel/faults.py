@@ -22,9 +22,8 @@ RUNS = ("f", "right", "copies", "row layer")  # the runs 0 to 3 that the noteboo
 def spoil(model: nn.Module, fault: str, number: int) -> nn.Module:
     """Plant a fault in block `number` of a split model."""
     attention, mlp = model.blocks[number].attention, model.blocks[number].mlp
-    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
 
-    def project_without_f(x):
+    def project_without_f(x, layers):
         weights = [
             regions.copy_to_group(each.weight, each.replicas.copies) if each.replicas else each.weight
             for each in layers
@@ -35,7 +34,7 @@ def spoil(model: nn.Module, fault: str, number: int) -> nn.Module:
         for layer in (attention.o_proj, mlp.down_proj):
             layer.register_forward_hook(lambda layer, _, out: out / layer.group.size())
     elif fault == "f":
-        attention.project = project_without_f
+        attention.project_layers = project_without_f
     elif fault == "copies":
         attention.k_proj.replicas = attention.v_proj.replicas = None
     return model

@@ -7,7 +7,6 @@ Ranks of one machine share its cores with their messages, so an all-reduce is qu
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Iterator
 
@@ -67,8 +66,8 @@ def profiled(
     model = split_model(config, group, chunks=kind if isinstance(kind, int) else 1)
     inputs, targets = batch_of(config, batch, seq)
     if kind == "apart":
-        for part in (part for block in model.blocks for part in (block.attention, block.mlp)):
-            part.project = functools.partial(project_apart, **part.project.keywords)
+        for module in (module for block in model.blocks for module in (block.attention, block.mlp)):
+            module.project_layers = project_apart
 
     def step():
         dist.barrier(group)
