@@ -9,7 +9,6 @@ and each is pieced together from those that overlap it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch

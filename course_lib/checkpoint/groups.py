@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from course_lib.checkpoint.files import CheckpointError, DamagedError
+from course_lib.single_gpu.errors import one_line_message
 
 try:
     import resource
@@ -25,7 +26,7 @@ def one_line(error: BaseException, rank: int) -> str:
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return one_line(cause, rank)
-    text = " ".join(str(error).split())
+    text = one_line_message(error)
     return text if isinstance(error, CheckpointError) else f"rank {rank}: {type(error).__name__}: {text}"
 
 

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from course_lib.collectives.groups import device_type, group_or_world
+from course_lib.collectives.devices import device_type
+from course_lib.collectives.groups import group_or_world
 from course_lib.context_parallel.attention import all_gather_attention, check_heads, ring_attention, ulysses_attention
 from course_lib.context_parallel.blocks import FUSED_BLOCK, AttentionBlock
 from course_lib.sequence_parallel.model import apply_sequence_parallel, forward_inputs, require_positions
@@ -112,12 +113,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, with sequence parallelism")
     parser.add_argument("--method", default="ring", choices=list(METHODS), help="how attention communicates")
     parser.add_argument("--order", default="zigzag", choices=list(ORDERS), help="how the sequence is split")
-    parser.add_argument("--micro-batch", type=int, help="sequences per micro-batch; the full batch by default")
+    single_gpu.add_micro_batch(parser)
     parser.add_argument("--recompute", default="none", choices=["none", "full"])
     args = single_gpu.parse(parser, argv)
-    args.micro_batch = args.batch if args.micro_batch is None else args.micro_batch
-    if not 1 <= args.micro_batch <= args.batch:
-        parser.error("--micro-batch must be 1 or more, and no more than --batch")
     if args.tp < 1 or args.cp is not None and args.cp < 1:
         parser.error("--cp and --tp must be 1 or more")
     try:

@@ -24,15 +24,12 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = single_gpu.training_parser("data_parallel", "Train with data parallelism.")
     parser.add_argument("--mode", default="bucket", choices=list(MODES), help="naive, overlap: without DataParallel")
     parser.add_argument("--bucket-mb", type=float, help="MB of gradients per bucket (25, or 1 per rank if more)")
-    parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
+    single_gpu.add_micro_batch(parser)
     parser.add_argument("--reduce-fp32", action="store_true", help="send and add gradients in float32")
     parser.add_argument("--check-every", type=int, default=100, help="steps between checks of the replicas; 0: never")
     args = single_gpu.parse(parser, argv)
     if args.mode != "bucket" and (args.bucket_mb is not None or args.reduce_fp32):
         parser.error(f"--bucket-mb and --reduce-fp32 are of buckets: --mode {args.mode} has none")
-    args.micro_batch = args.batch if args.micro_batch is None else args.micro_batch
-    if not 1 <= args.micro_batch <= args.batch:
-        parser.error("--micro-batch must be 1 or more, and no more than --batch")
     if args.bucket_mb is not None and not args.bucket_mb > 0 or args.check_every < 0:
         parser.error("--bucket-mb must be above 0, and --check-every 0 or more")
     return args

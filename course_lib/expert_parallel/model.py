@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_lib.collectives.groups import device_type, group_or_world
+from course_lib.collectives.devices import device_type
+from course_lib.collectives.groups import group_or_world
 from course_lib.expert_parallel.exchange import dispatch_and_combine
 from course_lib.expert_parallel.mixture import MoE, apply_moe, mixture_params
 from course_lib.expert_parallel.nested_shards import shard_nested
@@ -227,13 +228,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the expert-parallel ranks; above 1: two hops")
     parser.add_argument("--node-limit", type=int, help="nodes per token; all by default")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks, for the experts' matrices too")
-    parser.add_argument("--micro-batch", type=int, help="sequences per micro-batch; the full batch by default")
+    single_gpu.add_micro_batch(parser)
     parser.add_argument("--recompute", default="none", choices=["none", "selective", "full"])
     args = single_gpu.parse(parser, argv)
-    args.micro_batch = args.batch if args.micro_batch is None else args.micro_batch
     args.node_limit = args.nodes if args.node_limit is None else args.node_limit
-    if not 1 <= args.micro_batch <= args.batch:
-        parser.error("--micro-batch must be 1 or more, and no more than --batch")
     sizes = args.tp, args.nodes, args.ep, args.expert_hidden
     if any(size is not None and size < 1 for size in sizes) or args.shared < 0:
         parser.error("--ep, --tp, --nodes and --expert-hidden must be 1 or more, --shared 0 or more")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_lib.collectives.devices import device_type
 from course_lib.fp8.linear import Fp8Linear, Fp8LinearFunction, LayerQuantizers, update_scales
 from course_lib.fp8.operands import Casts, Split
 from course_lib.fp8.recipes import RECIPES, Recipe
@@ -151,8 +152,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     chosen, rank, world_size = options(argv), dist.get_rank(), dist.get_world_size()
     if world_size % chosen.tp:
         raise ValueError(f"--tp {chosen.tp} does not divide the {world_size} ranks")
-    device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
-    mesh = init_device_mesh(device, (world_size // chosen.tp, chosen.tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type(), (world_size // chosen.tp, chosen.tp), mesh_dim_names=("dp", "tp"))
     dp, tp = mesh["dp"].get_group(), mesh["tp"].get_group()
     dtype = torch.bfloat16 if chosen.dtype == "bf16" else torch.float32
 

@@ -23,6 +23,7 @@ from course_lib.fp8.linear import Fp8Linear, update_scales
 from course_lib.fp8.low_precision_adam import LowPrecisionAdamW
 from course_lib.fp8.quantization import LARGEST, dequantize, quantize
 from course_lib.fp8.recipes import Recipe
+from course_lib.single_gpu.clipping import clip_factor
 from course_lib.single_gpu.placement import placement_of
 from course_lib.single_gpu.training import decay_groups
 
@@ -125,7 +126,7 @@ class RecipeOptimizer:
         """Clip the gradients' norm, update the masters that have one, and round them to the weights."""
         found = gradients_by_weight(self.stored, self.recipe)
         norm = nn.utils.get_total_norm([gradient.float() for _, gradient in found])
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = clip_factor(norm, max_norm)
         for stored, gradient in found:
             stored.master.grad = gradient.float() * factor
         self.optimizer.step()

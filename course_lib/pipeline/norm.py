@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from course_lib.data_parallel.gradient_owner import GradientOwner, module_gradients
+from course_lib.single_gpu.clipping import clip_factor
 
 
 def gradients_of(runner, sharding: GradientOwner | None = None) -> list[tuple[torch.Tensor, float]]:
@@ -52,5 +53,5 @@ def clip_grad_norm_(runner, max_norm: float, sharding: GradientOwner | None = No
     dist.all_reduce(square)
     norm = square.sqrt()
     if found:
-        torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+        torch._foreach_mul_(gradients, clip_factor(norm, max_norm))
     return norm

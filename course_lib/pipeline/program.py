@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_lib.collectives.devices import device_type
 from course_lib.data_parallel.replicas import DataParallel
 from course_lib.pipeline.norm import clip_grad_norm_
 from course_lib.pipeline.runner import PipelineRunner
@@ -55,8 +56,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     pp = chosen.pp or world_size
     if world_size % pp:
         raise ValueError(f"--pp {pp} does not divide the {world_size} ranks")
-    device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator().type
-    dp_group, group = dist.init_device_mesh(device, (world_size // pp, pp)).get_all_groups()
+    dp_group, group = dist.init_device_mesh(device_type(), (world_size // pp, pp)).get_all_groups()
     schedule = schedule_by_name(chosen.schedule, pp, chosen.micro_batches, chosen.virtual, chosen.run)
     runner = None
 

@@ -174,12 +174,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = single_gpu.training_parser("recompute", "Train with recomputation and gradient accumulation.")
     modes = ["none", "selective", "matmuls", "full"]
     parser.add_argument("--recompute", default="none", choices=modes, help="products: keep the outputs of products")
-    parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
+    single_gpu.add_micro_batch(parser)
     parser.add_argument("--trace", type=single_gpu.out_file, help="a file for the trace of steps 3 to 5")
     chosen = single_gpu.parse(parser, argv)
-    chosen.micro_batch = chosen.batch if chosen.micro_batch is None else chosen.micro_batch
-    if not 1 <= chosen.micro_batch <= chosen.batch:
-        parser.error("--micro-batch must be 1 or more, and no more than --batch")
     if chosen.trace and chosen.steps < 5:
         parser.error("--trace records steps 3 to 5: --steps must be 5 or more")
     return chosen

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+from course_lib.single_gpu.errors import one_line_message
+
 HUB_NAME = r"\w[\w.-]*(/\w[\w.-]*)?"  # such as HuggingFaceFW/fineweb-edu
 OPENERS = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
@@ -89,10 +91,9 @@ def reader_of(file: Path):
     return READERS.get(Path(file.stem if packed else file.name).suffix.lower())
 
 
-def one_line(error: Exception) -> str:
-    """Return an error of another library as one line."""
-    text = re.sub(r"\s+Example of usage:.*", " (--subset)", str(error), flags=re.DOTALL)  # of datasets, in many lines
-    text = " ".join(text.split()) or type(error).__name__
+def loading_error(error: Exception) -> str:
+    """Return the message of an error of a library that reads files, on one line of about 200 characters at most."""
+    text = re.sub(" Example of usage:.*", " (--subset)", one_line_message(error))  # of datasets: a long list of names
     return f"{text[:200]} ..." if len(text) > 200 else text
 
 
@@ -116,7 +117,7 @@ def file_rows(files: list[Path], column: str, folder: Path | None = None) -> Ite
         except UnicodeDecodeError:
             raise ValueError(f"{name}{place and f'after {place}: '}this is not UTF-8 text; convert it") from None
         except Exception as error:  # of csv, zlib, lzma, pyarrow, the system
-            raise ValueError(name + one_line(error)) from None
+            raise ValueError(name + loading_error(error)) from None
 
 
 def unread_files(folder: Path, splits: dict[str, list[Path]]) -> list[str]:
@@ -148,7 +149,7 @@ def split_files(folder: Path, split: str, subset: str | None) -> tuple[list[Path
     except Exception as error:
         patterns = set("*?[") & set(str(folder.absolute()))
         hint = f"; rename the folder: {min(patterns)} is part of a pattern there" if patterns else ""
-        raise ValueError(f"{one_line(error)}{hint}") from None
+        raise ValueError(f"{loading_error(error)}{hint}") from None
     splits = {str(name): [Path(file) for file in files] for name, files in found.items()}
     if split not in splits:
         raise ValueError(f"there is no split {split}; it has {', '.join(splits)} (--split)")
@@ -206,11 +207,11 @@ def guarded(rows: Iterator) -> Iterator:
     try:
         yield from rows
     except OSError as error:
-        line = f"there is no such file or folder, and at Hugging Face: {one_line(error)}"
+        line = f"there is no such file or folder, and at Hugging Face: {loading_error(error)}"
         offline = "OfflineModeIsEnabled" in line
         raise ValueError(line + "; call hf download --repo-type dataset before" * offline) from None
     except Exception as error:
-        raise ValueError(one_line(error)) from None
+        raise ValueError(loading_error(error)) from None
 
 
 def open_documents(

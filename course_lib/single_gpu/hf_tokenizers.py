@@ -6,7 +6,7 @@ import functools
 import re
 from pathlib import Path
 
-from course_lib.single_gpu.documents import HUB_NAME, one_line
+from course_lib.single_gpu.documents import HUB_NAME, loading_error
 
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
 
@@ -31,7 +31,7 @@ def load_tokenizer(tokenizer: str) -> tuple:
             words = AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # None would ask on the terminal
     except Exception as error:
         reason = "it has no tokenizer that can be read" if path.exists() else "no such file or folder"
-        raise ValueError(f"{tokenizer}: {reason}; {works} ({one_line(error)})") from None
+        raise ValueError(f"{tokenizer}: {reason}; {works} ({loading_error(error)})") from None
     vocabulary = words.get_vocab()
     if vocabulary.keys() <= set(words.all_special_tokens):  # transformers makes one of a config.json alone
         raise ValueError(f"{tokenizer}: its tokenizer has no vocabulary; {works}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from course_lib.single_gpu.errors import one_line_message
 from course_lib.single_gpu.model import ModelConfig, Transformer, plain_name
 
 HF_NAMES = {  # ours -> theirs
@@ -219,7 +220,7 @@ def plain_model(kind: type, source: nn.Module | str | Path) -> nn.Module:
         except ImportError:
             raise
         except Exception as error:  # transformers raises anything: no such model, a wrong value, a file cut short
-            line = " ".join(str(error).split())
+            line = one_line_message(error)
             raise ValueError(line if str(source) in line else f"{source}: {line}") from None
     for name, tensor in source.state_dict().items():
         if name.endswith((".weight", ".bias")) and (not tensor.is_floating_point() or tensor.element_size() < 2):

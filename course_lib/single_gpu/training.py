@@ -161,9 +161,18 @@ def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_micro_batch(parser: argparse.ArgumentParser) -> None:
+    """Add the option --micro-batch, for which `parse` sets the default and checks the value."""
+    parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
+
+
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The options of a `training_parser`. An impossible one ends the program with status 2."""
+    """Return the options of a `training_parser`. An impossible one ends the program with status 2."""
     chosen = parser.parse_args(argv)
+    if "micro_batch" in chosen:
+        chosen.micro_batch = chosen.batch if chosen.micro_batch is None else chosen.micro_batch
+        if not 1 <= chosen.micro_batch <= chosen.batch:
+            parser.error("--micro-batch must be 1 or more, and no more than --batch")
     if min(chosen.steps, chosen.batch, chosen.seq) < 1:
         parser.error("--steps, --batch and --seq must be 1 or more")
     if not 0 < chosen.lr < float("inf"):

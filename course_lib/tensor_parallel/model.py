@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from course_lib.collectives.groups import device_type, group_or_world
+from course_lib.collectives.devices import device_type
+from course_lib.collectives.groups import group_or_world
 from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu import training as single_gpu
@@ -152,7 +153,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = single_gpu.training_parser("tensor_parallel", "Train with tensor and data parallelism.")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks; all ranks by default")
     parser.add_argument("--chunks", type=int, default=1, help="chunks in which row layers multiply and sum")
-    parser.add_argument("--micro-batch", type=int, help="sequences per micro-batch; the full batch by default")
+    single_gpu.add_micro_batch(parser)
     modes = ["none", "selective", "full", "partitioned"]
     parser.add_argument(
         "--recompute", default="none", choices=modes, help="partitioned: full, from partitioned checkpoints"
@@ -162,9 +163,6 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--by-hand", action="store_true", help=by_hand_help)
     args = single_gpu.parse(parser, argv)
-    args.micro_batch = args.batch if args.micro_batch is None else args.micro_batch
-    if not 1 <= args.micro_batch <= args.batch:
-        parser.error("--micro-batch must be 1 or more, and no more than --batch")
     if args.chunks < 1 or args.tp is not None and args.tp < 1:
         parser.error("--chunks and --tp must be 1 or more")
     if args.by_hand and (args.tp, args.chunks, args.recompute, args.dataset) != (None, 1, "none", None):

@@ -28,6 +28,7 @@ from course_lib.data_parallel.buckets import default_bucket_mb
 from course_lib.data_parallel.gradient_owner import LocalGradient, UpdatedTensor
 from course_lib.data_parallel.same_model import broadcast_from_first, check_same_model
 from course_lib.mixed_precision.masters import LossScaler
+from course_lib.single_gpu.clipping import clip_factor
 from course_lib.zero.arguments import check_arguments, check_states, parameter_groups
 from course_lib.zero.buckets import make_shards, remove_hooks, shards_by_reader, split_into_buckets
 from course_lib.zero.optimizer_shards import ShardReducer
@@ -168,7 +169,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for gradient, _, group, outer in self.local_gradients():
             parts.append((gradient, (norm_group(self.group, cast(dist.ProcessGroup, group), outer), *outer)))
         norm = nested_norm(parts)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = clip_factor(norm, max_norm)
         torch._foreach_mul_([bucket.gradient for bucket in self.gradients], factor)
         return norm
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from course_lib.collectives.devices import device_type
 from course_lib.data_parallel.gradient_owner import GradientOwner
 from course_lib.recompute.modes import IGNORED, accumulate
 from course_lib.single_gpu import training as single_gpu
@@ -28,14 +29,11 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = single_gpu.training_parser("zero", "Train with sharded states, gradients or parameters.")
     parser.add_argument("--stage", type=int, default=2, choices=[1, 2, 3], help="stage 0 is data_parallel")
     parser.add_argument("--bucket-mb", type=float, help="stages 1 and 2: MB of parameters per bucket (25, 1 per rank)")
-    parser.add_argument("--micro-batch", type=int, help="sequences at a time; all by default")
+    single_gpu.add_micro_batch(parser)
     parser.add_argument("--grad-fp32", action="store_true", help="send and add gradients in float32")
     parser.add_argument("--offload", action="store_true", help="stages 1 and 2: optimizer states on the host")
     parser.add_argument("--replicas", type=int, default=1, help="stage 3: groups of ranks, each with a full model")
     args = single_gpu.parse(parser, argv)
-    args.micro_batch = args.batch if args.micro_batch is None else args.micro_batch
-    if not 1 <= args.micro_batch <= args.batch:
-        parser.error("--micro-batch must be 1 or more, and no more than --batch")
     if args.bucket_mb is not None and not args.bucket_mb > 0:
         parser.error("--bucket-mb must be above 0")
     if args.replicas < 1 or args.replicas > 1 and args.stage < 3:
@@ -77,8 +75,7 @@ def main(argv: list[str] | None = None) -> list[dict]:
     if ranks % args.replicas:
         raise ValueError(f"--replicas {args.replicas} does not divide the {ranks} ranks")
     if args.replicas > 1:
-        accelerator = torch.accelerator.current_accelerator()
-        device = "cpu" if dist.get_backend() == "gloo" or accelerator is None else accelerator.type
+        device = device_type()
         shape = args.replicas, ranks // args.replicas
         mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard"))
 

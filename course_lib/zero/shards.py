@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+from course_lib.single_gpu.clipping import clip_factor
 from course_lib.single_gpu.placement import placement_of
 
 ALIGNED = 8  # elements of BF16 that links and kernels move at a time, 16 bytes
@@ -213,6 +214,6 @@ def clip_grad_norm_(parameters: Iterable[nn.Parameter], max_norm: float) -> torc
     parameters = list(parameters)
     gradients = [p.new_zeros(0) if p.grad is None else p.grad for p in parameters]  # a rank may own no element
     norm = nested_norm([(g, placement_of(p).norm_groups) for g, p in zip(gradients, parameters, strict=True)])
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm)
     torch._foreach_mul_(gradients, factor)  # one kernel launch, not one per gradient
     return norm

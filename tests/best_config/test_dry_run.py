@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import resource
 import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from course_lib.best_config.planner import estimate
 from course_lib.checkpoint.program import parallelize
 from course_lib.collectives.traffic import Record, Traffic
 from course_lib.expert_parallel import exchange
-from course_lib.five_d import model as five_d
 from course_lib.five_d.layouts import Layout, groups_along
 from course_lib.five_d.meshes import build_mesh
 from course_lib.single_gpu.memory import param_count

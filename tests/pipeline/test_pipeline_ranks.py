@@ -17,7 +17,7 @@ from course_lib.data_parallel.replicas import DataParallel, find_diverged_params
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.expert_parallel.model import apply_expert_parallel
 from course_lib.expert_parallel.router import routers_of
-from course_lib.pipeline import tied_weights as pipeline_copies
+from course_lib.pipeline import tied_weights
 from course_lib.pipeline.actions import validate
 from course_lib.pipeline.norm import clip_grad_norm_, gradients_of
 from course_lib.pipeline.program import main, options
@@ -493,7 +493,7 @@ def copies() -> dict[str, object]:
     before = {name: p.clone() for name, p in model.named_parameters()}
     splits = []  # the lists of ranks of which groups are made
     noted = lambda lists: splits.append(lists) or new_disjoint_subgroups(lists)  # noqa: E731
-    with mock.patch.object(pipeline_copies, "new_disjoint_subgroups", noted):
+    with mock.patch.object(tied_weights, "new_disjoint_subgroups", noted):
         runner = PipelineRunner(split_stages(model, 4), schedule)
     near = min(dist.get_rank(), 3 - dist.get_rank())
     named = by_name(runner, TIED)
