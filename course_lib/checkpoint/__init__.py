@@ -1,4 +1,4 @@
-"""Checkpoints that any layout writes and any other reads, and the program that survives a failure."""
+"""Checkpoints that any layout can write and any other can read, and the training program that survives failures."""
 
 from course_lib.checkpoint.checkpoints import Checkpoints, load, save
 from course_lib.checkpoint.files import latest

@@ -1,17 +1,18 @@
 """A lock on a folder of checkpoints: two jobs in it would remove each other's saves.
 
 A file `.lock` in the folder names its holder: host, process, Slurm job, torchrun's run. The holder also has a `flock`
-on it, which the kernel takes back when the process ends, however it ends. Some network file systems keep that to one
-host, or have none at all. So it is asked first and the file second:
+on the file, which the kernel releases when the process ends, for any reason. Some network file systems limit a flock to
+one host, or do not support it. The rules, in this order:
 
 1. The flock is held: in use. A restart by torchrun waits for the processes of its own run, which are about to end.
-2. It is free, and the holder ran under this kernel (its boot id): gone. Without flock, the process id and the time at
-   which that process began decide.
-3. Another host, but the same Slurm job after a requeue, or the same run of torchrun within it: gone, this is its
-   successor.
-4. Another host and another Slurm job of this cluster: squeue knows.
-5. Else by heartbeat: a holder touches its file every BEAT_S seconds, so a file that stays untouched for BEATS of these
-   is stale. No two clocks are compared. (A run's name alone proves nothing: `--rdzv-id 100` may be two jobs.)
+2. The flock is free, and the holder ran under this kernel (its boot id): gone. Without flock, the process id and the
+   start time of the process decide.
+3. Another host, but the same Slurm job after a requeue, or the same run of torchrun within the job: gone, and this
+   process is the successor.
+4. Another host and another Slurm job of this cluster: squeue decides.
+5. Otherwise a heartbeat decides: a holder touches its file every BEAT_S seconds, so a file that is not touched for
+   BEATS intervals is stale. Clocks of two hosts are never compared. (The name of a run proves nothing: two jobs may use
+   `--rdzv-id 100`.)
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from course_lib.checkpoint.files import CheckpointError
 try:
     import fcntl
 except ImportError:  # on Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]  # flocked looks
 
 LOCK = ".lock"
 BEAT_S, BEATS = 10.0, 6
-PATIENCE_S = 60.0  # that a restart gives the processes of its own run to end
+PATIENCE_S = 60.0  # for which a restart waits for the processes of its own run to end
 
 
-def began(pid: int) -> str | None:
+def began(pid: int | None) -> str | None:
     """Return the start time of a process on this machine, in clock ticks since boot, or None if it does not exist."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -49,12 +50,12 @@ def began(pid: int) -> str | None:
 
 def this_process() -> dict:
     """Return the description of this process that a lock file holds."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # a host's name may be another one's too, in a container
-    found = {"host": socket.gethostname(), "pid": os.getpid(), "began": began(os.getpid())}
-    found |= {"boot": boot.read_text().strip() if boot.exists() else socket.gethostname()}
+    boot = Path("/proc/sys/kernel/random/boot_id")  # in a container, two hosts may have the same name
+    description = {"host": socket.gethostname(), "pid": os.getpid(), "began": began(os.getpid())}
+    description |= {"boot": boot.read_text().strip() if boot.exists() else socket.gethostname()}
     names = {"job": "SLURM_JOB_ID", "cluster": "SLURM_CLUSTER_NAME"}
     names |= {"restarts": "SLURM_RESTART_COUNT", "run": "TORCHELASTIC_RUN_ID"}
-    return found | {name: os.environ.get(variable) for name, variable in names.items()}
+    return description | {name: os.environ.get(variable) for name, variable in names.items()}
 
 
 def flocked(file) -> bool | None:
@@ -73,7 +74,7 @@ def in_queue(job: str) -> bool | None:
     """Return whether Slurm still runs this job, or None if squeue gives no answer."""
     try:
         command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
         return None
     if done.returncode:
@@ -88,15 +89,15 @@ class FolderLock:
     """
 
     def __init__(self, root: Path):
-        self.path, self.own, self.ended = Path(root) / LOCK, this_process(), threading.Event()
+        self.path, self.holder, self.ended = Path(root) / LOCK, this_process(), threading.Event()
         ready = self.path.with_name(f"{LOCK}-{uuid.uuid4().hex}")
-        self.file = open(ready, "x")
+        self.file = open(ready, "x")  # noqa: SIM115  release() closes it
         try:
-            self.file.write(json.dumps(self.own))
+            self.file.write(json.dumps(self.holder))
             self.file.flush()
             flocked(self.file)
-            while not self.put(ready):
-                pass  # it was replaced or removed meanwhile
+            while not self.install(ready):
+                pass  # another process has replaced or removed the lock meanwhile
         except BaseException:
             self.file.close()
             raise
@@ -114,10 +115,10 @@ class FolderLock:
             except OSError:  # a network file system may fail for a moment
                 continue
 
-    def put(self, ready: Path) -> bool:
+    def install(self, ready: Path) -> bool:
         """Install the file `ready` as the lock, unless a live process holds it. Return False to try again."""
         try:
-            os.link(ready, self.path)  # unlike a rename, it replaces no other one
+            os.link(ready, self.path)  # unlike a rename, a link never replaces a file
             return True
         except FileExistsError:
             if self.is_at(self.file):  # the server answered twice
@@ -129,7 +130,7 @@ class FolderLock:
                 os.replace(ready, self.path)
                 return True
         try:
-            old = open(self.path, "r+")
+            old = open(self.path, "r+")  # noqa: SIM115  closed by the `with` below
         except FileNotFoundError:
             return False
         with old:
@@ -138,7 +139,7 @@ class FolderLock:
                 return False
             try:
                 holder = dict(json.loads(old.read()))
-            except (ValueError, TypeError):  # not of this program: nothing is known of its holder
+            except (ValueError, TypeError):  # written by another program: the holder is unknown
                 holder = {}
             if self.in_use(holder, free, old):
                 job = f"job {holder['job']}" if holder.get("job") else "a run"
@@ -158,14 +159,14 @@ class FolderLock:
 
     def in_use(self, holder: dict, free: bool | None, old) -> bool:
         """Return whether the holder is alive, by the rules in the module docstring. free: `flocked(old)`."""
-        own, here = self.own, holder.get("boot") == self.own["boot"]
-        job, run, cluster = (holder.get(name) == own[name] for name in ("job", "run", "cluster"))
-        in_job = job and cluster and own["job"] is not None
-        requeued = in_job and holder.get("restarts") != own["restarts"]
-        same = requeued or job and run and own["run"] not in (None, "", "none")
+        this, same_kernel = self.holder, holder.get("boot") == self.holder["boot"]
+        job, run, cluster = (holder.get(name) == this[name] for name in ("job", "run", "cluster"))
+        in_job = job and cluster and this["job"] is not None
+        requeued = in_job and holder.get("restarts") != this["restarts"]
+        same = requeued or job and run and this["run"] not in (None, "", "none")
         if free is False:
-            return not (same and (requeued and not here or self.let_go(old)))
-        if here:
+            return not (same and (requeued and not same_kernel or self.wait_for_release(old)))
+        if same_kernel:
             return free is None and began(holder.get("pid")) == holder.get("began") is not None
         if same and in_job:
             return False
@@ -174,7 +175,7 @@ class FolderLock:
         return self.beats()
 
     @staticmethod
-    def let_go(old) -> bool:
+    def wait_for_release(old) -> bool:
         """Wait up to PATIENCE_S for the flock; return whether the holder has released it."""
         until = time.monotonic() + PATIENCE_S
         while not (free := flocked(old)) and time.monotonic() < until:
@@ -200,13 +201,13 @@ class FolderLock:
 
     def release(self) -> None:
         """Release the lock. A second call does nothing, nor does a call in a process forked from the holder."""
-        if not self.ended.is_set() and os.getpid() == self.own["pid"]:
+        if not self.ended.is_set() and os.getpid() == self.holder["pid"]:
             self.ended.set()
             self.thread.join()
             if self.is_at(self.file):
                 self.path.unlink(missing_ok=True)
             self.file.close()
 
-    def __del__(self, finalizing=sys.is_finalizing):  # at the end of a process, this module's own names are gone
+    def __del__(self, finalizing=sys.is_finalizing):  # at the end of a process, the module's names are gone
         if hasattr(self, "thread") and not finalizing():
             self.release()

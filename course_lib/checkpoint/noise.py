@@ -1,4 +1,4 @@
-"""Noise on the input that needs no state: what a sample gets depends on the seed and on the sample's number."""
+"""Input noise without a state: a sample's noise depends only on the seed and on the sample's number."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 # exercise 10.17
 def drop_tokens(inputs: torch.Tensor, rate: float, vocab: int, seed: int, first: int) -> torch.Tensor:
-    """Return `inputs` [b, s], on the host, with a share `rate` of them replaced by random tokens. Row i is sample
-    number first + i of the run: what is drawn depends on the seed and on that number alone.
+    """Return a copy of `inputs` [b, s], on the host, with a share `rate` of the tokens replaced by random ones. Row i
+    is sample number first + i of the run: the noise depends on the seed and on that number alone.
     """
     out = inputs.clone()
     for i, row in enumerate(out):

@@ -1,4 +1,4 @@
-"""Boxes for torch.distributed.checkpoint: what a rank writes of a checkpoint, and what it reads."""
+"""Chunks for torch.distributed.checkpoint: the plan of what a rank writes, and of what it reads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import warnings
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -19,91 +25,98 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from course_lib.checkpoint.chunks import Chunk
+from course_lib.checkpoint.chunks import Chunk, Chunks
 
 
-def chunk(box: Chunk) -> ChunkStorageMetadata:
-    """A box as torch.distributed.checkpoint describes it."""
-    return ChunkStorageMetadata(torch.Size(box.offsets), box.values.shape)
+def storage_metadata(chunk: Chunk) -> ChunkStorageMetadata:
+    """Return a chunk as torch.distributed.checkpoint describes it."""
+    return ChunkStorageMetadata(torch.Size(chunk.offsets), chunk.values.shape)
 
 
 class ChunkSavePlanner(DefaultSavePlanner):
-    """Writes boxes: dcp.save({name: [Chunk, …]}, planner=ChunkSavePlanner()). No two ranks come with the same box.
+    """Plan to write chunks: dcp.save({name: [Chunk, …]}, planner=ChunkSavePlanner()). No two ranks pass the same chunk.
 
-    All ranks' boxes of a name have to make up the whole tensor: the coordinator checks it, and raises ValueError.
+    The chunks of all ranks must make up each full tensor: the coordinator checks it, and raises ValueError.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.values: dict[tuple, torch.Tensor] = {}
 
     def set_up_planner(self, state_dict: dict, storage_meta=None, is_coordinator: bool = False) -> None:
-        """Called first."""
+        """Take the chunks. Called first."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        self.values = {(name, box.offsets): box.values for name, boxes in state_dict.items() for box in boxes}
+        self.values = {(name, chunk.offsets): chunk.values for name, chunks in state_dict.items() for chunk in chunks}
 
     def create_local_plan(self) -> SavePlan:
-        """An item for each box."""
+        """Return a plan with one item per chunk."""
         items = []
-        for name, boxes in self.state_dict.items():
-            for box in boxes:
-                kind = TensorProperties.create_from_tensor(box.values)
-                about = TensorWriteData(chunk(box), kind, torch.Size(box.full_shape))
-                index = MetadataIndex(name, torch.Size(box.offsets))
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=about))
+        for name, chunks in self.state_dict.items():
+            for chunk in chunks:
+                properties = TensorProperties.create_from_tensor(chunk.values)
+                data = TensorWriteData(storage_metadata(chunk), properties, torch.Size(chunk.full_shape))
+                index = MetadataIndex(name, torch.Size(chunk.offsets))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """The values of a box."""
+        """Return the values of a chunk."""
+        assert index.offset is not None
         return self.values[index.fqn, tuple(index.offset)]
 
 
 class ChunkLoadPlanner(LoadPlanner):
-    """Fills boxes from those that overlap them: dcp.load({name: [Chunk, …]}, planner=ChunkLoadPlanner())."""
+    """Fill chunks from saved ones that overlap them: dcp.load({name: [Chunk, …]}, planner=ChunkLoadPlanner())."""
 
     def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Called first."""
-        self.boxes, self.metadata = state_dict, metadata
+        """Take the chunks and the index. Called first."""
+        assert metadata is not None
+        self.chunks: Chunks = state_dict
+        self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
-        """Which part of which saved box goes where. Raises ValueError where some of a box was never saved."""
-        items = []
-        for name, boxes in self.boxes.items():
+        """Return which part of which saved chunk goes where. Raises ValueError if an element was never saved."""
+        items: list[ReadItem] = []
+        for name, chunks in self.chunks.items():
             saved = self.metadata.state_dict_metadata[name]
-            found = create_read_items_for_chunk_list(name, saved, [chunk(box) for box in boxes])
-            if sum(item.lengths.numel() for item in found) != sum(box.values.numel() for box in boxes):
+            assert isinstance(saved, TensorStorageMetadata)
+            reads = create_read_items_for_chunk_list(name, saved, [storage_metadata(chunk) for chunk in chunks])
+            if sum(item.lengths.numel() for item in reads) != sum(chunk.values.numel() for chunk in chunks):
                 raise ValueError(f"{name}: a part of it was never saved")
-            items += found
+            items += reads
         return LoadPlan(items)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """Each rank reads for itself."""
+        """Return the ranks' plans: each rank reads for itself."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Nothing is left to do."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value) -> None:
-        """Boxes are tensors. Raises ValueError: what is no tensor is a pickle."""
+        """Raise ValueError: chunks are tensors, and anything else in a file is a pickle."""
         raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where to put what has been read."""
-        target = self.boxes[read_item.dest_index.fqn][read_item.dest_index.index].values
+        """Return the view of a chunk's values into which an item is read."""
+        number = read_item.dest_index.index
+        assert number is not None
+        target = self.chunks[read_item.dest_index.fqn][number].values
         for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             target = target.narrow(dim, offset, length)
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing: `tensor` is a view of the chunk's values."""
 
 
-def read_into(boxes: dict[str, list[Chunk]], reader: FileSystemReader) -> None:
-    """Fill boxes from a checkpoint; each rank plans for itself. Raises what reading them has raised."""
+def read_into(chunks: Chunks, reader: FileSystemReader) -> None:
+    """Fill chunks from a checkpoint. Every rank plans for itself. Raises the errors of the reader and the planner."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there is no group to plan with
         try:
-            dcp.load(boxes, storage_reader=reader, planner=ChunkLoadPlanner(), no_dist=True)
+            dcp.load(chunks, storage_reader=reader, planner=ChunkLoadPlanner(), no_dist=True)
         except CheckpointException as error:
             raise next(iter(error.failures.values()))[0] from None

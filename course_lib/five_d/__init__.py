@@ -1,4 +1,4 @@
-"""All techniques at once: a layout is data, and `parallelize` calls the verbs in order."""
+"""All techniques at once: a layout is data, and `parallelize` applies the transforms in order."""
 
 from course_lib.five_d.layouts import Layout
 from course_lib.five_d.meshes import build_mesh

@@ -1,6 +1,6 @@
-"""What changes from step to step whatever the layout: the learning rate, and the size of the batch.
+"""Schedules that do not depend on the layout: the learning rate and the batch size of each step.
 
-    learning rate    0 -> peak in `warmup` steps, then a half cosine down to a tenth of it
+    learning rate    0 -> peak in `warmup` steps, then half a cosine down to a tenth of the peak
     batch            `start` -> `full` in `ramp` steps, in multiples of `start`
 
 (Loshchilov and Hutter 2016, SGDR, for the cosine; Brown et al. 2020, GPT-3, appendix B, for both.)
@@ -13,8 +13,8 @@ import math
 
 # exercise 10.11
 def learning_rate(step: int, peak: float, warmup: int, steps: int, least: float = 0.1) -> float:
-    """Return the learning rate of a step; steps count from 1. It rises linearly to `peak` at step `warmup`, then falls
-    along half a cosine to least · peak at step `steps`, and stays there.
+    """Return the learning rate of a step, counted from 1. It rises linearly to `peak` at step `warmup`, then falls
+    along half a cosine to least · peak at step `steps`, and stays constant.
     """
     if step < warmup:
         return peak * step / warmup
@@ -24,8 +24,8 @@ def learning_rate(step: int, peak: float, warmup: int, steps: int, least: float 
 
 # exercise 10.11
 def batch_at(step: int, start: int, full: int, ramp: int) -> int:
-    """Return the sequences of a step; steps count from 1. `start` at step 1, growing evenly to `full` after `ramp`
-    steps, rounded down to a multiple of `start`: no layout has a say in it.
+    """Return the number of sequences in a step, counted from 1: `start` at step 1, growing evenly to `full` after
+    `ramp` steps, rounded down to a multiple of `start`. It does not depend on the layout.
     """
     if step > ramp:
         return full

@@ -81,7 +81,7 @@ def test_8b_on_8_ranks_is_what_zero_3_promises():
     "arguments, message",
     [
         ({"layout": Layout(tp=3)}, "tp"),
-        ({"layout": Layout(dp=4)}, "batch 2 is no multiple of dp 4 x mb 1: make it 4"),
+        ({"layout": Layout(dp=4)}, "batch 2 is not a multiple of dp 4 x mb 1: make it 4"),
         ({"layout": Layout(cp=2), "seq": 30}, "seq 30"),
         ({"layout": Layout(dp=2), "rank": 2}, "rank 2 of 2: it is 0 to 1"),
         ({"moe": {"experts": 4, "top_k": 5}}, "top_k 5"),

@@ -198,7 +198,7 @@ def test_limits_and_programs_are_of_the_question():
         (["--schedules", "1f1b,gpipe"], "--schedules gpipe: it is none of 1f1b, "),
         (["--schedules", ""], "--schedules : it is none of 1f1b, "),
         (["--layout", "dp8,tp2"], "= 16 ranks, and there are 8: make dp 4"),
-        (["--layout", "dp8,xp2"], "'xp2' is none of dpN"),
+        (["--layout", "dp8,xp2"], "'xp2' is not one of dpN"),
         (["--layout", "dp8,sp"], "raise tp, or leave out sp"),
         (["--layout", "dp8,rep2"], "needs zero_stage 3"),
         (["--layout", "dp8,ep2"], "the model has no experts: make ep 1"),

@@ -137,7 +137,7 @@ def operations(folder: Path) -> list[list[str]]:
     """Of each rank: the kinds of operation of a save, in their order."""
     for rank in range(2):
         (folder / f"{rank}.operations").touch()
-    files = [open(folder / f"{rank}.operations", "a", buffering=1) for rank in range(2)]
+    files = [open(folder / f"{rank}.operations", "a", buffering=1) for rank in range(2)]  # noqa: SIM115
     then = {rank: lambda operation, rank=rank: print(operation, file=files[rank]) for rank in range(2)}
     root = folder / "checkpoints"
     argv = [*PROGRAM, *SAVING, "--checkpoints", str(root), "--out", str(folder / "log.jsonl")]

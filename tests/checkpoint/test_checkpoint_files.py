@@ -29,8 +29,8 @@ from course_lib.checkpoint.files import (
     ChunkReader,
     MetadataUnpickler,
     begin,
-    check_there,
     check_trusted,
+    check_written,
     commit,
     complete,
     damaged,
@@ -141,10 +141,10 @@ def test_no_checkpoint_of_files_that_are_elsewhere(tmp_path):
     """Ranks with a folder of their own each: what they have written is not in the one that is committed."""
     saving = begin(tmp_path, 10)
     (saving / "__0_0.distcp").write_text("four")
-    check_there(saving, {"__0_0.distcp": [4, ""]})
+    check_written(saving, {"__0_0.distcp": [4, ""]})
     for files in ({"__1_0.distcp": [4, ""]}, {"__0_0.distcp": [5, ""]}):
         with pytest.raises(CheckpointError, match="all ranks must share one folder$"):
-            check_there(saving, files)
+            check_written(saving, files)
 
 
 def test_the_disk_has_everything_before_the_name_is_complete(tmp_path):
@@ -404,9 +404,11 @@ FORBIDDEN = [
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_a_pickle_may_not_name_what_no_checkpoint_needs(tmp_path, module, name, protocol):
     (tmp_path / ".metadata").write_bytes(named(module, name, protocol))
-    with open(tmp_path / ".metadata", "rb") as file:
-        with pytest.raises(pickle.UnpicklingError, match="which no checkpoint needs"):
-            MetadataUnpickler(file).load()
+    with (
+        open(tmp_path / ".metadata", "rb") as file,
+        pytest.raises(pickle.UnpicklingError, match="which no checkpoint needs"),
+    ):
+        MetadataUnpickler(file).load()
     error = said(ChunkReader(tmp_path).read_metadata)
     assert error == (
         f"CheckpointError: {tmp_path}/.metadata can't be read: it names {module}.{name}, which no checkpoint needs"

@@ -103,7 +103,7 @@ def cut_anew(root) -> list[float]:
     """On a rank: what three saves have of a matrix that is 1, 2, 3; before the third its rows lie elsewhere."""
     checkpoints = Checkpoints(parallel_of("dp4"), root, keep=9)
     for step, sizes in enumerate(([2, 2, 2, 2], [2, 2, 2, 2], [1, 3, 4, 0]), 1):
-        checkpoints.all_boxes = lambda step=step, sizes=sizes: rows(sizes, float(step))
+        checkpoints.model_chunks = lambda step=step, sizes=sizes: rows(sizes, float(step))
         checkpoints.save(step)
         checkpoints.wait()
         assert checkpoints.failure is None, checkpoints.failure
@@ -128,10 +128,10 @@ def fails_between(root) -> tuple[list[dict], list[str], list[str]]:
     checkpoints = Checkpoints(parallel_of("dp4,zero1"), root, report=lines.append)
     found = [done(checkpoints, 1), done(checkpoints, 2)]
     if dist.get_rank() == 2:
-        checkpoints.plans.places.reverse()
+        checkpoints.writer.results.reverse()
     checkpoints.save(3)
     checkpoints.wait()
-    assert checkpoints.failure == "the boxes are not where the index has them"
+    assert checkpoints.failure == "the chunks are not where the index has them"
     return [*found, done(checkpoints, 4)], lines, sorted(each.name for each in root.iterdir())
 
 

@@ -143,8 +143,12 @@ def refused(folder: Path, changes: list[dict]) -> list[str]:
 
 def test_from_hf_refuses_another_mixture(two, models, tmp_path):
     folder, changes = models["Mixtral"][0], [{"experts": 8}, {"top_k": 3}, {"score": "sigmoid"}, None, {"shared": 1}]
-    lines = ["experts is 4 there, and 8 here", "top_k is 2 there, and 3 here", "score is softmax there, and sigmoid"]
-    lines += ["experts is 4 there, and None here", "has no model.layers.0.block_sparse_moe.shared.gate_proj.weight"]
+    lines = [
+        "experts is 4 in the files, 8 here",
+        "top_k is 2 in the files, 3 here",
+        "score is softmax in the files, sigmoid",
+    ]
+    lines += ["experts is 4 in the files, None here", "has no model.layers.0.block_sparse_moe.shared.gate_proj.weight"]
     for found in zip(*two(refused, folder, [*changes, {"ffn_hidden": 44}]), [*lines, "is [40, 32] in"], strict=True):
         assert found[0] == found[1] and found[0].startswith("CheckpointError: ") and found[2] in found[0], found
 

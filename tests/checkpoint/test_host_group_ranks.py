@@ -52,8 +52,8 @@ def test_the_limit_of_open_files_is_raised_to_what_a_group_takes(ranks):
     """No file more is too few for a group of four; where there is room enough, nothing changes."""
     of_ranks = ranks(group_on, [0, None, 0, None])
     for rank, (raised, taken) in enumerate(of_ranks):
-        assert taken <= 4 + groups.OWN_FILES
-        assert raised == 0 if rank % 2 else 0 < raised <= 4 + groups.OWN_FILES + groups.SPARE_FILES, of_ranks
+        assert taken <= 4 + groups.GLOO_FILES
+        assert raised == 0 if rank % 2 else 0 < raised <= 4 + groups.GLOO_FILES + groups.SPARE_FILES, of_ranks
 
 
 def refused(verb: str, root) -> str:
@@ -61,12 +61,14 @@ def refused(verb: str, root) -> str:
     layout, limits = Layout.parse("dp4"), resource.getrlimit
     parallel = parallelize(CONFIG, layout, build_mesh(layout))
     few = lambda kind: (opened(), opened() + 3)  # noqa: E731
-    with mock.patch.object(resource, "getrlimit", few if dist.get_rank() == 2 else limits):
-        with pytest.raises(CheckpointError) as raised:
-            if verb == "save":
-                Checkpoints(parallel, root)
-            else:
-                load(parallel, root / "step-000000001")
+    with (
+        mock.patch.object(resource, "getrlimit", few if dist.get_rank() == 2 else limits),
+        pytest.raises(CheckpointError) as raised,
+    ):
+        if verb == "save":
+            Checkpoints(parallel, root)
+        else:
+            load(parallel, root / "step-000000001")
     return str(raised.value)
 
 
@@ -75,11 +77,11 @@ def test_a_hard_limit_that_is_too_low_is_a_line_on_all_ranks(ranks, tmp_path, ve
     messages = set(ranks(refused, verb, tmp_path))
     assert len(messages) == 1
     message = messages.pop()
-    assert message.startswith("a gloo group of 4 ranks takes ") and "open files in rank 2" in message
+    assert message.startswith("a gloo group of 4 ranks needs ") and "open files in rank 2" in message
     assert "(ulimit -n)" in message and "\n" not in message
 
 
-TAKEN = 1024 + groups.OWN_FILES  # by a group of 1,024 ranks
+TAKEN = 1024 + groups.GLOO_FILES  # by a group of 1,024 ranks
 WANTED = TAKEN + groups.SPARE_FILES
 
 
@@ -108,37 +110,37 @@ def test_without_such_limits_nothing_happens():
         groups.allow_connections(10**9)
 
 
-def worked(fails: int | None) -> tuple:
-    """On a rank, of told_and_kept, together and on_each: what they give or raise, and the bytes sent."""
+def outcomes(failing_rank: int | None) -> tuple:
+    """Return, on a rank, what gather_or_raise and run_or_raise return or raise, and the bytes they send."""
     rank = dist.get_rank()
 
     def work() -> str:
-        if rank == fails:
+        if rank == failing_rank:
             raise OSError("disk full")
         return f"{rank}" * 10_000
 
-    found, sent = [], []
+    results: list = []
+    sent = []
     for call in (
-        lambda: groups.told_and_kept(dist.group.WORLD, lambda: (rank, work())),
-        lambda: groups.together(dist.group.WORLD, lambda: work()[:1]),
-        lambda: groups.on_each(dist.group.WORLD, work),
+        lambda: groups.gather_or_raise(dist.group.WORLD, lambda: work()[:1]),
+        lambda: groups.gather_or_raise(None, lambda: work()[:1]),
+        lambda: groups.run_or_raise(dist.group.WORLD, work),
     ):
         with count_traffic() as traffic:
             try:
-                found.append(call())
+                results.append(call())
             except CheckpointError as error:
-                found.append(str(error))
+                results.append(str(error))
         sent.append(traffic.bytes)
-    return found, sent
+    return results, sent
 
 
-def test_a_rank_keeps_what_it_does_not_tell(ranks):
-    for rank, (found, sent) in enumerate(ranks(worked, None)):
-        own = f"{rank}" * 10_000
-        assert found == [([0, 1, 2, 3], own), ["0", "1", "2", "3"], own]
+def test_gather_or_raise_returns_all_results_and_run_or_raise_sends_none(ranks):
+    for rank, (results, sent) in enumerate(ranks(outcomes, None)):
+        assert results == [["0", "1", "2", "3"], ["0", "1", "2", "3"], f"{rank}" * 10_000]
         assert max(sent) < 3 * 100
 
 
-def test_work_that_has_failed_on_one_rank_has_failed_on_all(ranks):
-    for found, _ in ranks(worked, 2):
-        assert found == ["rank 2: OSError: disk full"] * 3
+def test_work_that_fails_on_one_rank_fails_on_all(ranks):
+    for results, _ in ranks(outcomes, 2):
+        assert results == ["rank 2: OSError: disk full"] * 3

@@ -1,4 +1,4 @@
-"""course_lib.checkpoint.chunks against slicing, and the small functions: save_interval, fitted, drop_tokens."""
+"""course_lib.checkpoint.chunks against slicing, and small functions: save_interval, fitted, drop_tokens."""
 
 import dataclasses
 import itertools
@@ -246,7 +246,7 @@ def test_fitted_changes_dp_alone(words, ranks):
 
 @pytest.mark.parametrize("words, ranks", [("dp2,tp2", 3), ("pp2,cp2", 2), ("dp4,pp2,tp4", 12)])
 def test_fitted_refuses_ranks_that_do_not_come_out(words, ranks):
-    with pytest.raises(ValueError, match=rf"{ranks} ranks are no multiple of the \d+ that {words} has beside dp"):
+    with pytest.raises(ValueError, match=rf"{ranks} ranks are not a multiple of the \d+ that {words} has beside dp"):
         fitted(Layout.parse(words), ranks)
 
 

@@ -434,7 +434,7 @@ def test_the_ranks_refuse_what_cannot_be_and_change_nothing(ranks, saved, tmp_pa
         f"--checkpoints {file}": f"CheckpointError: --checkpoints {file}: File exists",
         f"--checkpoints {file}/c": f"CheckpointError: --checkpoints {file}/c: Not a directory",
         f"--checkpoints {shared}": f"CheckpointError: {shared}: anyone may write to it, so no checkpoint in it could",
-        "--layout dp2,cp3 --seq 48 --elastic": "ValueError: 4 ranks are no multiple of the 3 that dp2,cp3 has",
+        "--layout dp2,cp3 --seq 48 --elastic": "ValueError: 4 ranks are not a multiple of the 3 that dp2,cp3 has",
         "--layout dp8 --batch 8": "ValueError: --layout dp8: dp 8 x pp 1 x cp 1 x tp 1 = 8 ranks, and there are 4: ",
     }
     of_ranks = ranks(refused, [[*argv, "--layout", "dp2,tp2", *line.split()] for line in cases])
@@ -464,7 +464,7 @@ def test_a_run_whose_steps_are_all_done(ranks, saved):
     before = snapshot(folder / "c"), records(folder / "log.jsonl")
     found = ranks(trained, [*argv, "--layout", "dp2,tp2"])
     assert all(each == [] for each, _ in found) and "continues after step 8, from " in found[0][1]
-    assert "nothing is left to do: 8 steps are done, --steps is 8" in found[0][1]
+    assert "nothing left to do: 8 steps are done, --steps is 8" in found[0][1]
     assert "step     " not in found[0][1]
     assert (snapshot(folder / "c"), records(folder / "log.jsonl")) == before
 

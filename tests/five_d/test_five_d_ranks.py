@@ -545,7 +545,7 @@ def test_lengths_and_layouts_that_do_not_fit_are_a_value_error(ranks):
         assert uneven == "ValueError: 5 sequences are no multiple of micro_batch 2"
         assert schedule.startswith("ValueError: interleaved: ")
         assert empty.startswith("ValueError: ")
-        assert tokens == "ValueError: seq 18 is no multiple of 4, into which cp and sp cut it: make it 20"
+        assert tokens == "ValueError: seq 18 is not a multiple of 4, into which cp and sp split it: make it 20"
         assert fits == "nothing"
         assert layout.startswith("ValueError: dp 2 ") and "and there are 4: make dp 4" in layout
 
@@ -683,7 +683,7 @@ def test_main_refuses_a_layout_of_other_ranks(ranks):
         (["--layout", "dp2,qp2"], "'qp2' is none of"),
         (["--layout", "dp2,dp2"], "sets dp again"),
         (["--layout", "dp3", "--batch", "8"], "make it 9"),
-        (["--layout", "cp8"], "seq 24 is no multiple of 16"),
+        (["--layout", "cp8"], "seq 24 is not a multiple of 16"),
         (["--layout", "tp3"], "tp 3"),
         (["--layout", "pp2,zero3"], "make zero_stage 1"),
         (["--layout", "dp2,ep2"], "make ep 1"),

@@ -70,7 +70,7 @@ def test_every_field_has_a_word():
 
 @pytest.mark.parametrize("word", ["dp", "4", "xp2", "dp-1", "dp2.5", "DP2", "zb", "sp2", "1f1b2", "none", ""])
 def test_a_word_that_is_none(word):
-    with pytest.raises(ValueError, match="is none of dpN, .*sp, keep") as error:
+    with pytest.raises(ValueError, match="is not one of dpN, .*sp, keep") as error:
         Layout.parse(f"dp2,{word}")
     assert repr(word) in str(error.value) and "\n" not in str(error.value)
 
@@ -150,16 +150,16 @@ REFUSED = [
     ("dp4,ep4", {"moe": EXPERTS}, "ep 4 does not divide experts, which is 6: change ep"),
     ("tp4", {"moe": EXPERTS | {"ffn_hidden": 62}}, "tp 4 does not divide the experts' width 62: change tp"),
     ("dp2", {"moe": {"experts": 2, "top_k": 3}}, "top_k 3"),
-    ("dp4,mb2", {"batch": 12}, "batch 12 is no multiple of dp 4 x mb 2: make it 16"),
-    ("dp4", {"batch": 0}, "batch 0 is no multiple of dp 4 x mb 1: make it 4"),
+    ("dp4,mb2", {"batch": 12}, "batch 12 is not a multiple of dp 4 x mb 2: make it 16"),
+    ("dp4", {"batch": 0}, "batch 0 is not a multiple of dp 4 x mb 1: make it 4"),
     ("pp4,interleaved,v1", {"batch": 0}, "batch 0 .*: make it 1$"),
-    ("pp4,interleaved", {"batch": 6}, "batch 6 makes 6 micro-batches a rank: interleaved: .*change batch or mb"),
-    ("dp2,pp2,dualpipe", {"batch": 4}, "batch 4 makes 2 micro-batches a rank: dualpipe: .*change batch or mb"),
-    ("dp2,pp2,dualpipe", {"batch": 10}, "batch 10 makes 5 micro-batches a rank: dualpipe: .*change batch or mb"),
-    ("cp4", {"seq": 12}, "seq 12 is no multiple of 8.*: make it 16"),
-    ("cp4,contiguous", {"seq": 10}, "seq 10 is no multiple of 4.*: make it 12"),
-    ("cp3,tp4,sp", {"seq": 13}, "seq 13 is no multiple of 12.*: make it 24"),
-    ("tp4,sp", {"seq": 0}, "seq 0 is no multiple of 4.*: make it 4"),
+    ("pp4,interleaved", {"batch": 6}, "batch 6 makes 6 micro-batches per rank: interleaved: .*change batch or mb"),
+    ("dp2,pp2,dualpipe", {"batch": 4}, "batch 4 makes 2 micro-batches per rank: dualpipe: .*change batch or mb"),
+    ("dp2,pp2,dualpipe", {"batch": 10}, "batch 10 makes 5 micro-batches per rank: dualpipe: .*change batch or mb"),
+    ("cp4", {"seq": 12}, "seq 12 is not a multiple of 8.*: make it 16"),
+    ("cp4,contiguous", {"seq": 10}, "seq 10 is not a multiple of 4.*: make it 12"),
+    ("cp3,tp4,sp", {"seq": 13}, "seq 13 is not a multiple of 12.*: make it 24"),
+    ("tp4,sp", {"seq": 0}, "seq 0 is not a multiple of 4.*: make it 4"),
 ]
 
 

@@ -183,7 +183,7 @@ def test_real_runs_and_resume(folder, capfd):
             assert row["tokens_per_s_per_gpu"] == pytest.approx(8 * 32 / row["step_s"] / 2, rel=1e-3)
             assert 0.05 < row["peak_mem_gb"] < 4 and row["seconds"] > row["step_s"] and "CPU" in row["machine"]
             assert math.isnan(row["mfu_pct"]), "a CPU's peak is not known"
-    assert rows[2]["why"].startswith("batch 8 is no multiple of dp 16") and rows[2]["seconds"] == 0
+    assert rows[2]["why"].startswith("batch 8 is not a multiple of dp 16") and rows[2]["seconds"] == 0
     lines = list(csv.reader(file.open()))
     assert lines[0][:13] == PUBLISHED and len(lines) == 4
     assert lines[1][:10] == ["debug", "1", "2", "1", "1", "1", "1", "4", "8", "1"]
@@ -308,7 +308,7 @@ def test_rows_come_back(tmp_path, text):
 
 
 BAD = [
-    ("--layouts dp2,x", "'x' is none of"),
+    ("--layouts dp2,x", "'x' is not one of"),
     ("--ranks 0", "are above 0"),
     ("--time-limit 0", "are above 0"),
     ("--steps 2", "2 steps: the first 2 are not counted"),
@@ -332,7 +332,7 @@ def test_the_program_sweeps_and_plots(tmp_path, monkeypatch, capsys):
     """Without a process: the one layout can't be, and that is a row and a picture."""
     monkeypatch.chdir(tmp_path)
     (row,) = sweep.main("--layouts dp16 --plot a.png".split())
-    said = "1 of 1: debug, 16 ranks, dp16: failed after 0.0 s: batch 8 is no multiple of dp 16"
+    said = "1 of 1: debug, 16 ranks, dp16: failed after 0.0 s: batch 8 is not a multiple of dp 16"
     assert said in capsys.readouterr().out
     assert (tmp_path / "a.png").stat().st_size > 5000 and (tmp_path / "sweep.csv").exists()
     with pytest.raises(SystemExit, match="sweep: missing/a.csv: there is no folder missing"):

@@ -7,12 +7,12 @@ for axis in ("tp", "cp", "pp", "dp"): => for axis in ("dp", "pp", "cp", "tp"):
 for axis in ("tp", "cp", "pp", "dp"): => for axis in ("tp", "pp", "cp", "dp"):
 
 # %% 10.1 places in the order of the axes from the inside
-return {axis: found[axis] for axis in ("dp", "pp", "cp", "tp")}
+return {axis: indices[axis] for axis in ("dp", "pp", "cp", "tp")}
 =>
-return found
+return indices
 
 # %% 10.1 the remainder is taken of the rank itself
-rank, found[axis] = divmod(rank, getattr(layout, axis)) => found[axis] = rank % getattr(layout, axis)
+rank, indices[axis] = divmod(rank, getattr(layout, axis)) => indices[axis] = rank % getattr(layout, axis)
 
 # %% 10.1 groups of ranks that agree on these axes
 axis not in => axis in
@@ -337,9 +337,9 @@ mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES)
 sizes = (layout.tp, layout.cp, layout.pp, layout.ep, layout.dp // layout.ep)
 mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES[::-1])
 ---
-"""This rank and those that differ from it in these axes alone."""
+"""Return the group of the ranks that differ from this one only in these axes."""
 =>
-"""This rank and those that differ from it in these axes alone."""
+"""Return the group of the ranks that differ from this one only in these axes."""
 axes = axes[::-1]
 
 # %% 10.3 cp outside of pp
@@ -816,24 +816,24 @@ return grown // start * start => return grown
 for number in range(oldest, newest + 1): => for number in range(newest, newest + 1):
 
 # %% 10.12 sizes do not matter
-described(flight) => flight.name
+described(record) => record.name
 
 # %% 10.12 an all-to-all's sizes matter
-described(flight) => f"{flight.name} {flight.sizes}"
+described(record) => f"{record.name} {record.sizes}"
 
 # %% 10.12 only ranks that have come are compared
-if there and absent or len(came) > 1: => if len(came) > 1:
+if present and absent or len(ranks_in) > 1: => if len(ranks_in) > 1:
 
 # %% 10.12 only who is missing
-if there and absent or len(came) > 1: => if there and absent:
+if present and absent or len(ranks_in) > 1: => if present and absent:
 
 # %% 10.12 what the ring has lost was missed
 oldest = max => oldest = min
 
 # %% 10.12 a rank without records is left out
-seen = {rank: {f.number: f for f in records.get(rank, ()) if f.group == name} for rank in ranks}
+seen = {rank: {r.number: r for r in records.get(rank, ()) if r.group == name} for rank in ranks}
 =>
-seen = {rank: {f.number: f for f in records.get(rank, ()) if f.group == name} for rank in ranks if records.get(rank)}
+seen = {rank: {r.number: r for r in records.get(rank, ()) if r.group == name} for rank in ranks if records.get(rank)}
 ---
 ranks if number => seen if number
 ranks if rank => seen if rank
@@ -844,7 +844,7 @@ break =>
 # %% 10.12 stops at the first group
 break
 =>
-return found
+return lines
 
 # %% 10.13 circle and alone exchanged
 verdict = {"A": ("left", [7]), "B": ("alone", [7]), "C": ("circle", [1, 4])}
@@ -865,18 +865,18 @@ verdict = {"A": ("left", [6]), "B": ("circle", [1, 4]), "C": ("alone", [7])}
 verdict = {"A": ("NaN", [7]), "B": ("circle", [1, 4]), "C": ("alone", [7])}
 
 # %% 10.14 charges the first
-last = max(times, key=times.get) => last = min(times, key=times.get)
+last = max(times, key=lambda rank: times[rank]) => last = min(times, key=lambda rank: times[rank])
 
 # %% 10.14 charges the first for all
-last = max(times, key=times.get) => first = min(times, key=times.get)
+last = max(times, key=lambda rank: times[rank]) => first = min(times, key=lambda rank: times[rank])
 [last] += (times[last] - statistics.median(times.values())) => [first] += (max(times.values()) - times[first])
 
 # %% 10.14 charges all but the first
-last = max(times, key=times.get)
-late[last] += (times[last] - statistics.median(times.values())) / 1e9
+last = max(times, key=lambda rank: times[rank])
+delays[last] += (times[last] - statistics.median(times.values())) / 1e9
 =>
 for rank, at in times.items():
-    late[rank] += (at - min(times.values())) / 1e9
+    delays[rank] += (at - min(times.values())) / 1e9
 
 # %% 10.14 nanoseconds
 (times[last] - statistics.median(times.values())) / 1e9 => (times[last] - statistics.median(times.values()))
@@ -893,12 +893,12 @@ if len(times) > 1 and len(times) == len(groups.get(name, ())):
 if len(times) > 1:
 
 # %% 10.14 numbers of all groups together
-flight.group => "1"
+record.group => "1"
 
 # %% 10.14 the worst one, not the sum
-late[last] += (times[last] - statistics.median(times.values())) / 1e9
+delays[last] += (times[last] - statistics.median(times.values())) / 1e9
 =>
-late[last] = max(late[last], (times[last] - statistics.median(times.values())) / 1e9)
+delays[last] = max(delays[last], (times[last] - statistics.median(times.values())) / 1e9)
 
 # %% 10.15 the ring goes by rank
 record.group, key=lambda rank: slots[rank] => record.group
@@ -908,10 +908,10 @@ slots[record.rank] => record.rank
 slots[rank] // ranks_per_node => rank // ranks_per_node
 
 # %% 10.15 all bytes of an all-to-all
-outside // max(1, len(reached)) => (outside > 0)
+outside // max(1, len(targets)) => (outside > 0)
 
 # %% 10.15 once for each rank that is reached
-outside // max(1, len(reached)) => outside
+outside // max(1, len(targets)) => outside
 
 # %% 10.15 sums go to all others
 all_reduce", "all_gather => all_gather
@@ -923,12 +923,12 @@ all_reduce", "all_gather => all_gather
 [ring[(ring.index(record.rank) + 1) % len(ring)]] => ring[ring.index(record.rank) + 1 :][:1]
 
 # %% 10.15 all that groups over several nodes send
-outside = sum(slots[rank] // ranks_per_node != own for rank in reached)
-crossing += record.bytes * outside // max(1, len(reached))
+outside = sum(slots[rank] // ranks_per_node != node for rank in targets)
+crossing += record.bytes * outside // max(1, len(targets))
 =>
 crossing += record.bytes * (len({slots[rank] // ranks_per_node for rank in ring}) > 1)
 
 # %% 10.15 an all-to-all sends to itself too
-reached = [rank for rank in ring if rank != record.rank]
+targets = [rank for rank in ring if rank != record.rank]
 =>
-reached = ring
+targets = ring

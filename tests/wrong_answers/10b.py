@@ -78,9 +78,9 @@ zlib.crc32(f"{seed} sample {first + i}".encode()) => hash(f"{seed} sample {first
 vocab, (len(row),) => vocab - 1, (len(row),)
 
 # %% 10.18 row by row
-whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
+full_rows = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
 =>
-whole = [((i,) + (0,) * (len(shape) - 1), (1, *shape[1:])) for i in range(top, bottom)]
+full_rows = [((i,) + (0,) * (len(shape) - 1), (1, *shape[1:])) for i in range(top, bottom)]
 
 # %% 10.18 element by element
 def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -102,20 +102,20 @@ return [((first,) * len(shape), (last - first,) * len(shape))]
 =>
 return [((first,) * len(shape), (last - first,) * len(shape))] if first < last else []
 ---
-"""Elements begin … end - 1 of row i.""" =>
+"""Return the chunks of elements begin … end - 1 of row i.""" =>
 ---
-whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
+full_rows = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
 =>
-whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))]
+full_rows = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))]
 
 # %% 10.18 the first row is never in the whole ones
--(-first // row), last // row  # rows top … bottom - 1 are in it whole => first // row + 1, last // row
+-(-first // row), last // row  # all of rows top … bottom - 1 => first // row + 1, last // row
 
 # %% 10.18 one short at a row's end
 row, row => row, row - 1
 
 # %% 10.18 whole rows first
-before + whole => whole + before
+before + full_rows => full_rows + before
 
 # %% 10.18 matrices alone, others as one row
 def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -128,9 +128,9 @@ def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tup
     if top > bottom:
         return [((bottom, first - bottom * row), (1, last - first))]
     before = [((top - 1, first - (top - 1) * row), (1, top * row - first))] if first < top * row else []
-    whole = [((top, 0), (bottom - top, row))] if top < bottom else []
+    full_rows = [((top, 0), (bottom - top, row))] if top < bottom else []
     after = [((bottom, 0), (1, last - bottom * row))] if last > bottom * row else []
-    return before + whole + after
+    return before + full_rows + after
 
 # %% 10.18 no tensor without dimensions
 def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -141,17 +141,17 @@ def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tup
     if len(shape) < 2:
         return [((first,) * len(shape), (last - first,) * len(shape))]
     row = math.prod(shape[1:])
-    top, bottom = -(-first // row), last // row  # rows top … bottom - 1 are in it whole
+    top, bottom = -(-first // row), last // row  # all of rows top … bottom - 1
 
-    def part(i: int, begin: int, end: int) -> list:
-        """Elements begin … end - 1 of row i."""
+    def row_chunks(i: int, begin: int, end: int) -> list:
+        """Return the chunks of elements begin … end - 1 of row i."""
         return [((i, *offsets), (1, *sizes)) for offsets, sizes in span_chunks(shape[1:], begin, end)]
 
     if top > bottom:
-        return part(bottom, first - bottom * row, last - bottom * row)
-    before = part(top - 1, first - (top - 1) * row, row) if first < top * row else []
-    whole = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
-    return before + whole + part(bottom, 0, last - bottom * row)
+        return row_chunks(bottom, first - bottom * row, last - bottom * row)
+    before = row_chunks(top - 1, first - (top - 1) * row, row) if first < top * row else []
+    full_rows = [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))] if top < bottom else []
+    return before + full_rows + row_chunks(bottom, 0, last - bottom * row)
 
 # %% 10.18 one chunk around all of it
 def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -164,12 +164,12 @@ def span_chunks(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tup
     return [((top,) + (0,) * (len(shape) - 1), (bottom - top, *shape[1:]))]
 
 # %% 10.19 writes into the saved ones
-chunk.values[own] = other.values[theirs] => other.values[theirs] = chunk.values[own]
+chunk.values[target] = other.values[source] => other.values[source] = chunk.values[target]
 
 # %% 10.19 stops at the first chunk that overlaps
-chunk.values[own] = other.values[theirs]
+chunk.values[target] = other.values[source]
 =>
-chunk.values[own] = other.values[theirs]
+chunk.values[target] = other.values[source]
 break
 
 # %% 10.19 a new tensor instead of the chunk's own memory
@@ -182,16 +182,16 @@ def fill(wanted: list[Chunk], saved: list[Chunk]) -> None:
             ends = [min(a + n, b + m) for a, n, b, m in sides]
             if all(begin < end for begin, end in zip(begins, ends, strict=True)):
                 spans = list(zip(begins, ends, strict=True))
-                own = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, chunk.offsets, strict=True))
-                theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
-                values[own] = other.values[theirs]
+                target = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, chunk.offsets, strict=True))
+                source = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
+                values[target] = other.values[source]
         wanted[number] = chunk._replace(values=values)
 
 # %% 10.19 a slice of it gets another name, nothing is written
-chunk.values[own] = other.values[theirs]
+chunk.values[target] = other.values[source]
 =>
-part = chunk.values[own].clone()
-part.copy_(other.values[theirs])
+part = chunk.values[target].clone()
+part.copy_(other.values[source])
 
 # %% 10.19 saved chunks that are wholly inside alone
 if all(begin < end for begin, end in zip(begins, ends, strict=True)):
@@ -202,9 +202,9 @@ if all(a <= b and b + m <= a + n for a, n, b, m in sides):
 all => sides and all
 
 # %% 10.19 the saved chunk is read from its beginning
-theirs = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
+source = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, other.offsets, strict=True))
 =>
-theirs = tuple(slice(0, end - begin) for begin, end in spans)
+source = tuple(slice(0, end - begin) for begin, end in spans)
 
 # %% 10.19 by way of the whole tensor, gaps and all
 def fill(wanted: list[Chunk], saved: list[Chunk]) -> None:
