@@ -199,7 +199,7 @@ def dry_run_bytes() -> dict:
     """A step of DRY_RUN on rank 0, in bytes."""
     found = dry_run(PRESETS[SEARCHED["model"]], Layout.parse(DRY_RUN), SEARCHED["batch"], SEARCHED["seq"])
     sent = [[axes, collective, size] for (axes, collective), size in found.bytes_sent.items()]
-    return {"layout": DRY_RUN, "at rest": found.at_rest, "peak": found.peak, "bytes sent": sent}
+    return {"layout": DRY_RUN, "between steps": found.between_steps, "peak": found.peak, "bytes sent": sent}
 
 
 def write(found: dict) -> None:

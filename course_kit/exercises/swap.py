@@ -136,6 +136,13 @@ def our_modules() -> list[types.ModuleType]:
     ]
 
 
+def replace_object(old: Any, new: Any) -> None:
+    """Replace an object by another one in each module of the course that has it."""
+    for module in our_modules():
+        for name in [name for name, value in vars(module).items() if value is old]:
+            setattr(module, name, new)
+
+
 def rebind(there: Any, mine: Any, undo: list[Undo], runs: bool = True) -> None:
     """Put an object in place of another one, in each module of the course that has it.
 
@@ -144,6 +151,7 @@ def rebind(there: Any, mine: Any, undo: list[Undo], runs: bool = True) -> None:
     of_triton = runs and (is_kernel(there) or is_kernel(mine))
     if of_triton:
         undo.append(forget_kernels)  # when all of them are back
+    undo.append(lambda: replace_object(mine, there))  # in modules imported in the meantime
     for module in our_modules():
         for name in [name for name, value in vars(module).items() if value is there]:
             set_attribute(module, name, mine, undo)

@@ -18,7 +18,7 @@ from course_lib.best_config.answer import answer
 from course_lib.best_config.answer_text import as_text
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.question import Question
-from course_lib.best_config.simplicity import ranked
+from course_lib.best_config.simplicity import answer_rows
 from course_lib.single_gpu.model import PRESETS
 
 NODES = tuple(2**n for n in range(12))
@@ -105,7 +105,7 @@ def planner():
             question = Question(model, PRESETS[model], CLUSTERS[cluster], gpus, batch, seq)
             said.value = answer_in_html(question)
             found = question.search()
-            return png(ranking_figure(found, title=title, rows=[row for row, _ in ranked(question, found, 8)]))
+            return png(ranking_figure(found, title=title, rows=[row for row, _ in answer_rows(question, found, 8)]))
 
         words.value = f"<b>{show(best, draw_best)}</b>"
         wrong = show(across, lambda: family_heatmap(family(model), cluster, batch, seq))

@@ -274,5 +274,5 @@ def predicted_step(run: PublishedRun) -> Estimate:
 
 def cluster_of(run: PublishedRun, software: Software) -> Cluster:
     """Return a cluster of the run's GPUs, with this software and the run's dtype."""
-    software = dataclasses.replace(software, products="fp8" if run.dtype == "fp8" else "bf16")
+    software = dataclasses.replace(software, matmul_dtype="fp8" if run.dtype == "fp8" else "bf16")
     return dataclasses.replace(CLUSTERS[run.gpu], software=software)

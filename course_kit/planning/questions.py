@@ -14,7 +14,7 @@ from course_lib.best_config.clusters import GIB, Cluster
 from course_lib.best_config.model_files import sizes_of
 from course_lib.best_config.planner import Estimate, estimate
 from course_lib.best_config.question import Question
-from course_lib.best_config.simplicity import leading
+from course_lib.best_config.simplicity import first_layout
 from course_lib.best_config.software import SOFTWARE
 from course_lib.best_config.tested import untested
 from course_lib.five_d.layouts import Layout
@@ -109,7 +109,7 @@ def ask(job: Job, **settings: tuple) -> dict:
     ranking = question.search(**settings)
     result |= {"published": published, "first": None, "layouts": len(ranking.order)}
     if len(ranking.order):
-        row = leading(question, ranking)
+        row = first_layout(question, ranking)
         layout = ranking.table[row]
         result["first"] = figures(ranking.estimate, row) | {"layout": str(layout)}
         result["faster"] = published["step_s"] / result["first"]["step_s"] - 1

@@ -1,7 +1,23 @@
 """Which layout to take: memory and time of all of them, estimated, searched, and counted in a dry run."""
 
-from course_lib.best_config.clusters import Cluster
-from course_lib.best_config.dry_runs import dry_run
-from course_lib.best_config.planner import Estimate, estimate, search
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from course_lib.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from course_lib.best_config.clusters import Cluster
+    from course_lib.best_config.dry_runs import dry_run
+    from course_lib.best_config.planner import Estimate, estimate, search
+else:
+    __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "best_config.clusters": "Cluster",
+            "best_config.dry_runs": "dry_run",
+            "best_config.planner": "Estimate estimate search",
+        },
+    )
 
 __all__ = ["Cluster", "dry_run", "estimate", "Estimate", "search"]

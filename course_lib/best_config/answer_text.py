@@ -1,17 +1,18 @@
-"""What `answer.answer` returns, as the lines that the program prints."""
+"""The text of an answer: the numbers and strings of `answer.answer`, as the lines that the program prints."""
 
 from __future__ import annotations
 
 from string import ascii_lowercase
 
+from course_lib.best_config.one_layout import Numbers
 from course_lib.best_config.simplicity import SAME
 
-NOTABLE = 0.1  # of a step: what the overlap of data parallelism has to save to be mentioned
+NOTABLE = 0.1  # share of a step that the overlap of data parallelism must save to be mentioned
 MFU_LINE = "MFU counts attention in full (PaLM), causal MFU half of the scores"
 
 
 def parts_of(parts: dict[str, float], unit: str) -> str:
-    """Return a sum and its parts, the largest first; parts below a hundredth of it are added up."""
+    """Return a sum and its parts, the largest first; parts below a hundredth of the sum are added up as "other"."""
     total = sum(parts.values())
     large = {name: part for name, part in parts.items() if part >= total / 100}
     rest = total - sum(large.values())
@@ -21,7 +22,7 @@ def parts_of(parts: dict[str, float], unit: str) -> str:
 
 
 def shares_of(shares: dict[str, float], total: float) -> str:
-    """Return shares of a step that add up to `total`; those below a tenth of the largest are added up."""
+    """Return shares of a step that add up to `total`; shares below a tenth of the largest are added up as "other"."""
     least = max(map(abs, shares.values()), default=0) / 10
     large = {name: share for name, share in shares.items() if abs(share) >= least}
     rest = total - sum(large.values())
@@ -29,22 +30,22 @@ def shares_of(shares: dict[str, float], total: float) -> str:
     return ", ".join(f"{share:+.1%} {name}" for name, share in large.items())
 
 
-def head_of(one: dict) -> list[str]:
-    """Return the two lines above a table of layouts; `one` of them says which columns there are."""
-    days, usable = f"{'days':>9}" if "days" in one else "", f"of {one['usable_gib']:.0f}"
+def head_of(layout: Numbers) -> list[str]:
+    """Return the two lines above a table of layouts, with the columns of one of them."""
+    days, usable = f"{'days':>9}" if "days" in layout else "", f"of {layout['usable_gib']:.0f}"
     first = f"{'tokens/s':>10}{'tokens/s':>14}{'MFU':>8}{'causal':>8}{'GiB':>8}{'risk':>7}{days}{'speed':>8}"
-    return [first, f"{'per GPU':>10}{'in all':>14}{'':>8}{'MFU':>8}{usable:>8}"]
+    return [first, f"{'per GPU':>10}{'in total':>14}{'':>8}{'MFU':>8}{usable:>8}"]
 
 
-def marks_of(layouts: list[dict]) -> dict[str, str]:
-    """Return a letter for each uncommon choice of some layouts, in the order in which they appear."""
+def marks_of(layouts: list[Numbers]) -> dict[str, str]:
+    """Return a letter for each uncommon choice of some layouts, in the order of appearance."""
     names = dict.fromkeys(name for layout in layouts for name in layout["uncommon"])
     return dict(zip(names, ascii_lowercase, strict=False))
 
 
-def line_of(layout: dict, first: dict, marks: dict[str, str] | None = None) -> str:
-    """Return a layout's line in the table; its speed is relative to the first layout's. marks: of `marks_of`; None to
-    leave out what is uncommon.
+def line_of(layout: Numbers, first: Numbers, marks: dict[str, str] | None = None) -> str:
+    """Return a layout's line in the table, with its speed relative to the first layout's. marks: of `marks_of`; None to
+    leave out the letters of uncommon choices.
     """
     days = f"{layout['days']:>9,.1f}" if "days" in layout else ""
     gain = first["step_s"] / layout["step_s"] - 1
@@ -55,10 +56,10 @@ def line_of(layout: dict, first: dict, marks: dict[str, str] | None = None) -> s
     return f"{numbers}{days}{speed:>8}  {layout['layout']}" + (f" ({letters})" if letters else "")
 
 
-def table_lines(result: dict) -> list[str]:
-    """Return the table of the best layouts, with those that are too risky below, and the legend."""
-    risky, shown = result["risky"], [*result["layouts"], *result["risky"]]
-    marks, first = marks_of(shown), shown[0]
+def table_lines(result: Numbers) -> list[str]:
+    """Return the table of the best layouts, the layouts that are too risky below it, and the legend."""
+    risky, layouts = result["risky"], [*result["layouts"], *result["risky"]]
+    marks, first = marks_of(layouts), layouts[0]
     lines = head_of(first) if result["layouts"] else []
     lines += [line_of(layout, first, marks) for layout in result["layouts"]]
     if risky:
@@ -71,23 +72,23 @@ def table_lines(result: dict) -> list[str]:
 
 
 def takes(longer: float) -> str:
-    """Return how much longer a step takes than another, in words. longer: the difference as a share of the other."""
+    """Return in words how much longer one step takes than another. longer: the difference as a share of the other."""
     if longer >= 1:
         return f"takes {1 + longer:.1f} times as long"
     return f"takes {abs(longer):.1%} {'longer' if longer > 0 else 'less time'}"
 
 
-def second_line(result: dict) -> str:
+def second_line(result: Numbers) -> str:
     """Return the line that compares the second layout with the first."""
     first, second = result["layouts"][:2]
-    more, longer = second["peak_gib"] - first["peak_gib"], second["step_s"] / first["step_s"] - 1
+    gib, longer = second["peak_gib"] - first["peak_gib"], second["step_s"] / first["step_s"] - 1
     if abs(longer) <= SAME:
-        return f"the second, {second['layout']}, is as fast, with {abs(more):.1f} GiB {'more' if more > 0 else 'less'}"
+        return f"the second, {second['layout']}, is as fast, with {abs(gib):.1f} GiB {'more' if gib > 0 else 'less'}"
     return f"the second, {second['layout']}, {takes(longer)}: {shares_of(result['second'], longer)}"
 
 
-def untested_line(result: dict) -> list[str]:
-    """Return the line that says what no run has tested, and the fastest layout that runs have tested."""
+def untested_line(result: Numbers) -> list[str]:
+    """Return the line about what no run has tested, with the fastest layout that runs have tested."""
     if not result["untested"]:
         return []
     line = f"no run has tested this: {'; '.join(result['untested'])}"
@@ -98,8 +99,8 @@ def untested_line(result: dict) -> list[str]:
     return [f"{line}; the fastest tested layout: {tested['layout']}, {numbers}, {tested['peak_gib']:.1f} GiB"]
 
 
-def exposed_line(result: dict) -> list[str]:
-    """Return the line that says how much of the first layout's speed rests on overlap, if it is much."""
+def exposed_line(result: Numbers) -> list[str]:
+    """Return the line about how much of the first layout's speed depends on overlap, if it is much."""
     exposed, first = result["exposed"], result["layouts"][0]
     if (longer := exposed["step_s"] / first["step_s"] - 1) < NOTABLE:
         return []
@@ -111,16 +112,16 @@ def exposed_line(result: dict) -> list[str]:
     return [f"{line}, and {exposed['fastest']} would lead with {exposed['fastest_s']:.3g} s"]
 
 
-def found_lines(result: dict) -> list[str]:
-    """Return the lines about the layouts that fit."""
+def first_lines(result: Numbers) -> list[str]:
+    """Return the lines about the first layout, and those that compare others with it."""
     first = result["layouts"][0]
     lines = untested_line(result)
     lines += [f"step of the first: {parts_of(result['time'], 's')}", f"its memory: {parts_of(result['memory'], 'GiB')}"]
     lines += exposed_line(result)
     lines += [second_line(result)] if len(result["layouts"]) > 1 else []
-    for one in result["near"][:3]:
-        gain = f"{one['gain']:+.1%} per GPU, {one['tokens_per_s'] / first['tokens_per_s'] - 1:+.1%} in all"
-        lines.append(f"a better job size: {one['gpus']:,} GPUs, batch {one['batch']:,}: {gain}, {one['layout']}")
+    for job in result["near"][:3]:
+        gain = f"{job['gain']:+.1%} per GPU, {job['tokens_per_s'] / first['tokens_per_s'] - 1:+.1%} in total"
+        lines.append(f"a better job size: {job['gpus']:,} GPUs, batch {job['batch']:,}: {gain}, {job['layout']}")
     if faster := result.get("kernels"):
         gain, gib = first["step_s"] / faster["step_s"] - 1, f"{faster['peak_gib']:.1f} GiB"
         speed = f"{faster['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU ({gain:+.1%})"
@@ -128,19 +129,19 @@ def found_lines(result: dict) -> list[str]:
     return lines
 
 
-def no_layout_line(result: dict) -> str:
-    """Return the line for a job of which no layout fits."""
+def no_layout_line(result: Numbers) -> str:
+    """Return the line for a job without a layout that fits."""
     if (lean := result["leanest"]) is None:
         return "no layout runs: change the GPUs, the batch, or the length"
     needs = f"needs {lean['needed_gib']:.1f} GiB of {lean['usable_gib']:.1f}, with a risk of {lean['risk']:.0%}"
     line = f"no layout fits: the leanest, {lean['layout']}, {needs}"
-    if (more := result["enough"]) is None:
+    if (enough := result["enough"]) is None:
         return line
-    speed = f"{more['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU, {more['peak_gib']:.0f} GiB"
-    return f"{line}; on {more['gpus']:,} GPUs {more['layout']} fits: {speed}"
+    speed = f"{enough['tokens_per_s_per_gpu']:,.0f} tokens/s per GPU, {enough['peak_gib']:.0f} GiB"
+    return f"{line}; on {enough['gpus']:,} GPUs {enough['layout']} fits: {speed}"
 
 
-def change_line(change: dict) -> str:
+def change_line(change: Numbers) -> str:
     """Return the line for a change that makes a rejected layout work."""
     if "layout" not in change:
         return f"  {change['change']}"
@@ -148,8 +149,8 @@ def change_line(change: dict) -> str:
     return f"  {change['change']}: fits at {change['peak_gib']:.0f} GiB, {speed}, {change['layout']}"
 
 
-def asked_lines(result: dict) -> list[str]:
-    """Return the lines about the layout that was asked about."""
+def asked_lines(result: Numbers) -> list[str]:
+    """Return the lines about the question's layout."""
     asked = result["asked"]
     lines = [*head_of(asked), line_of(asked, asked)]
     lines += [f"uncommon: {', '.join(asked['uncommon'])}", ""] if asked["uncommon"] else [""]
@@ -164,21 +165,20 @@ def asked_lines(result: dict) -> list[str]:
         slower = asked["slower"]
         shares = shares_of(asked["differences"], slower)
         gib = ", ".join(f"{gib:+.1f} GiB {name}" for name, gib in asked["memory_differences"].items())
-        lines.append(
-            f"beside the first answer, {asked['first']}, it {takes(slower)}: {shares}{'; ' if gib else ''}{gib}"
-        )
+        compared = f"compared with the first answer, {asked['first']}, it {takes(slower)}"
+        lines.append(f"{compared}: {shares}{'; ' if gib else ''}{gib}")
     return [*lines, "", "the best layouts of this job:"]
 
 
-def as_text(result: dict) -> str:
-    """Return what `answer` returned, as lines."""
+def as_text(result: Numbers) -> str:
+    """Return the text of an answer, in lines."""
     batch, seq = result["batch"], result["seq"]
     tokens = f"{batch:,} sequences of {seq:,} tokens per step, {batch * seq:,} tokens"
     lines = [f"{result['model']} on {result['gpus']:,} x {result['cluster']}; {tokens}", f"for {result['program']}"]
     lines += [*(f"note: {note}" for note in result["notes"]), "", *(asked_lines(result) if "asked" in result else [])]
     lines += [] if result["layouts"] else [no_layout_line(result)]
     lines += [*table_lines(result), ""] if result["layouts"] or result["risky"] else []
-    lines += found_lines(result) if result["layouts"] else []
+    lines += first_lines(result) if result["layouts"] else []
     lines += ["", *(f"{count:>10,} rejected: {reason}" for reason, count in result["rejected"].items())]
     start = result.get("launch", {})
     if "command" in start:

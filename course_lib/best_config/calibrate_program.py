@@ -24,7 +24,7 @@ from course_lib.best_config.runs import MeasuredRun, numbered_rows
 from course_lib.best_config.software import SOFTWARE
 from course_lib.best_config.sweep_files import COLUMNS as SWEEP
 from course_lib.best_config.sweep_files import of_program, read_sweep
-from course_lib.single_gpu.model import PRESETS
+from course_lib.single_gpu.config import PRESETS
 
 
 def calibrate_parser() -> argparse.ArgumentParser:

@@ -39,7 +39,7 @@ SPREAD = 0.01  # at least: the file's two layouts that ran twice differ by 10 an
 
 def constants_of(cluster: Cluster, what: str) -> dict[str, float]:
     """Those of its software that decide "step_s" or "peak_bytes", the two of a pair apart; what is 0 stays so."""
-    found, other_dtype = {}, "matmul_efficiency" if cluster.software.products == "fp8" else "fp8_efficiency"
+    found, other_dtype = {}, "matmul_efficiency" if cluster.software.matmul_dtype == "fp8" else "fp8_efficiency"
     for name in FITTED[what]:
         if name == other_dtype:
             continue

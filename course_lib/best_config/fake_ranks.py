@@ -1,8 +1,8 @@
-"""One rank of many, alone in a process: groups of any size in which nothing is sent, and nobody has to be waited for.
+"""One rank of many, alone in a process: groups of any size in which nothing is sent and no rank has to be waited for.
 
-PyTorch's backend "fake" makes the groups, and ends every collective at once. That is enough for a step, whose tensors
-may be fake as well. What ranks tell each other as Python objects, before they begin, is made up here: a rank that runs
-the same program says the same of its own neighbors.
+PyTorch's "fake" backend makes the groups and completes every collective at once. That is enough for a step, whose
+tensors may be fake as well. The Python objects that ranks exchange before the first step are simulated here: a rank
+that runs the same program contributes the same object, about its own neighbors.
 """
 
 from __future__ import annotations
@@ -11,72 +11,77 @@ import contextlib
 import functools
 import math
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from course_lib.collectives.simulation import all_gather_object
 from course_lib.five_d.layouts import Layout
 
 
 def axes_of(layout: Layout) -> dict[str, int]:
-    """The ranks along each axis of meshes.AXES, outermost first: dp is copies x ep."""
+    """Return the ranks along each axis of meshes.AXES, outermost first: dp is copies x ep."""
     copies = layout.dp // layout.ep
     return {"copies": copies, "ep": layout.ep, "pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
 
 
-def place_of(rank: int, layout: Layout) -> list[int]:
-    """Where a rank stands on each axis of axes_of."""
-    place = []
+def mesh_coordinates(rank: int, layout: Layout) -> list[int]:
+    """Return the coordinate of a rank on each axis of axes_of."""
+    indices: list[int] = []
     for size in reversed(axes_of(layout).values()):
-        rank, along = divmod(rank, size)
-        place.insert(0, along)
-    return place
+        rank, index = divmod(rank, size)
+        indices.insert(0, index)
+    return indices
 
 
-def moved(ranks: list[int], steps: list[int], layout: Layout) -> list[int]:
-    """The ranks that stand `steps` further than these along each axis, counted in a ring; ascending."""
+def shifted(ranks: list[int], steps: list[int], layout: Layout) -> list[int]:
+    """Return the ranks that are `steps` further than these along each axis, cyclically; ascending."""
     sizes = list(axes_of(layout).values())
     strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    places = (zip(place_of(rank, layout), steps, sizes, strides, strict=True) for rank in ranks)
-    return sorted(sum((along + step) % size * stride for along, step, size, stride in place) for place in places)
+    axes = (zip(mesh_coordinates(rank, layout), steps, sizes, strides, strict=True) for rank in ranks)
+    return sorted(sum((index + step) % size * stride for index, step, size, stride in axis) for axis in axes)
 
 
-def simulate_peer_object(other: int, own: int, said, layout: Layout):
-    """What rank `other` says where rank `own` says `said`: of each list of ranks, the one that it is in itself."""
-    if isinstance(said, tuple):
-        return tuple(simulate_peer_object(other, own, part, layout) for part in said)
-    if isinstance(said, list) and said and all(isinstance(rank, int) for rank in said):
-        pairs = zip(place_of(other, layout), place_of(own, layout), strict=True)
-        return moved(said, [there - here for there, here in pairs], layout)
-    return said
+def simulate_peer_object(other: int, own: int, obj: Any, layout: Layout) -> Any:
+    """Return the object that rank `other` would contribute, given that rank `own` contributes `obj`. A list of ranks
+    becomes the list at the same offsets from rank `other`.
+    """
+    if isinstance(obj, tuple):
+        return tuple(simulate_peer_object(other, own, part, layout) for part in obj)
+    if isinstance(obj, list) and obj and all(isinstance(rank, int) for rank in obj):
+        pairs = zip(mesh_coordinates(other, layout), mesh_coordinates(own, layout), strict=True)
+        return shifted(obj, [theirs - ours for theirs, ours in pairs], layout)
+    return obj
 
 
 def gather_simulated_objects(
-    object_list: list, said, group: dist.ProcessGroup | None = None, *, layout: Layout
+    object_list: list, obj: Any, group: dist.ProcessGroup | None = None, *, layout: Layout
 ) -> None:
-    """In the place of dist.all_gather_object."""
+    """Fill object_list as all_gather_object does, with simulated objects of the other ranks."""
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
-    object_list[:] = [simulate_peer_object(other, dist.get_rank(), said, layout) for other in members]
+    object_list[:] = [simulate_peer_object(other, dist.get_rank(), obj, layout) for other in members]
 
 
 @contextlib.contextmanager
-def fake_ranks(layout: Layout, rank: int = 0):
-    """Inside, this process is `rank` of the layout's ranks, of which no other one is there.
+def fake_ranks(layout: Layout, rank: int = 0) -> Iterator[None]:
+    """Make this process `rank` of the layout's ranks, none of which exists, inside the context.
 
-    Tensors that come from other ranks have any values. Raises ValueError for a rank that is none, and where the process
-    has a default group: a dry run would take its place.
+    Tensors from other ranks have arbitrary values. Raises ValueError for a rank that does not exist, and if the process
+    has a default group, which a dry run would replace.
     """
     if not 0 <= rank < layout.ranks:
         raise ValueError(f"rank {rank} of {layout.ranks}: it is 0 to {layout.ranks - 1}")
     if dist.is_initialized():
-        raise ValueError("this process is a rank of a process group already: call destroy_process_group() before")
-    gather, excepthook = dist.all_gather_object, sys.excepthook
+        raise ValueError("this process is a rank of a process group already: call destroy_process_group() first")
+    excepthook = sys.excepthook
     try:
         store = FakeStore()  # its module registers the backend "fake"
         dist.init_process_group("fake", rank=rank, world_size=layout.ranks, store=store)
-        dist.all_gather_object = functools.partial(gather_simulated_objects, layout=layout)
-        yield
+        with all_gather_object.simulated_by(functools.partial(gather_simulated_objects, layout=layout)):
+            yield
     finally:
-        dist.all_gather_object, sys.excepthook = gather, excepthook  # init_process_group sets one that names the rank
+        sys.excepthook = excepthook  # init_process_group sets one that names the rank
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from course_lib.best_config.clusters import Cluster
 from course_lib.best_config.runs import MeasuredRun, predict
 from course_lib.five_d.layouts import Layout
-from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.config import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 cluster = load_cluster("ours.toml")             data/clusters/example.toml shows every key
 save_cluster(fit(runs, cluster), "ours.toml")   with all constants of its software, so that a fit is kept
 
-name = "ours"             base = "H100"         a preset of CLUSTERS, of which the file changes what it names
+name = "ours"             base = "H100"         a preset of CLUSTERS, whose values hold for keys that are left out
 bf16_tflops = 989         fp8_tflops = 1979     dense; without FP8 the second is left out
 memory_gib = 80           memory_tb_s = 3.35
-node_link_gb_s = 450      network_gb_s = 50     a GPU's, in one direction, GB of 10^9 bytes; no network: left out
+node_link_gb_s = 450      network_gb_s = 50     per GPU, in one direction, GB of 10^9 bytes; no network: left out
 gpus_per_node = 8         matmul_factor = 1      attention_factor = 1: shares of the peak reached, over an H100's
 [software]                                      constants by the names and in the units of `software.Software`
 """
@@ -18,8 +18,10 @@ import difflib
 import json
 import math
 import tomllib
+from collections.abc import Iterable
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.software import Software, check_software
@@ -37,30 +39,35 @@ UNITS = {  # a file's key: the field of Cluster, and how many of the field's uni
 KEYS = ("name", "base", *UNITS, "gpus_per_node", "software")
 OPTIONAL = ("base", "fp8_tflops", "network_gb_s", "matmul_factor", "attention_factor", "software")
 ONE_KIND = "the planner takes clusters of one kind of GPU"
+FORMER_NAMES = {  # of keys and constants in files that earlier versions wrote
+    "product_factor": "matmul_factor", "products": "matmul_dtype", "kept_whole": "kept_outside_tp"
+}  # fmt: skip
 
 
-def number(where: str, value, unit: int = 1) -> float:
-    """A number of a file, in the field's unit. Decimal until here, so that what was saved is loaded to the last bit.
-    Raises ValueError for what is no finite number, or below 0.
+def to_number(where: str, value: Any, unit: int = 1) -> float:
+    """Return a number of a file in the field's unit. The file's numbers are Decimal, so that a saved value is loaded to
+    the last bit. Raises ValueError for values that are not finite numbers, or below 0.
     """
     try:
-        found = float(value * unit) if type(value) in (int, Decimal) else math.nan
+        number = float(value * unit) if type(value) in (int, Decimal) else math.nan
     except ArithmeticError:  # too large
-        found = math.nan
-    if not 0 <= found < math.inf:
+        number = math.nan
+    if not 0 <= number < math.inf:
         raise ValueError(f"{where} = {shown(value)}: not a number of 0 or more")
-    return found
+    return number
 
 
-def shown(value) -> str:
-    """A value of a file as it is said in an error: short, in one line."""
+def shown(value: Any) -> str:
+    """Return a value of a file for an error message: short, in one line."""
     text = str(value) if isinstance(value, Decimal) else json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def check_known(file, names, known, what: str, others: dict[str, str] | None = None) -> None:
-    """Raise ValueError for the first name that is none of the known, with the known name that is most like it. others:
-    the known name for each of some other names, which a user may have meant.
+def check_known(
+    file: Path | str, names: Iterable[str], known: Iterable[str], what: str, others: dict[str, str] | None = None
+) -> None:
+    """Raise ValueError for the first unknown name, with the known name that is most like it. others: the known name for
+    each of some other names that a user may have meant.
     """
     meant = {name: name for name in known} | (others or {})
     for name in names:
@@ -69,28 +76,30 @@ def check_known(file, names, known, what: str, others: dict[str, str] | None = N
             raise ValueError(f"{file}: {name} is no {what}{''.join(like)}")
 
 
-def constant(where: str, value, like):
-    """A constant of a file's software, of the kind of Software's default."""
-    if isinstance(like, tuple):
-        if not isinstance(value, list) or len(value) != len(like):
-            raise ValueError(f"{where} = {shown(value)}: not a list of {len(like)}")
-        return tuple(constant(where, each, one) for each, one in zip(value, like, strict=True))
-    if isinstance(like, (bool, str)):
-        if type(value) is not type(like):
-            raise ValueError(f"{where} = {shown(value)}: not {'true or false' if isinstance(like, bool) else 'a text'}")
+def to_constant(where: str, value: Any, default: Any) -> Any:
+    """Return a constant of a file's software, with the type of Software's default."""
+    if isinstance(default, tuple):
+        if not isinstance(value, list) or len(value) != len(default):
+            raise ValueError(f"{where} = {shown(value)}: not a list of {len(default)}")
+        return tuple(to_constant(where, each, like) for each, like in zip(value, default, strict=True))
+    if isinstance(default, (bool, str)):
+        if type(value) is not type(default):
+            kind = "true or false" if isinstance(default, bool) else "a text"
+            raise ValueError(f"{where} = {shown(value)}: not {kind}")
         return value
-    found = number(where, value)
-    return value if type(value) is int and type(like) is int else found
+    number = to_number(where, value)
+    return value if type(value) is int and type(default) is int else number
 
 
-def load_software(file, rows, base: Software) -> Software:
-    """The constants of a file's [software], and the base's for those that it doesn't name."""
+def load_software(file: Path | str, rows: Any, base: Software) -> Software:
+    """Return the constants of a file's [software], and the base's for those that the file does not name."""
     if not isinstance(rows, dict):
         raise ValueError(f"{file}: software = {shown(rows)}: not a table")
+    rows = {FORMER_NAMES.get(name, name): value for name, value in rows.items()}
     defaults = {field.name: field.default for field in dataclasses.fields(Software)}
     check_known(f"{file}: [software]", rows, defaults, "constant")
-    found = {name: constant(f"{file}: software.{name}", value, defaults[name]) for name, value in rows.items()}
-    software = dataclasses.replace(base, **found)
+    constants = {name: to_constant(f"{file}: software.{name}", value, defaults[name]) for name, value in rows.items()}
+    software = dataclasses.replace(base, **constants)
     try:
         check_software(software)
     except ValueError as error:
@@ -98,15 +107,16 @@ def load_software(file, rows, base: Software) -> Software:
     return software
 
 
-def read_rows(file: Path | str) -> dict:
-    """The keys of a cluster's file, and their values. Raises ValueError where it isn't TOML, has a key that is none, or
-    more than one value of one.
+def read_rows(file: Path | str) -> dict[str, Any]:
+    """Return the values of a cluster's file by key. Raises ValueError for a file that is not TOML, an unknown key, or
+    several values of one key.
     """
     try:
         with open(file, "rb") as stream:
             rows = tomllib.load(stream, parse_float=Decimal)
     except (ValueError, ArithmeticError) as error:
         raise ValueError(f"{file}: {error}") from None
+    rows = {FORMER_NAMES.get(key, key): value for key, value in rows.items()}
     for key, value in rows.items():
         if isinstance(value, list):
             raise ValueError(f"{file}: {key} has {len(value)} values, but {ONE_KIND}: write a file for each")
@@ -117,10 +127,11 @@ def read_rows(file: Path | str) -> dict:
 
 
 def load_cluster(file: Path | str) -> Cluster:
-    """The cluster of a TOML file (this module's docstring has its keys, data/clusters/example.toml explains them).
+    """Return the cluster of a TOML file (this module's docstring has its keys, data/clusters/example.toml explains
+    them).
 
     Raises ValueError, in one line that names file and key, for a key that is unknown, missing or of the wrong kind, a
-    rate that is not above 0, software that can't be, or GPUs of several kinds; OSError where there is no such file.
+    rate that is not above 0, impossible software, or GPUs of several kinds; OSError if the file cannot be read.
     """
     rows = read_rows(file)
     base, gpus = rows.get("base"), rows.get("gpus_per_node")
@@ -133,18 +144,18 @@ def load_cluster(file: Path | str) -> Cluster:
         raise ValueError(f"{file}: name = {shown(rows['name'])}: not a text")
     if gpus is not None and (type(gpus) is not int or gpus < 1):
         raise ValueError(f"{file}: gpus_per_node = {shown(gpus)}: not a whole number of 1 or more")
-    found = vars(CLUSTERS[base]) if base else {"network": 0.0, "software": Software()}
-    found = found | {"name": rows["name"], "software": load_software(file, rows.get("software", {}), found["software"])}
+    fields: dict[str, Any] = dict(vars(CLUSTERS[base])) if base else {"network": 0.0, "software": Software()}
+    fields |= {"name": rows["name"], "software": load_software(file, rows.get("software", {}), fields["software"])}
     for key, (field, unit) in UNITS.items():
         if key in rows:
-            found[field] = number(f"{file}: {key}", rows[key], unit)
-            if found[field] == 0 and key != "network_gb_s":
+            fields[field] = to_number(f"{file}: {key}", rows[key], unit)
+            if fields[field] == 0 and key != "network_gb_s":
                 raise ValueError(f"{file}: {key} = 0: not a number above 0")
-    return Cluster(**found | ({"gpus_per_node": gpus} if gpus else {}))
+    return Cluster(**fields | ({"gpus_per_node": gpus} if gpus else {}))
 
 
-def toml(value) -> str:
-    """A constant as TOML."""
+def toml(value: Any) -> str:
+    """Return a constant as TOML."""
     if isinstance(value, tuple):
         return f"[{', '.join(toml(each) for each in value)}]"
     if isinstance(value, (bool, str)):
@@ -153,7 +164,7 @@ def toml(value) -> str:
 
 
 def save_cluster(cluster: Cluster, file: Path | str) -> None:
-    """Write a cluster so that `load_cluster` gives the same one: all its values, and all constants of its software."""
+    """Write a cluster so that `load_cluster` returns the same one: all its values, and all constants of its software."""
     lines = ["# A cluster for the planner. Units and keys: data/clusters/example.toml", f"name = {toml(cluster.name)}"]
     for key, (field, unit) in UNITS.items():
         value = getattr(cluster, field)

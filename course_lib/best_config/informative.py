@@ -18,7 +18,7 @@ from course_lib.best_config.clusters import Cluster
 from course_lib.best_config.planner import search
 from course_lib.best_config.runs import MeasuredRun
 from course_lib.five_d.layouts import Layout
-from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.config import ModelConfig
 
 ROOM = 0.8  # of a GPU's memory: of the file's runs that are said to need less 5% failed, up to 0.9 17%, beyond 47%
 SLOWEST = 3  # times as long as the fastest: nobody would take slower ones, and there the planner's formulas err most

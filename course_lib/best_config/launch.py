@@ -11,32 +11,34 @@ from pathlib import Path
 
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.model_files import read_config
-from course_lib.best_config.question import TITLES, Question, program_of
-from course_lib.checkpoint.files import CheckpointError
-from course_lib.checkpoint.hf_files import fp8_block, read_hf_config, weight_files
+from course_lib.best_config.question import TITLES, Question, program_title
 from course_lib.five_d.layouts import Layout
-from course_lib.single_gpu.model import PRESETS
+from course_lib.single_gpu.config import PRESETS
 
 LAUNCHER = ["python", "scripts/launch_nb_torchrun.py", "notebooks/10_5d.ipynb"]
+RENDEZVOUS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500", "--rdzv-id", "run1"]
 
 
 def source_of(name: str, moe: dict | None) -> tuple[list[str], str]:
-    """Return the options of notebook 10's program that name a model, and a note on its weights. name: a preset, a
+    """Return the options of notebook 10's program that name a model, and a note about its weights. name: a preset, a
     config.json under any file name, or its folder; moe: arguments of apply_moe.
 
-    Raises ValueError, in one line, if the program refuses the model. Without transformers this is not checked, and the
-    note says so.
+    Raises ValueError, in one line, if the program refuses the model. Without transformers the model is not checked, and
+    the note says so.
     """
     if name in PRESETS:
         note = "without --dataset and --tokenizer it trains on the course's text, with a vocabulary of 256"
         return ["--preset", name], note
+    from course_lib.checkpoint.files import CheckpointError
+    from course_lib.checkpoint.hf_files import fp8_block, read_hf_config, weight_files
+
     path, note = Path(name), "without --dataset and --tokenizer it trains on the course's text"
     file = path / "config.json" if path.is_dir() else path
     try:
         read_hf_config(file)
     except ImportError:
         note += "; transformers, which knows whether the program takes this model, is not installed here"
-    if file.name != "config.json" or moe and read_config(file)[1] is None:  # a dense model has no weights of experts
+    if file.name != "config.json" or moe and read_config(file)[1] is None:  # a dense model has no expert weights
         return ["--model", str(file)], f"it starts from random weights; {note}"
     fp8_block(file.parent)
     try:
@@ -46,35 +48,36 @@ def source_of(name: str, moe: dict | None) -> tuple[list[str], str]:
     return ["--from-hf", str(file.parent)], f"it starts from the weights beside {file}; {note}"
 
 
-def launch(question: Question, layout: Layout, tokens: float | None = None) -> dict:
+def launch(question: Question, layout: Layout, tokens: float | None = None) -> dict[str, str]:
     """Return the command for notebook 10's program, "command" (the same on each node) and "slurm", and a "note"; only
-    the note where the answer is for another program, or notebook 10's can't train the model. tokens: of the whole
+    the note if the answer is for another program, or notebook 10's cannot train the model. tokens: of the full
     training; None: the program's default number of steps.
     """
-    moe, program = question.moe or {}, program_of(question.cluster.software)
-    if program != TITLES["course"]:
-        mine = "notebook 10's program is unfused, in BF16, and stores logits"
-        return {"note": f"no command: the answer is for {program}; {mine}"}
+    moe, title = question.moe or {}, program_title(question.cluster.software)
+    if title != TITLES["course"]:
+        ours = "notebook 10's program is unfused, in BF16, and stores logits"
+        return {"note": f"no command: the answer is for {title}; {ours}"}
     try:
         sizes, note = source_of(question.name, moe)
     except ValueError as error:
         return {"note": f"no command: notebook 10's program can't train this model ({error})"}
-    program = [*sizes, "--layout", layout, "--batch", question.batch, "--seq", question.seq, "--dtype", "bf16"]
-    program += ["--experts", moe["experts"], "--top-k", moe["top_k"]] if moe else []
-    program += ["--expert-hidden", moe["ffn_hidden"]] if moe.get("ffn_hidden") else []
-    program += ["--shared", moe["shared"]] if moe.get("shared") else []
-    program += ["--steps", math.ceil(tokens / question.batch / question.seq)] if tokens else []
+    options: list[object] = [*sizes, "--layout", layout, "--batch", question.batch, "--seq", question.seq]
+    options += ["--dtype", "bf16"]
+    options += ["--experts", moe["experts"], "--top-k", moe["top_k"]] if moe else []
+    options += ["--expert-hidden", moe["ffn_hidden"]] if moe.get("ffn_hidden") else []
+    options += ["--shared", moe["shared"]] if moe.get("shared") else []
+    options += ["--steps", math.ceil(tokens / question.batch / question.seq)] if tokens else []
     presets = ((each.name, each.peak_flops) for each in CLUSTERS.values())  # the program knows their peaks
     if (question.cluster.name, question.cluster.peak_flops) not in presets:
-        program += ["--peak-tflops", f"{question.cluster.peak_flops / 1e12:g}"]
+        options += ["--peak-tflops", f"{question.cluster.peak_flops / 1e12:g}"]
     node = question.cluster.gpus_per_node
-    each = question.gpus if question.gpus <= node else math.gcd(question.gpus, node)
-    nodes, program = question.gpus // each, ["--", *map(str, program)]
+    ranks = question.gpus if question.gpus <= node else math.gcd(question.gpus, node)  # per node
+    nodes, program = question.gpus // ranks, ["--", *map(str, options)]
     torchrun = ["--nnodes", str(nodes)] if nodes > 1 else []
-    torchrun += ["--nproc-per-node", str(each)]
-    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "first-node:29500", "--rdzv-id", "run1"] if nodes > 1 else []
+    torchrun += ["--nproc-per-node", str(ranks)]
+    torchrun += RENDEZVOUS if nodes > 1 else []
     return {
-        "command": shlex.join([*LAUNCHER, *torchrun, *meet, *program]),
-        "slurm": shlex.join([*LAUNCHER, "--slurm", f"nodes={nodes},gpus={each}", *program]),
+        "command": shlex.join([*LAUNCHER, *torchrun, *program]),
+        "slurm": shlex.join([*LAUNCHER, "--slurm", f"nodes={nodes},gpus={ranks}", *program]),
         "note": note,
     }

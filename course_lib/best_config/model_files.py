@@ -1,12 +1,12 @@
 """A model's sizes from its config.json, as Hugging Face's transformers writes it; transformers is not needed.
 
-    config, moe = read_config(Path("config.json"))         moe: arguments of apply_moe; None where there are no experts
-    getattr(config, "notes", ())                           what is approximated or left out, in sentences
+    config, moe = read_config(Path("config.json"))         moe: arguments of apply_moe; None for a model without experts
+    getattr(config, "notes", ())                           sentences: what is approximated or left out
 
-Models that the course can't train are read, too, as a PlannedConfig: windows of attention, latent attention, layers
-without experts (`model_kinds`). Position scaling and activations do not change a matrix and are ignored;
-`launch.launch` says so if notebook 10's program refuses such a model. Models for which the planner has no formula are
-refused with the reason.
+Models that the course cannot train are read as a PlannedConfig: windows of attention, latent attention, layers without
+experts (`model_kinds`). Position scaling and activations do not change a matrix and are ignored; `launch.launch` says
+so if notebook 10's program refuses such a model. Models for which the planner has no formula are refused with the
+reason.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from course_lib.best_config.model_kinds import (
     KINDS,
@@ -23,14 +24,14 @@ from course_lib.best_config.model_kinds import (
     dense_layers_of,
     latent_of,
     node_limit_of,
-    renamed,
     why_unknown,
     windows_of,
+    with_common_names,
 )
 from course_lib.best_config.planned_config import PlannedConfig, expert_layers
-from course_lib.expert_parallel.hugging_face import MIXTURES, moe_of, size
-from course_lib.single_gpu.hugging_face import HF_KINDS, hf_config
-from course_lib.single_gpu.model import ModelConfig
+from course_lib.expert_parallel.hf_sizes import MIXTURES, moe_of, size
+from course_lib.single_gpu.config import ModelConfig
+from course_lib.single_gpu.hf_config import HF_KINDS, hf_config
 
 DENSE_SIZES = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
@@ -45,16 +46,16 @@ LEFT_OUT = {  # defaults of transformers for fields that a file omits; other kin
 }
 READ = (*HF_KINDS, *MIXTURES, *KINDS)  # model types
 SOME_LAYERS = ("first_k_dense_replace", "decoder_sparse_step", "moe_layer_freq")  # `dense_layers_of` reads them
-NOT_SIZES = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "sliding_window": None}
+NOT_SIZES: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "sliding_window": None}
 NOT_SIZES |= {"attention_bias": False, "mlp_bias": False}
 
 
 def course_sizes(sizes: dict, kind: str) -> tuple[ModelConfig, dict | None]:
-    """Return the sizes of one of the course's kinds, every layer alike, and arguments of apply_moe or None."""
+    """Return the sizes of one of the course's kinds with identical layers, and arguments of apply_moe or None."""
     same = {name: value for name, value in sizes.items() if name not in SOME_LAYERS} | {"model_type": kind}
     moe = moe_of(same) if kind in MIXTURES else None
     heads = {"num_key_value_heads": sizes.get("num_key_value_heads") or sizes.get("num_attention_heads")}
-    named = {name: size(sizes | heads, name) for name in DENSE_SIZES}
+    named: dict[str, int | None] = {name: size(sizes | heads, name) for name in DENSE_SIZES}
     named["head_dim"] = size(sizes, "head_dim") if sizes.get("head_dim") else None
     rope = {"rope_type": "default", "rope_theta": 10_000.0}
     dense = MIXTURES[kind][0] if kind in MIXTURES else kind
@@ -63,7 +64,7 @@ def course_sizes(sizes: dict, kind: str) -> tuple[ModelConfig, dict | None]:
 
 
 def notes_on(config: PlannedConfig, kind: str, sizes: dict) -> tuple[str, ...]:
-    """Return what is approximated or left out of a model that the course does not train, in sentences."""
+    """Return sentences about what is approximated or left out of a model that the course does not train."""
     notes, latent = [], config.latent
     if kind in KINDS:
         notes.append(f"{kind}: biases, and norms beyond two per layer, are not counted")
@@ -95,8 +96,8 @@ def notes_on(config: PlannedConfig, kind: str, sizes: dict) -> tuple[str, ...]:
 
 
 def text_model(sizes: dict) -> tuple[dict, tuple[str, ...]]:
-    """Return the fields of the text model in a file, with its model_type, and notes: those of text_config, where the
-    file is of a model with a vision or audio encoder before a text model that the planner reads.
+    """Return the fields of the text model in a file, with its model_type, and notes. For a model with a vision or audio
+    encoder, these are the fields of text_config if the planner knows its model_type.
     """
     kind, text = sizes.get("model_type"), sizes.get("text_config")
     if not isinstance(kind, str) or kind in READ or not isinstance(text, dict) or sizes.get("is_encoder_decoder"):
@@ -108,30 +109,36 @@ def text_model(sizes: dict) -> tuple[dict, tuple[str, ...]]:
 
 
 def sizes_of(sizes: dict) -> tuple[ModelConfig, dict | None]:
-    """Return what read_config does, from the fields of the file."""
+    """Return `read_config` of a file with these fields."""
     sizes, notes = text_model(sizes)
-    if (kind := sizes.get("model_type")) not in READ:
+    if (name := sizes.get("model_type")) not in READ:
         raise ValueError(why_unknown(sizes))
-    known = KINDS.get(kind) or Kind(kind, LEFT_OUT.get(kind, {}))
-    sizes = renamed(sizes, known)
-    more = {"latent": latent_of(sizes), "positions": size(sizes, "n_positions") if kind == "gpt2" else 0}
-    more["window"], more["windowed"] = windows_of(sizes, known.full_every)
-    if (latent := more["latent"]) is not None:
+    kind = KINDS.get(name) or Kind(name, LEFT_OUT.get(name, {}))
+    sizes = with_common_names(sizes, kind)
+    latent, (window, windowed) = latent_of(sizes), windows_of(sizes, kind.full_every)
+    if latent is not None:
         sizes |= {"head_dim": (latent.qk_size + latent.v_size) // 2, "num_key_value_heads": None}
-    config, moe = course_sizes(sizes, known.like)
-    if moe is not None:
-        more["dense_first"], more["expert_every"] = dense_layers_of(sizes)
-    if kind not in KINDS and not notes and PlannedConfig(**vars(config) | more) == PlannedConfig(**vars(config)):
+    config, moe = course_sizes(sizes, kind.like)
+    dense_first, expert_every = (0, 1) if moe is None else dense_layers_of(sizes)
+    planned = PlannedConfig(
+        **vars(config),
+        latent=latent,
+        window=window,
+        windowed=windowed,
+        dense_first=dense_first,
+        expert_every=expert_every,
+        positions=size(sizes, "n_positions") if name == "gpt2" else 0,
+    )
+    if name not in KINDS and not notes and planned == PlannedConfig(**vars(config)):
         return config, moe
     if moe is not None:
         moe |= node_limit_of(sizes)
-    planned = PlannedConfig(**vars(config) | more)
-    return dataclasses.replace(planned, notes=notes_on(planned, kind, sizes) + notes), moe
+    return dataclasses.replace(planned, notes=notes_on(planned, name, sizes) + notes), moe
 
 
 def read_config(file: Path) -> tuple[ModelConfig, dict | None]:
-    """The sizes in a config.json, and arguments of apply_moe where the model is a mixture. Raises ValueError, in one
-    line, where there is no such file, or the planner has no such model.
+    """Return the sizes in a config.json, and arguments of apply_moe for a mixture. Raises ValueError, in one line, for a
+    file that cannot be read, and for a model that the planner has no formula for.
     """
     file = Path(file)
     file = file / "config.json" if file.is_dir() else file

@@ -1,6 +1,6 @@
-"""How the config.json of each model_type is read: which of the course's kinds has the same matrices, and what differs.
+"""How to read the config.json of each model_type: the kind of the course with the same matrices, and the differences.
 
-    known = KINDS["gemma2"]                known.like: "llama"; known.left_out: defaults of transformers
+    kind = KINDS["gemma2"]                 kind.like: "llama"; kind.left_out: defaults of transformers
 
 A row counts matrices. Other norms, biases, activations and positions change less than 0.2% of the parameters.
 """
@@ -10,19 +10,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from course_lib.best_config.planned_config import LatentAttention
-from course_lib.expert_parallel.hugging_face import MIXTURES, size
-from course_lib.single_gpu.hugging_face import HF_KINDS
+from course_lib.expert_parallel.hf_sizes import MIXTURES, size
+from course_lib.single_gpu.hf_config import HF_KINDS
 
 
 @dataclass(frozen=True)
 class Kind:
     """A model_type that the course cannot train, or that only the planner reads."""
 
-    like: str  # a kind of single_gpu or expert_parallel, whose names of fields it has
+    like: str  # a kind of single_gpu or expert_parallel with the same field names
     left_out: dict = field(default_factory=dict)  # defaults of transformers for fields that a file omits
-    renamed: dict = field(default_factory=dict)  # its name of a field: the name in `like`
-    full_every: int = 0  # where a file does not say: every n-th layer sees all tokens, the others a window
-    two_matrices: bool = False  # of its MLP: up and down, without a gate
+    renamed: dict = field(default_factory=dict)  # the name of a field in `like`, by its name in this kind
+    full_every: int = 0  # unless a file says otherwise, every n-th layer sees all tokens, the others a window
+    two_matrices: bool = False  # an MLP of two matrices, up and down, without a gate
 
 
 GEMMA = {"tie_word_embeddings": True, "head_dim": 256}
@@ -71,18 +71,18 @@ KINDS = {
 NESTED = {"gemma3": "gemma3_text", "llama4": "llama4_text"}  # kinds of text_config where the file does not name them
 
 
-def renamed(sizes: dict, known: Kind) -> dict:
-    """Return the fields of a config.json under the names of the kind that it is like, with what it leaves out."""
-    sizes = known.left_out | {known.renamed.get(name, name): value for name, value in sizes.items()}
-    if known.renamed is GPT2_NAMES:
+def with_common_names(sizes: dict, kind: Kind) -> dict:
+    """Return the fields of a config.json under the names of `kind.like`, with defaults for the fields that it omits."""
+    sizes = kind.left_out | {kind.renamed.get(name, name): value for name, value in sizes.items()}
+    if kind.renamed is GPT2_NAMES:
         sizes["intermediate_size"] = sizes.get("intermediate_size") or 4 * size(sizes, "hidden_size")
-    if known.two_matrices:
+    if kind.two_matrices:
         sizes["intermediate_size"] = 8 * round(size(sizes, "intermediate_size") / 12)
     return sizes
 
 
 def latent_of(sizes: dict) -> LatentAttention | None:
-    """Return the latent attention in a config.json; None where there is none. Raises ValueError."""
+    """Return the latent attention in a config.json, or None. Raises ValueError for sizes that the planner lacks."""
     if "kv_lora_rank" not in sizes:
         return None
     names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
@@ -94,8 +94,8 @@ def latent_of(sizes: dict) -> LatentAttention | None:
 
 
 def windows_of(sizes: dict, full_every: int = 0) -> tuple[int | None, int]:
-    """Return the tokens of a config.json's attention window, and in how many layers it is; (None, 0) where none has.
-    Raises ValueError for layers that are no attention.
+    """Return the tokens of a config.json's attention window, and the number of layers with this window; (None, 0)
+    without windows. Raises ValueError for layers other than attention.
     """
     layers, types = size(sizes, "num_hidden_layers"), sizes.get("layer_types")
     if not sizes.get("sliding_window") or sizes.get("use_sliding_window") is False:
@@ -116,8 +116,8 @@ def windows_of(sizes: dict, full_every: int = 0) -> tuple[int | None, int]:
 
 
 def dense_layers_of(sizes: dict) -> tuple[int, int]:
-    """Return how many first layers of a mixture have no experts, and that every n-th of the others has. Raises
-    ValueError.
+    """Return how many first layers of a mixture have no experts, and n if every n-th of the other layers has experts.
+    Raises ValueError if no layer has experts.
     """
     steps = ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step")
     every = [size(sizes, name) for name in steps if sizes.get(name)]
@@ -128,8 +128,8 @@ def dense_layers_of(sizes: dict) -> tuple[int, int]:
 
 
 def node_limit_of(sizes: dict) -> dict:
-    """Return the arguments of apply_moe that limit the groups of experts a token is sent to (DeepSeek-V3 2024, section
-    2.1.2); {} without a limit. Raises ValueError.
+    """Return the arguments of apply_moe that limit the groups of experts of a token (DeepSeek-V3 2024, section 2.1.2);
+    {} without a limit. Raises ValueError for sizes that are missing or not whole.
     """
     if (sizes.get("n_group") or 1) == 1 or sizes.get("topk_method") == "greedy":
         return {}
@@ -137,7 +137,7 @@ def node_limit_of(sizes: dict) -> dict:
 
 
 def why_unknown(sizes: dict) -> str:
-    """Return the reason why the planner has no formula for a config.json whose model_type it does not know."""
+    """Return the reason why the planner has no formula for a config.json with an unknown model_type."""
     names = " ".join(sizes)
     reason = "the planner knows " + ", ".join((*HF_KINDS, *MIXTURES, *KINDS, *NESTED))
     if sizes.get("is_encoder_decoder"):

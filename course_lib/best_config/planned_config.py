@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from course_lib.expert_parallel.mixture import mixture_params
+from course_lib.expert_parallel.sizes import mixture_params
+from course_lib.single_gpu.config import ModelConfig
 from course_lib.single_gpu.memory import parameter_parts
-from course_lib.single_gpu.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ def layer_parts(config: ModelConfig) -> dict[str, int]:
 
 
 def latent_elements(config: ModelConfig) -> int:
-    """Return the elements per token that a layer keeps of its latents, each before and after its norm; 0 without."""
+    """Return the elements per token of the latents that a layer keeps, each before and after its norm; 0 without
+    latent attention.
+    """
     latent = getattr(config, "latent", None)
     return 0 if latent is None else 2 * ((latent.q_rank or 0) + latent.kv_rank) + latent.rope_size
 
 
 def expert_layers(config: ModelConfig, layers) -> np.ndarray:
-    """Return how many layers have experts in the pipeline stage of `layers` layers that has most; of a model with
-    experts.
-    """
+    """Return how many layers have experts, for a model with experts, in the stage of `layers` layers that has the most."""
     if not isinstance(config, PlannedConfig):
         return layers
     others = config.layers - config.dense_first
@@ -79,15 +79,14 @@ def expert_layers(config: ModelConfig, layers) -> np.ndarray:
 
 
 def keys_by_layer(config: ModelConfig, seq: int, causal: bool = False) -> list[tuple[float, float]]:
-    """Return [(share of the layers, keys that a token of a sequence of `seq` tokens meets in them)].
+    """Return [(share of the layers, keys that a token of a sequence of `seq` tokens attends to in these layers)].
 
-    Without causal: seq, or the window. causal: twice the keys that a causal mask leaves on average, so that it is seq
+    Without causal: seq, or the window. causal: twice the keys that a causal mask leaves on average, which is seq
     without a window, and window (2 - window / seq) with one.
     """
-    window = getattr(config, "window", None)
-    if window is None or window >= seq:
+    if not isinstance(config, PlannedConfig) or config.window is None or config.window >= seq:
         return [(1, seq)]
-    share = config.windowed / config.layers
+    window, share = config.window, config.windowed / config.layers
     return [(1 - share, seq), (share, window * (2 - window / seq) if causal else window)]
 
 
@@ -97,8 +96,8 @@ def keys_seen(config: ModelConfig, seq: int, causal: bool = False) -> float:
 
 
 def count_parameters(config: ModelConfig, moe: dict | None = None) -> tuple[int, int]:
-    """Return the parameters of a model, and those that one token goes through, its embedding table and routers
-    included. moe: arguments of apply_moe; biases, and norms beyond two per layer, are not counted.
+    """Return the parameters of a model, and those that one token uses, its embedding table and routers included. moe:
+    arguments of apply_moe; biases, and norms beyond two per layer, are not counted.
     """
     parts = layer_parts(config)
     attention = parts["q_o"] + parts["kv"] + parts["latent"]

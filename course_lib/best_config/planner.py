@@ -1,10 +1,9 @@
-"""What a layout would take and cost, before it is run; and the best of all layouts.
+"""Estimates of a layout's memory and time before it is run, and a search for the best of all layouts.
 
     estimate(config, CLUSTERS["H100"], Layout.parse("dp4,tp8,sp,zero1"), batch=256).tokens_per_s    per GPU
     search(config, CLUSTERS["H100"], gpus=1024, batch=1024).best(5)
 
-The step's parts are in `step_time` and `step_memory`, the constants in `clusters`, where they came from in
-`calibration`.
+`step_time` and `step_memory` have the formulas, `clusters` and `software` the constants, and `calibration` fits them.
 """
 
 from __future__ import annotations
@@ -31,56 +30,56 @@ from course_lib.best_config.planned_config import count_parameters, model_flops
 from course_lib.best_config.stage_loads import fills_stages
 from course_lib.best_config.step_memory import head_in_layers, step_memory
 from course_lib.best_config.step_time import host_time, layer_times, step_time
-from course_lib.best_config.tables import LayoutTable, joined
-from course_lib.expert_parallel.router import Routing
+from course_lib.best_config.tables import Layouts, LayoutTable, joined
+from course_lib.expert_parallel.routing import Routing
 from course_lib.five_d.layouts import Layout
-from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.config import ModelConfig
 
-RISK = 0.1  # of running out of memory, that a recommended layout may have
+RISK = 0.1  # the largest risk of running out of memory that a recommended layout may have
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of one layout, or of n: each number is then an array [n]."""
+    """Time and memory of one layout, or of n layouts: then each value is an array [n]."""
 
     memory: dict[str, np.ndarray]  # bytes on the fullest GPU, by part
     time: dict[str, np.ndarray]  # seconds of a step, by part; they add up to step_s
-    tokens: int  # of a step
+    tokens: int  # per step
     gpus: np.ndarray
-    flops: float  # of the model per token, attention in full (`model_flops`)
+    flops: float  # of the model per token, with attention in full (`model_flops`)
     causal_flops: float  # the same with half of the scores, as the causal mask leaves
     usable_bytes: float  # of a GPU's memory
-    memory_spread: float  # of the logarithm of needed_bytes
+    memory_spread: float  # standard deviation of the logarithm of needed_bytes
     peak_flops: float
-    runs: np.ndarray  # whether the pipeline has enough layers and micro-batches
+    runs: np.ndarray  # True if the pipeline has enough layers and micro-batches
 
     @property
     def step_s(self) -> np.ndarray:
         """Seconds of a step."""
-        return sum(self.time.values())
+        return add_up(self.time)
 
     @property
     def peak_bytes(self) -> np.ndarray:
-        """Bytes at the peak. Near the end of its memory the allocator waits for buffers, so a run that fits barely
-        has fewer of them than it asked for.
+        """Bytes at the peak. When memory is nearly full, the allocator waits for buffers to be freed, so a run that
+        barely fits has fewer of them than it asked for.
         """
         without = self.needed_bytes - self.memory["buffers"]
         return np.minimum(self.needed_bytes, np.maximum(without, 0.95 * self.usable_bytes))
 
     @property
     def needed_bytes(self) -> np.ndarray:
-        """Bytes at the peak, were there no end of memory."""
-        return sum(self.memory.values())
+        """Bytes at the peak if memory had no limit."""
+        return add_up(self.memory)
 
     @property
     def fits(self) -> np.ndarray:
-        """Whether it runs, and within a GPU's memory."""
+        """True for layouts that run within a GPU's memory."""
         return self.runs & (self.needed_bytes < self.usable_bytes)
 
     @property
     def risk(self) -> np.ndarray:
-        """Probability that it runs out of memory, 0 to 1, by a logistic curve about the usable bytes, as wide as the
-        errors on measured runs are; 1 where it does not run.
+        """Probability of running out of memory, 0 to 1: a logistic curve about the usable bytes, as wide as the errors
+        on measured runs; 1 for layouts that do not run.
         """
         margin = np.clip(np.log(self.usable_bytes / self.needed_bytes) / self.memory_spread, -700, 700)
         return np.where(self.runs, 1 / (1 + np.exp(margin)), 1.0)
@@ -92,9 +91,7 @@ class Estimate:
 
     @property
     def mfu(self) -> np.ndarray:
-        """Model FLOPs utilization, 0 to 1, with attention in full, as if there were no causal mask (PaLM, appendix
-        B).
-        """
+        """Model FLOPs utilization, 0 to 1, with attention in full, as without a causal mask (PaLM, appendix B)."""
         return self.tokens_per_s * self.flops / self.peak_flops
 
     @property
@@ -103,18 +100,23 @@ class Estimate:
         return self.tokens_per_s * self.causal_flops / self.peak_flops
 
 
+def add_up(parts: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the sum of the parts of a step's time or memory."""
+    return sum(parts.values(), np.asarray(0))
+
+
 LARGEST = 10**8  # GPUs, or sequences of a batch: trying their divisors takes seconds
 MOST_PARAMETERS = 10**15  # beyond them bytes overflow 64-bit integers
-MOE_SIZES = {"ffn_hidden": 1, "shared": 0, "seed": 0}  # arguments of apply_moe beside Routing's, and the least of each
+MOE_SIZES = {"ffn_hidden": 1, "shared": 0, "seed": 0}  # minimum of each argument of apply_moe besides Routing's
 
 
-def is_size(value, least: int) -> bool:
-    """Whether it is a whole number, and large enough."""
-    return isinstance(value, Integral) and value >= least
+def is_size(value: object, least: int) -> bool:
+    """Return True for a whole number of at least `least`."""
+    return isinstance(value, Integral) and int(value) >= least
 
 
 def check_moe_sizes(moe: dict) -> None:
-    """Raise ValueError where a mixture's numbers are none of `apply_moe`, or do not fit together."""
+    """Raise ValueError for arguments that `apply_moe` does not have, and for sizes that do not go together."""
     known = [*MOE_SIZES, *(field.name for field in dataclasses.fields(Routing))]
     if unknown := [name for name in moe if name not in known]:
         raise ValueError(f"moe: {', '.join(map(str, unknown))} is none of {', '.join(known)}")
@@ -130,9 +132,9 @@ def check_moe_sizes(moe: dict) -> None:
 
 
 def check_job(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, seq: int, moe: dict | None = None) -> None:
-    """Raise ValueError, in one line, where there is nothing to plan: numbers below 1 or not whole (of GPUs, of a batch,
-    of a model; ModelConfig has seen to heads), numbers above LARGEST, more than MOST_PARAMETERS, a mixture that is
-    none, or more GPUs than a cluster without a network has in a node.
+    """Raise ValueError, in one line, for a job that cannot be planned: sizes of the job or the model that are below 1
+    or not whole (ModelConfig has checked the heads), sizes above LARGEST, more parameters than MOST_PARAMETERS, an
+    impossible mixture, or more GPUs than one node of a cluster without a network.
     """
     if not all(is_size(number, 1) for number in (gpus, batch, seq)):
         raise ValueError(f"gpus {gpus}, batch {batch}, seq {seq}: each is 1 or more, and whole")
@@ -151,31 +153,29 @@ def check_job(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, seq:
         )
 
 
-def runs_ahead(config: ModelConfig, cluster: Cluster, layout, seq: int, moe: dict | None = None) -> np.ndarray:
-    """Whether the host runs ahead of the GPU, so that buffers wait for it. Not where it waits itself: for the network,
-    in large jobs and rings over many nodes, or, in a pipeline of two stages, for kernels to be launched.
+def host_runs_ahead(
+    config: ModelConfig, cluster: Cluster, layout: Layouts, seq: int, moe: dict | None = None
+) -> np.ndarray:
+    """Return the layouts in which the host runs ahead of the GPU, so that buffers wait for the GPU. The host waits
+    itself for the network, in large jobs and rings over many nodes, and in a pipeline of two stages for its own
+    launches.
     """
     pp, nodes = np.asarray(layout.pp), np.asarray(layout.ranks) / cluster.gpus_per_node
-    launched = sum(layer_times(config, cluster, layout, seq, moe).values()) > host_time(cluster, layout)
+    launches_in_time = add_up(layer_times(config, cluster, layout, seq, moe)) > host_time(cluster, layout)
     near = np.asarray(layout.tp) <= 2 * cluster.gpus_per_node
-    return near & ((pp == 1) | ((nodes < cluster.software.held_nodes) & ((pp > 2) | launched)))
+    return near & ((pp == 1) | ((nodes < cluster.software.held_nodes) & ((pp > 2) | launches_in_time)))
 
 
 def estimate(
-    config: ModelConfig,
-    cluster: Cluster,
-    layout: Layout | LayoutTable,
-    batch: int,
-    seq: int = 4096,
-    moe: dict | None = None,
+    config: ModelConfig, cluster: Cluster, layout: Layouts, batch: int, seq: int = 4096, moe: dict | None = None
 ) -> Estimate:
-    """Memory and time of a step of `batch` sequences. layout: a Layout or a LayoutTable, which are taken as they are;
-    `check_layout` and `search` say which cannot be. moe: arguments of apply_moe. Raises ValueError where `check_job`
-    does.
+    """Return the memory and time of a step of `batch` sequences. layout: a Layout or a LayoutTable, which is not
+    checked; `check_layout` and `search` reject impossible ones. moe: arguments of apply_moe. Raises ValueError as
+    `check_job` does.
     """
     check_job(config, cluster, int(np.max(layout.ranks, initial=1)), batch, seq, moe)
     m = batch / (np.asarray(layout.dp) * layout.micro_batch)
-    ahead = runs_ahead(config, cluster, layout, seq, moe)
+    ahead = host_runs_ahead(config, cluster, layout, seq, moe)
     pp, software = np.asarray(layout.pp), cluster.software
     flops, causal_flops = model_flops(config, moe, seq)
     runs = fills_stages(config, pp, software.split, head_in_layers(config))
@@ -193,16 +193,22 @@ def estimate(
     )
 
 
-CHUNK = 2**17  # layouts that are estimated at a time, to need less memory
+CHUNK = 2**17  # layouts per estimate, to limit the memory that it needs
 
 
-def estimate_all(config: ModelConfig, cluster: Cluster, table: LayoutTable, *job) -> Estimate:
-    """Return `estimate` of a table of any size. job: batch, seq and moe."""
-    cuts = table.chunks(CHUNK)
-    found = [estimate(config, cluster, cut, *job) for cut in cuts]
-    parts = {part: joined([getattr(each, part) for each in found], cuts) for part in ("memory", "time")}
-    runs = np.concatenate([each.runs for each in found])
-    return dataclasses.replace(found[0], **parts, gpus=table.ranks, runs=runs)
+def estimate_all(
+    config: ModelConfig, cluster: Cluster, table: LayoutTable, batch: int, seq: int, moe: dict | None = None
+) -> Estimate:
+    """Return `estimate` of a table of any size."""
+    chunks = table.chunks(CHUNK)
+    estimates = [estimate(config, cluster, chunk, batch, seq, moe) for chunk in chunks]
+    return dataclasses.replace(
+        estimates[0],
+        memory=joined([each.memory for each in estimates], chunks),
+        time=joined([each.time for each in estimates], chunks),
+        gpus=table.ranks,
+        runs=np.concatenate([each.runs for each in estimates]),
+    )
 
 
 PIPELINE_STARVES = "the pipeline has an empty stage, or fewer micro-batches than it needs"
@@ -211,18 +217,23 @@ TP_LIMIT = "degrees: tp is above the limit of the question"
 RISKY = "more likely to run out of memory than is allowed"
 
 
+def estimate_rules(e: Estimate, risk: float) -> dict[str, np.ndarray]:
+    """Return, by reason, the possible layouts [n] that a search rejects by their estimate."""
+    return {PIPELINE_STARVES: ~e.runs, OUT_OF_MEMORY: ~e.fits, RISKY: e.risk > risk}
+
+
 @dataclass(frozen=True)
 class Ranking:
-    """All layouts of a search: those that run, the fastest first, and why the others do not."""
+    """The layouts of a search: those that run, the fastest first, and the reasons that reject the others."""
 
-    table: LayoutTable  # of those whose numbers come out
+    table: LayoutTable  # the possible layouts
     estimate: Estimate
-    order: np.ndarray  # rows of those that fit and are not too risky, the fastest first
-    risky: np.ndarray  # rows of those that fit by the estimate, but are too risky, the fastest first
-    rejected: dict[str, int]  # reason: how many layouts
+    order: np.ndarray  # rows of the layouts that fit and are not too risky, the fastest first
+    risky: np.ndarray  # rows of the layouts that fit by the estimate but are too risky, the fastest first
+    rejected: dict[str, int]  # number of layouts by reason
 
     def best(self, n: int = 10) -> list[tuple[Layout, float, float, float]]:
-        """The first n: layout, tokens/s per GPU, MFU, GiB at the peak."""
+        """Return the first n layouts, each with tokens/s per GPU, MFU, and GiB at the peak."""
         e = self.estimate
         return [
             (self.table[row], e.tokens_per_s[row].item(), e.mfu[row].item(), e.peak_bytes[row].item() / 2**30)
@@ -241,36 +252,52 @@ def search(
     risk: float = RISK,
     max_tp: int | None = None,
 ) -> Ranking:
-    """Rank every layout of `gpus` GPUs for a global batch of sequences by tokens/s. settings: values to try of each, in
-    place of SETTINGS; context parallelism is a zig-zag ring. risk: the largest `Estimate.risk` of a layout in the
-    order; layouts that need less than is usable but are riskier are in `risky`. max_tp: the largest tp to try. Raises
-    ValueError where `check_job` does, for a risk that is no probability above 0, and for an unknown setting or value.
+    """Rank every layout of `gpus` GPUs for a global batch of sequences by tokens/s. settings: values to try of each
+    setting, in place of SETTINGS; context parallelism is a zig-zag ring. risk: the largest `Estimate.risk` of a layout
+    in the order; riskier layouts that need less than the usable memory are in `risky`. max_tp: the largest tp to try.
+    Raises ValueError as `check_job` does, for a risk that is no probability above 0, and for an unknown setting or
+    value.
     """
     check_job(config, cluster, gpus, batch, seq, moe)
     if not 0 < risk <= 1:
         raise ValueError(f"risk {risk}: it must be a probability above 0")
-    chosen = SETTINGS | (settings or {})
-    chosen["micro_batch"] = chosen["micro_batch"] or divisors(batch)
-    chosen["ep"] = chosen["ep"] or divisors(moe["experts"] if moe else 1)
-    chosen["replicate"] = chosen["replicate"] or groups_of_nodes(gpus, cluster.gpus_per_node)
-    check_settings(chosen)
-    reasons = ["fits"]
-    table = degrees(gpus)
+    values = values_to_try(cluster, gpus, batch, moe, settings or {})
+    reasons, table = ["fits"], degrees(gpus)
     rules = degree_rules(config, table, batch, seq) | ({TP_LIMIT: table.tp > max_tp} if max_tp else {})
-    reason = first_reason(rules, reasons)
-    numbers = [reason]
-    table = with_settings(table.where(reason == 0), batch, chosen)
-    reason = first_reason(setting_rules(config, table, batch, seq, moe), reasons)
-    numbers.append(reason)
-    table = table.where(reason == 0)
-    found = estimate_all(config, cluster, table, batch, seq, moe)
-    rules = {PIPELINE_STARVES: ~found.runs, OUT_OF_MEMORY: ~found.fits, RISKY: found.risk > risk}
-    reason = first_reason(rules, reasons)
-    numbers.append(reason)
-    counts = np.bincount(np.concatenate(numbers), minlength=len(reasons))
-    by_time = np.argsort(found.step_s, kind="stable")
-    order, risky = (by_time[reason[by_time] == which] for which in (0, reasons.index(RISKY)))
-    return Ranking(table, found, order, risky, {r: int(c) for r, c in zip(reasons[1:], counts[1:], strict=True) if c})
+    of_degrees = first_reason(rules, reasons)
+    table = with_settings(table.where(of_degrees == 0), batch, values)
+    of_settings = first_reason(setting_rules(config, table, batch, seq, moe), reasons)
+    table = table.where(of_settings == 0)
+    e = estimate_all(config, cluster, table, batch, seq, moe)
+    of_estimate = first_reason(estimate_rules(e, risk), reasons)
+    counts = np.bincount(np.concatenate([of_degrees, of_settings, of_estimate]), minlength=len(reasons))
+    rejected = {reason: int(count) for reason, count in zip(reasons[1:], counts[1:], strict=True) if count}
+    by_time = np.argsort(e.step_s, kind="stable")
+    order, risky = (by_time[of_estimate[by_time] == which] for which in (0, reasons.index(RISKY)))
+    return Ranking(table, e, order, risky, rejected)
+
+
+def values_to_try(cluster: Cluster, gpus: int, batch: int, moe: dict | None, settings: dict) -> dict[str, tuple]:
+    """Return the values that a search tries for each of SETTINGS, those of `settings` first. Raises ValueError for an
+    unknown setting or value.
+    """
+    values = SETTINGS | settings
+    values["micro_batch"] = values["micro_batch"] or divisors(batch)
+    values["ep"] = values["ep"] or divisors(moe["experts"] if moe else 1)
+    values["replicate"] = values["replicate"] or groups_of_nodes(gpus, cluster.gpus_per_node)
+    check_settings(values)
+    return values
+
+
+def judge_layouts(
+    config: ModelConfig, cluster: Cluster, table: LayoutTable, batch: int, seq: int, moe: dict | None, risk: float
+) -> tuple[Estimate, list[str]]:
+    """Return the estimate of a few layouts, and the reason why a search with this `risk` rejects each, "" for a layout
+    that it ranks. Raises ValueError as `check_job` does.
+    """
+    e, reasons = estimate(config, cluster, table, batch, seq, moe), [""]
+    rules = degree_rules(config, table, batch, seq) | setting_rules(config, table, batch, seq, moe)
+    return e, [reasons[index] for index in first_reason(rules | estimate_rules(e, risk), reasons)]
 
 
 def why_not(
@@ -282,17 +309,12 @@ def why_not(
     moe: dict | None = None,
     risk: float = RISK,
 ) -> str:
-    """Return the reason for which a search with this `risk` rejects a layout; "" if it does not. Raises as `search`."""
-    check_job(config, cluster, layout.ranks, batch, seq, moe)
-    table, reasons = LayoutTable.of([layout]), [""]
-    rules = degree_rules(config, table, batch, seq) | setting_rules(config, table, batch, seq, moe)
-    if number := first_reason(rules, reasons)[0]:
-        return reasons[number]
-    found = estimate(config, cluster, layout, batch, seq, moe)
-    if not found.runs:
-        return PIPELINE_STARVES
-    needs, usable = found.needed_bytes / 2**30, found.usable_bytes / 2**30
-    if not found.fits:
-        return f"{OUT_OF_MEMORY}: {needs:.0f} GiB of {usable:.0f}"
-    by_estimate = f"fits by estimate, {needs:.0f} GiB of {usable:.0f}, with a risk of {found.risk:.0%}"
-    return f"{RISKY}: {by_estimate}, and the limit (--risk) is {risk:.0%}" if found.risk > risk else ""
+    """Return the reason why a search with this `risk` rejects a layout, "" if it does not. Raises as `search`."""
+    e, (reason,) = judge_layouts(config, cluster, LayoutTable.of([layout]), batch, seq, moe, risk)
+    bytes_needed = f"{e.needed_bytes[0] / 2**30:.0f} GiB of {e.usable_bytes / 2**30:.0f}"
+    if reason == OUT_OF_MEMORY:
+        return f"{reason}: {bytes_needed}"
+    if reason == RISKY:
+        by_estimate = f"fits by estimate, {bytes_needed}, with a risk of {e.risk[0]:.0%}"
+        return f"{reason}: {by_estimate}, and the limit (--risk) is {risk:.0%}"
+    return reason

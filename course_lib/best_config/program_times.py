@@ -9,6 +9,8 @@ The constants depend on each other: a faster matmul and slower other kernels pre
 
 from __future__ import annotations
 
+from typing import Any
+
 PLAIN = {"order": ("pp", "dp", "cp", "tp"), "split": "layers"}
 
 # Megatron-LM of 2021 to 2023, on A100s: attention in separate kernels that write the scores; the gradients are reduced
@@ -28,7 +30,7 @@ MEGATRON_CORE = PLAIN | {
     "tp_overlap": 0.314, "network_efficiency": 0.95,
 }  # fmt: skip
 
-TIMES = {
+TIME_CONSTANTS: dict[str, dict[str, Any]] = {
     # With the kernels of notebook 12b, a step of bench-1B takes 0.304 s on an H200, and 0.361 s without
     # (benchmarks/results/steps_h200.json). The 56 ms are 53% of what the planner has for the other kernels and for the
     # loss without its matmul, so about half of each is left. One measurement of one model.
@@ -47,7 +49,7 @@ TIMES = {
     # ranks DeepEP moves 51 GB/s, 1/8 of which stays in the node, of 50, and in a node 153 GB/s of NVLink's 200
     # (DeepEP, docs/legacy.md). Assumed: Megatron-Core's kernels, and a dispatch in BF16, although theirs is in FP8.
     "DeepSeek-V3": MEGATRON_CORE | {
-        "products": "fp8", "hops": 2, "exchange_overlap": 1.0, "network_efficiency": 0.89, "nvlink_efficiency": 0.765,
+        "matmul_dtype": "fp8", "hops": 2, "exchange_overlap": 1.0, "network_efficiency": 0.89, "nvlink_efficiency": 0.765,
     },
     # PyTorch's context parallelism all-gathers by default (torch.distributed.tensor.experimental, set_rotate_method).
     "torchtitan": PLAIN | {

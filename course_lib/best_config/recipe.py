@@ -1,7 +1,7 @@
-"""The playbook's three-step recipe as an algorithm, with the planner in place of the test runs.
+"""The playbook's three-step recipe as an algorithm, with the planner in place of test runs.
 
-    1. fit one step in memory          the first of the size's candidates that fits; full recomputation before giving up
-    2. reach the global batch          dp as far as it goes, then micro-batches
+    1. fit one step in memory          the first candidate for the size that fits; full recomputation before giving up
+    2. reach the global batch          dp as far as possible, then micro-batches
     3. raise the throughput            one change at a time, as long as one helps
 
 A recipe looks at a few dozen layouts where `search` looks at all. (The Ultra-Scale Playbook, 2025, chapter 9.)
@@ -12,20 +12,17 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import numpy as np
-
 from course_lib.best_config.clusters import Cluster
-from course_lib.best_config.layouts import degree_rules, first_reason, setting_rules
-from course_lib.best_config.planner import RISK, estimate
+from course_lib.best_config.planner import RISK, judge_layouts
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout
+from course_lib.single_gpu.config import ModelConfig
 from course_lib.single_gpu.memory import param_count
-from course_lib.single_gpu.model import ModelConfig
 
 
 @dataclass(frozen=True)
 class Step:
-    """A layout that the recipe came to, and why."""
+    """A layout that the recipe reached, and why."""
 
     why: str
     layout: Layout
@@ -34,7 +31,7 @@ class Step:
 
 
 def candidates(config: ModelConfig, gpus: int, node: int) -> list[tuple[str, Layout]]:
-    """What the recipe tries first, by model size and number of GPUs; with dp left at 1, for others fill it."""
+    """Return the layouts that the recipe tries first, by model size and number of GPUs; dp is left at 1."""
     tp = min(node, gpus)
     billions = param_count(config) / 1e9
     pipelines = [2**n for n in range(1, 8) if tp * 2**n <= gpus]
@@ -85,18 +82,20 @@ def changes(layout: Layout) -> dict[str, Layout]:
     }  # fmt: skip
 
 
-def judged(config: ModelConfig, cluster: Cluster, named: list[tuple[str, Layout]], batch: int, seq: int) -> list[Step]:
-    """Those of some layouts that can be and fit, with a search's risk."""
+def allowed_steps(
+    config: ModelConfig, cluster: Cluster, named: list[tuple[str, Layout]], batch: int, seq: int
+) -> list[Step]:
+    """Return the layouts that a search allows, as steps."""
     table = LayoutTable.of(layout for _, layout in named)
-    rules = degree_rules(config, table, batch, seq) | setting_rules(config, table, batch, seq)
-    found = estimate(config, cluster, table, batch, seq)
-    able = (found.risk <= RISK) & (first_reason(rules, ["none"]) == 0)
-    return [Step(*named[i], found.tokens_per_s[i].item(), found.mfu[i].item()) for i in np.flatnonzero(able)]
+    e, reasons = judge_layouts(config, cluster, table, batch, seq, None, RISK)
+    allowed = [i for i, reason in enumerate(reasons) if not reason]
+    return [Step(*named[i], e.tokens_per_s[i].item(), e.mfu[i].item()) for i in allowed]
 
 
 def fit_in_memory(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, seq: int) -> Step | None:
-    """Steps 1 and 2: the first candidate that fits with one sequence a micro-batch. dp takes the GPUs that are left, so
-    micro-batches make up the batch; where dp would be larger than the batch, or nothing fits, sequences are cut (CP).
+    """Return the layout of steps 1 and 2: the first candidate that fits with one sequence per micro-batch. dp uses the
+    GPUs that are left, so micro-batches make up the batch; if dp would be larger than the batch, or nothing fits,
+    sequences are split (CP).
     """
     for cp in (2**n for n in range(8)):
         for recompute in ("none", "full"):
@@ -108,20 +107,22 @@ def fit_in_memory(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, 
                     keep = layout.zero_stage == 3 and layout.pp > 1
                     changed = {"dp": gpus // inner, "cp": cp, "recompute": recompute, "gather_once": keep}
                     named.append((why, dataclasses.replace(layout, **changed)))
-            if fitting := judged(config, cluster, named, batch, seq) if named else []:
+            if fitting := allowed_steps(config, cluster, named, batch, seq) if named else []:
                 return fitting[0]
     return None
 
 
 def recipe(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, seq: int = 4096) -> list[Step]:
-    """The recipe's steps, the last one its answer; [] where nothing fits. Raises ValueError for a number below 1."""
+    """Return the recipe's steps, of which the last one is its answer; [] if nothing fits. Raises ValueError for a number
+    below 1.
+    """
     if min(gpus, batch, seq) < 1:
         raise ValueError(f"gpus {gpus}, batch {batch}, seq {seq}: each is 1 or more")
     first = fit_in_memory(config, cluster, gpus, batch, seq)
     steps = [first] if first else []
     while steps:
-        better = judged(config, cluster, list(changes(steps[-1].layout).items()), batch, seq)
-        best = max(better, key=lambda step: step.tokens_per_s, default=steps[-1])
+        allowed = allowed_steps(config, cluster, list(changes(steps[-1].layout).items()), batch, seq)
+        best = max(allowed, key=lambda step: step.tokens_per_s, default=steps[-1])
         if best.tokens_per_s <= 1.001 * steps[-1].tokens_per_s:
             break
         steps.append(best)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from course_lib.best_config.runs import MeasuredRun, numbered_rows
 from course_lib.five_d.layouts import Layout, check_named_settings, check_ranks, micro_batches
-from course_lib.single_gpu.model import PRESETS, ModelConfig
+from course_lib.single_gpu.config import PRESETS, ModelConfig
 
 SIZES = ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab")  # of a model that is no preset
 WHOLE = ("dp", "pp", "cp", "tp", "ep", "zero_stage", "micro_batch", "virtual", "replicate")

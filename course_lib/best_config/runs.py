@@ -21,8 +21,7 @@ from course_lib.best_config.clusters import Cluster
 from course_lib.best_config.planner import RISK, estimate
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout
-from course_lib.single_gpu.model import PRESETS, ModelConfig
-from course_lib.single_gpu.training import mfu
+from course_lib.single_gpu.config import PRESETS, ModelConfig
 
 COLUMNS = {"model", "ok", "mfu_pct", "tokens_per_s_per_gpu", "peak_mem_gb"}
 COLUMNS |= {"nodes", "dp", "tp", "pp", "zero_stage", "micro_batch", "grad_accum"}
@@ -50,6 +49,8 @@ class MeasuredRun:
     @property
     def row(self) -> dict:
         """For a heatmap, with the MFU of the model's own FLOPs on H100s."""
+        from course_lib.single_gpu.training import mfu
+
         speed = self.batch * self.seq / self.step_s / self.layout.ranks
         sizes = {name: getattr(self.layout, name) for name in ("dp", "tp", "pp", "zero_stage", "micro_batch")}
         shown = {"tokens_per_s_per_gpu": speed, "mfu_pct": 100 * mfu(self.config, self.seq, speed, 989.5e12)}

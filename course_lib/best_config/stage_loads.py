@@ -1,22 +1,22 @@
-"""What a pipeline's stages have to hold and to do, by closed forms: for one layout, or for arrays of them.
+"""Memory and work of a pipeline's stages in closed form: for one layout, or for arrays of layouts.
 
     in flight      1F1B min(p, m), AFAB m, interleaved p + (p-1)/v, ZB-H2 2p - 1, DualPipe p + 1
     bubble         1F1B p - 1 slots; shares of it: interleaved 1/v, ZB-H1, ZB-H2 1/3, ZB-V 1/6, DualPipe (p-2)/(p-1)/3
 
-for t_f = t_i = t_w, which is what notebook 09's simulator plays action by action; the tests hold one against the other.
-A bubble here lasts from the first rank's start to the last one's end: a step that clips gradients ends for all
-together. (Qi et al. 2023 count a rank's own span, in which ZB-H2 and ZB-V have none.)
+for t_f = t_i = t_w. Notebook 09's simulator plays the same action by action; tests compare the two. A bubble here lasts
+from the first rank's start to the last one's end, since a step that clips gradients ends for all ranks together. (Qi et
+al. 2023 count the span of each rank, in which ZB-H2 and ZB-V have no bubble.)
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.config import ModelConfig
 
 
 def is_schedule(layout, *names: str) -> np.ndarray:
-    """Where a layout has a pipeline with one of these schedules."""
+    """Return the layouts that have a pipeline with one of these schedules."""
     return np.isin(np.asarray(layout.schedule), names) & (np.asarray(layout.pp) > 1)
 
 
@@ -54,8 +54,8 @@ def bubble_share(layout, m) -> np.ndarray:
 
 
 def later_in_flight(layout, m, later) -> np.ndarray:
-    """The same of the rank that stands `later` ranks behind the first: one fewer for each under 1F1B, 2/v of one
-    interleaved; as many as the first rank's under other schedules.
+    """Return `in_flight` of the rank that is `later` ranks behind the first: per rank one fewer under 1F1B, 2/v fewer if
+    interleaved; under other schedules the same as on the first rank.
     """
     pp, v, most = np.asarray(layout.pp), np.asarray(layout.virtual), in_flight(layout, m)
     chunks = is_schedule(layout, "interleaved") & (v > 1)
@@ -64,16 +64,16 @@ def later_in_flight(layout, m, later) -> np.ndarray:
 
 
 def stage_layers(config: ModelConfig, pp, split: str, head: float) -> dict[str, np.ndarray]:
-    """Layers of a pipeline's first, second and last stage, the second one a fullest one; `head`: what the output layer
-    costs, in layers.
+    """Return the layers of a pipeline's first, second and last stage; the second one is a fullest one. head: FLOPs of
+    the output layer, in layers.
 
-    split: "ends": the embedding and the head count as a layer each (notebook 09); "layers": they count nothing
+    split: "ends": the embedding and the head count as a layer each (notebook 09); "layers": they count as none
     (Megatron-LM); "flops": a stage ends with the layer that reaches its share of all FLOPs (nanotron).
     """
     pp, layers = np.asarray(pp), config.layers
     if split == "ends":
-        each, more = np.divmod(layers + 2, pp)
-        first, second, last = each - 1, each + (more > 0), each - 1 + (more == pp - 1)
+        each, larger = np.divmod(layers + 2, pp)
+        first, second, last = each - 1, each + (larger > 0), each - 1 + (larger == pp - 1)
     elif split == "layers":
         first, second, last = -(-layers // pp), -(-layers // pp), layers // pp
     else:
@@ -95,16 +95,16 @@ def rank_layers(config: ModelConfig, layout, split: str, head: float) -> dict[st
 
     "second" is the fullest rank between the first and the last. Under ZB-V the first rank has embedding and head.
     """
-    pp, found = np.asarray(layout.pp), stage_layers(config, layout.pp, split, head)
+    pp, of_one_stage = np.asarray(layout.pp), stage_layers(config, layout.pp, split, head)
     if split != "ends":
-        return found
+        return of_one_stage
     zb_v, v = is_schedule(layout, "zb-v"), np.asarray(layout.virtual)
     chunks = np.where(zb_v, 2, np.where(is_schedule(layout, "interleaved"), v, 1))
-    each, more = np.divmod(config.layers + 2, pp * chunks)
-    start, end = (pp * chunks - more + 1) // 2, (pp * chunks + more + 1) // 2  # of the larger stages
+    each, count = np.divmod(config.layers + 2, pp * chunks)  # count: of the larger stages
+    start, end = (pp * chunks - count + 1) // 2, (pp * chunks + count + 1) // 2  # of the larger stages
 
     def larger(rank) -> np.ndarray:
-        spread = more // pp + ((rank - start) % pp < more % pp)
+        spread = count // pp + ((rank - start) % pp < count % pp)
         return np.where(zb_v, 1 * (rank >= start) + (2 * pp - 1 - rank < end), spread)
 
     ends = {
@@ -114,12 +114,12 @@ def rank_layers(config: ModelConfig, layout, split: str, head: float) -> dict[st
         "last": chunks * each + larger(pp - 1) - 1 + zb_v,
     }
     ends["second"] = np.where(pp > 2, ends["second"], 0)
-    return {name: np.where(chunks > 1, layers, found[name]) for name, layers in ends.items()}
+    return {name: np.where(chunks > 1, layers, of_one_stage[name]) for name, layers in ends.items()}
 
 
 def fills_stages(config: ModelConfig, pp, split: str, head: float) -> np.ndarray:
-    """Whether every stage gets something. nanotron's list of blocks ends with norm and head (together), a
-    cast, and the loss.
+    """Return the values of pp that leave no stage empty. nanotron's list of blocks ends with norm and head (together),
+    a cast, and the loss.
     """
     if split != "flops":
         return np.asarray(pp) <= config.layers + 2 * (split == "ends")

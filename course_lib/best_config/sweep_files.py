@@ -16,10 +16,9 @@ from course_lib.best_config.clusters import Cluster
 from course_lib.best_config.run_files import OUT_OF_MEMORY
 from course_lib.best_config.runs import MeasuredRun, numbered_rows
 from course_lib.best_config.software import SOFTWARE
-from course_lib.checkpoint import program as five_d
-from course_lib.expert_parallel.mixture import moe_options
+from course_lib.expert_parallel.sizes import moe_options
 from course_lib.five_d.layouts import Layout
-from course_lib.single_gpu.model import PRESETS
+from course_lib.single_gpu.config import PRESETS
 
 COLUMNS = {"model", "nodes", "layout", "global_batch_seqs", "seq", "steps", "options", "ok", "why", "step_s"}
 COLUMNS |= {"peak_mem_gb"}
@@ -42,6 +41,8 @@ def of_program(cluster: Cluster, dtype: str) -> Cluster:
 
 def dtype_and_experts(preset: str, options: Iterable[str]) -> tuple[str, dict | None]:
     """Return the dtype of a run with these options of five_d, and its experts: arguments of apply_moe, or None."""
+    from course_lib.checkpoint import program as five_d
+
     chosen = five_d.program_parser().parse_args(["--preset", preset, *options])
     return chosen.dtype, moe_options(chosen)
 

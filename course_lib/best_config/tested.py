@@ -9,13 +9,13 @@ estimates are compared with them. A layout is tested if there are runs, each at 
 
 - the number of GPUs,
 - each technique of the layout (a row of `techniques`), on that number of GPUs,
-- each two kinds of parallelism that the layout combines, and its schedule with its kind of model (dense or a mixture),
+- each pair of kinds of parallelism in the layout, and its schedule with its kind of model (dense or a mixture),
 - each of the degrees dp, pp, cp, tp and ep,
 - with ZeRO-2 or ZeRO-3, which send in every micro-batch, the number of micro-batches per step,
 - the number of parameters, and the sequence length (with CP, or without),
 
 and a run on the same kind of GPU. These may be different runs, of different programs. The estimate of a tested layout
-may still be wrong. Recomputation and FP8 change the work of each GPU alone, so their combinations are not checked.
+may still be wrong. Recomputation and FP8 only change the work of each GPU, so their combinations are not checked.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.planned_config import count_parameters
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import NAMED_TOKENS, Layout
+from course_lib.single_gpu.config import ModelConfig
 from course_lib.single_gpu.devices import read_table
-from course_lib.single_gpu.model import ModelConfig
 
 REACH = 2  # a run backs layouts up to twice its size
 SAME_GPU = 0.1  # relative difference of peak and memory bandwidth up to which two GPUs are of the same kind
@@ -116,8 +116,8 @@ def most_gpus() -> dict[tuple[str, ...], int]:
 
 
 def is_gpu(cluster: Cluster, name: str) -> bool:
-    """Whether a cluster's GPUs are of a preset's kind, by peak FLOP/s and memory bandwidth. More bandwidth, up to
-    MORE_BANDWIDTH, only shortens the kernels beside the matmuls, by the ratio of the data sheets.
+    """Return True if a cluster's GPUs are of a preset's kind, by peak FLOP/s and memory bandwidth. More bandwidth, up to
+    MORE_BANDWIDTH, only shortens the kernels other than matmuls, by the ratio of the data sheets.
     """
     other = CLUSTERS[name]
     bandwidth = cluster.memory_bandwidth / other.memory_bandwidth
@@ -125,7 +125,7 @@ def is_gpu(cluster: Cluster, name: str) -> bool:
 
 
 def job_rules(config: ModelConfig, cluster: Cluster, seq: int, moe: dict | None = None) -> dict[str, bool]:
-    """Return the reasons that hold for all layouts of a job: its kind of GPU, parameters, and tokens per sequence."""
+    """Return the reasons that apply to all layouts of a job: its kind of GPU, parameters, and tokens per sequence."""
     runs, kind = measured_layouts(), "mixtures" if moe else "models"
     gpus, longest, most = sorted(set(runs.gpu)), runs.seq.max(), runs.params_b[runs.mixture == bool(moe)].max()
     too_large = count_parameters(config, moe)[0] > REACH * most * 1e9
@@ -139,27 +139,28 @@ def job_rules(config: ModelConfig, cluster: Cluster, seq: int, moe: dict | None 
 def layout_rules(
     cluster: Cluster, table: LayoutTable, seq: int, moe: dict | None = None, batch: int | None = None
 ) -> dict[str, np.ndarray]:
-    """Return the reasons that depend on the layout, each with the layouts that it holds for: boolean arrays [n].
+    """Return the reasons that depend on the layout, each with the layouts that it applies to: boolean arrays [n].
 
-    A reason is left out for layouts that a more general one covers: with no run with ZB-V, none has ZB-V and experts.
+    A reason is left out for layouts that a more general reason covers: without runs with ZB-V, there are none with ZB-V
+    and experts.
     """
     runs, gpus, most = measured_layouts(), table.ranks, most_gpus()
     every, longest = runs.table.ranks.max(), runs.seq[runs.table.cp == 1].max()
     too_many = gpus > REACH * every
     rules = {f"more than {every:,} GPUs": too_many}
-    used = techniques(table, bool(moe), cluster.software.products == "fp8", cluster.gpus_per_node)
-    beyond = {name: here & (gpus > REACH * most[name,]) & ~too_many for name, here in used.items()}
+    used = techniques(table, bool(moe), cluster.software.matmul_dtype == "fp8", cluster.gpus_per_node)
+    beyond = {name: uses & (gpus > REACH * most[name,]) & ~too_many for name, uses in used.items()}
     rules |= {on_gpus(name, most[name,]): holds for name, holds in beyond.items()}
     for one, other in PAIRS:
-        here = used[one] & used[other] & (gpus > REACH * most[one, other]) & ~too_many
-        rules[on_gpus(f"{one} with {other}", most[one, other])] = here & ~beyond[one] & ~beyond[other]
+        both = used[one] & used[other] & (gpus > REACH * most[one, other]) & ~too_many
+        rules[on_gpus(f"{one} with {other}", most[one, other])] = both & ~beyond[one] & ~beyond[other]
     for name in DEGREES:
         largest = getattr(runs.table, name).max()
         rules[f"{name} above {largest}"] = getattr(table, name) > REACH * largest
     for name in ZERO[2:] if batch else ():
         largest = runs.micro_batches[runs.techniques[name]].max(initial=0)
-        here = used[name] & ~beyond[name] & (batch > REACH * largest * table.dp * table.micro_batch)
-        rules[f"{name} with more than {largest} micro-batch{'es' if largest > 1 else ''} per step"] = here
+        above = used[name] & ~beyond[name] & (batch > REACH * largest * table.dp * table.micro_batch)
+        rules[f"{name} with more than {largest} micro-batch{'es' if largest > 1 else ''} per step"] = above
     without_cp = (table.cp == 1) & (REACH * longest < seq <= REACH * runs.seq.max())
     return rules | {f"sequences of more than {longest:,} tokens without CP": without_cp}
 
@@ -178,7 +179,7 @@ def untested(
     batch: int | None = None,
 ) -> tuple[str, ...]:
     """Return what no run has tested about a layout, such as ("HSDP", "ZeRO-3 on more than 512 GPUs"); empty if runs
-    back all of it. The head of the module has the rules.
+    back all of it. The module's docstring has the rules.
 
     seq: tokens per sequence; moe: arguments of apply_moe; batch: sequences per step, None to ignore micro-batches.
     """

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from course_lib.checkpoint.files import CheckpointError
-from course_lib.expert_parallel.hugging_face import HF_MIXTURES, hf_mixture, hf_tensors, size
+from course_lib.expert_parallel.hf_sizes import size
+from course_lib.expert_parallel.hugging_face import HF_MIXTURES, hf_mixture, hf_tensors
 from course_lib.expert_parallel.mixture import apply_moe
-from course_lib.single_gpu.hugging_face import HF_KINDS, PLAIN_RELEASE, PLAIN_TYPES, hf_config, one_of
+from course_lib.single_gpu.hf_config import HF_KINDS, hf_config, one_of
+from course_lib.single_gpu.hugging_face import PLAIN_RELEASE, PLAIN_TYPES
 from course_lib.single_gpu.model import ModelConfig, Transformer
 
 SIZES = (

@@ -23,7 +23,8 @@ from course_lib.checkpoint.hf_files import from_hf_config, read_hf_config
 from course_lib.checkpoint.hugging_face import from_hf
 from course_lib.checkpoint.noise import drop_tokens
 from course_lib.checkpoint.saved_run import Log, SavedRun, log_file
-from course_lib.expert_parallel.mixture import active_config, describe_model, moe_options
+from course_lib.expert_parallel.mixture import describe_model
+from course_lib.expert_parallel.sizes import active_config, moe_options
 from course_lib.five_d.layouts import Layout, check_layout, fitted
 from course_lib.five_d.meshes import build_mesh
 from course_lib.five_d.model import ParallelModel, parallelize

@@ -30,6 +30,7 @@ from course_lib.context_parallel.blocks import (
     initial_out_lse,
     visible,
 )
+from course_lib.context_parallel.methods import check_heads
 from course_lib.sequence_parallel.shards import (
     chunks_of,
     from_order,
@@ -180,12 +181,6 @@ def all_gather_backward(gradient, q, k, v, out, lse, group, causal: bool, attent
     grad_local, work = start_reduce_scatter(grads, group)
     work.wait()
     return grad_q.to(q.dtype), *grad_local.to(k.dtype).chunk(2)
-
-
-def check_heads(heads: int, kv_heads: int, ranks: int) -> None:
-    """Raise ValueError if Ulysses cannot give every rank the same number of heads."""
-    if heads % ranks or kv_heads % ranks and ranks % kv_heads:
-        raise ValueError(f"ulysses: {ranks} ranks can't share {heads} heads and {kv_heads} K/V heads")
 
 
 # exercise 07.13

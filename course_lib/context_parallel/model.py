@@ -17,8 +17,9 @@ from torch import nn
 
 from course_lib.collectives.devices import device_type
 from course_lib.collectives.groups import group_or_world
-from course_lib.context_parallel.attention import all_gather_attention, check_heads, ring_attention, ulysses_attention
+from course_lib.context_parallel.attention import all_gather_attention, ring_attention, ulysses_attention
 from course_lib.context_parallel.blocks import FUSED_BLOCK, AttentionBlock
+from course_lib.context_parallel.methods import METHOD_NAMES, check_heads
 from course_lib.sequence_parallel.model import apply_sequence_parallel, forward_inputs, require_positions
 from course_lib.sequence_parallel.shards import ORDERS, local_positions, shard_sequence
 from course_lib.single_gpu import training as single_gpu
@@ -26,7 +27,7 @@ from course_lib.single_gpu.model import PRESETS, Transformer, need_transformer
 from course_lib.tensor_parallel.model import apply_tensor_parallel, check_degree
 from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 
-METHODS = {"ring": ring_attention, "all_gather": all_gather_attention, "ulysses": ulysses_attention}
+METHODS = dict(zip(METHOD_NAMES, (ring_attention, all_gather_attention, ulysses_attention), strict=True))
 
 
 def check_context_parallel(model: Transformer, group: dist.ProcessGroup, method: str, order: str) -> None:

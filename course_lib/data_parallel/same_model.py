@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import nn
 
+from course_lib.collectives.simulation import all_gather_object
 from course_lib.single_gpu.placement import placement_of
 
 
@@ -62,7 +63,7 @@ def hashes_agree(lines: list[Description], group: dist.ProcessGroup) -> bool:
     hashes: dict[object, bytes] = {short_hash(ranks): short_hash(each) for ranks, each in shards.items()}
     hashes["texts"] = short_hash([line.text for line in lines])
     hashes_of_ranks: list[dict[object, bytes]] = [{}] * group.size()
-    dist.all_gather_object(hashes_of_ranks, hashes, group)
+    all_gather_object(hashes_of_ranks, hashes, group)
     first: dict[object, bytes] = {}
     return all(first.setdefault(key, value) == value for each in hashes_of_ranks for key, value in each.items())
 
@@ -77,7 +78,7 @@ def check_same_model(module: nn.Module, group: dist.ProcessGroup, arguments: dic
     if hashes_agree(lines, group):
         return
     ranks, lines_of_ranks = dist.get_process_group_ranks(group), [lines] * group.size()
-    dist.all_gather_object(lines_of_ranks, lines, group)
+    all_gather_object(lines_of_ranks, lines, group)
     first_shards: dict[tuple, tuple[int, str]] = {}  # by (index, reduce_ranks): the first such rank, and its shard
     for rank, others in zip(ranks, lines_of_ranks, strict=True):
         for index, (line, first) in enumerate(zip_longest(others, lines_of_ranks[0], fillvalue=NOTHING)):

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from course_lib.collectives.simulation import Simulatable
 from course_lib.expert_parallel.experts import AddByToken, TakeByToken
 from course_lib.tensor_parallel.linear import as_autocast
 from course_lib.tensor_parallel.regions import OnceDifferentiable
@@ -108,6 +109,7 @@ def send_rows(
     return WaitAllToAll.apply(all_to_all, *received)
 
 
+@Simulatable
 def read_sizes(rows: torch.Tensor, choices: torch.Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int], int]:
     """Return the number of rows to send to each rank of the group and to receive from each, and the number of choices
     in all received rows.

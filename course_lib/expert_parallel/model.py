@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from course_lib.collectives.devices import device_type
 from course_lib.collectives.groups import group_or_world
 from course_lib.expert_parallel.exchange import dispatch_and_combine
-from course_lib.expert_parallel.mixture import MoE, apply_moe, mixture_params
+from course_lib.expert_parallel.mixture import MoE, apply_moe
 from course_lib.expert_parallel.nested_shards import shard_nested
 from course_lib.expert_parallel.router import SCORES, Routing, routers_of, take_counts, update_bias
+from course_lib.expert_parallel.sizes import mixture_params
 from course_lib.sequence_parallel.model import gather_sequence, reduce_scatter_sequence
 from course_lib.single_gpu import training as single_gpu
 from course_lib.single_gpu.model import PRESETS, Transformer, need_transformer

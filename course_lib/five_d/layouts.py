@@ -20,14 +20,11 @@ import math
 import re
 from dataclasses import dataclass
 
-from course_lib.context_parallel.attention import check_heads
-from course_lib.context_parallel.model import METHODS
-from course_lib.expert_parallel.router import Routing
+from course_lib.context_parallel.methods import METHOD_NAMES, check_heads
+from course_lib.expert_parallel.routing import Routing
 from course_lib.pipeline.schedules import SCHEDULES, Schedule, num_stages, schedule_by_name
-from course_lib.pipeline.stages import split_layers
-from course_lib.sequence_parallel.shards import ORDERS
-from course_lib.single_gpu.model import ModelConfig
-from course_lib.tensor_parallel.model import check_degree
+from course_lib.sequence_parallel.orders import ORDERS
+from course_lib.single_gpu.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ NUMERIC_TOKENS |= {"zero": "zero_stage", "mb": "micro_batch", "v": "virtual", "r
 NAMED_TOKENS: dict[str, tuple[str, bool | str]] = {"sp": ("sequence_parallel", True), "keep": ("gather_once", True)}
 NAMED_TOKENS |= {name: ("schedule", name) for name in [*SCHEDULES, "interleaved"]}  # token: field and value
 NAMED_TOKENS |= {name: ("recompute", name) for name in ("selective", "full")}
-NAMED_TOKENS |= {name: ("cp_method", name) for name in METHODS} | {name: ("cp_order", name) for name in ORDERS}
+NAMED_TOKENS |= {name: ("cp_method", name) for name in METHOD_NAMES} | {name: ("cp_order", name) for name in ORDERS}
 
 
 # exercise 10.1
@@ -201,6 +198,9 @@ def check_replicas(layout: Layout) -> None:
 
 def check_model(layout: Layout, config: ModelConfig, moe: dict | None) -> None:
     """Raise ValueError if the degrees do not divide the model. The message names the number to change."""
+    from course_lib.pipeline.stages import split_layers  # these need torch; a Layout does not
+    from course_lib.tensor_parallel.model import check_degree
+
     if config.dropout and layout.tp > 1:  # activations that all tp ranks hold in full would get different masks
         raise ValueError(f"dropout {config.dropout}: tp {layout.tp} ranks would draw different masks: make dropout 0")
     try:

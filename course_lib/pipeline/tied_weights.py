@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_lib.collectives.simulation import all_gather_object
 from course_lib.pipeline.schedules import Action, Schedule
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.linear import new_disjoint_subgroups
@@ -77,7 +78,7 @@ def sync_tied_weights(stages: nn.ModuleDict, schedule: Schedule, group, dp_group
         reduced = (placement_of(weight).reduce_group or dp_group) if dp_group else None
         over[weight] = has[weight], tuple(dist.get_process_group_ranks(reduced)) if reduced else (dist.get_rank(),)
     of_all = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, (dist.get_process_group_ranks(group), set(over.values())))
+    all_gather_object(of_all, (dist.get_process_group_ranks(group), set(over.values())))
 
     def members(key: tuple) -> tuple[int, ...]:
         return tuple(sorted({of_all[rank][0][place] for rank in key[1] for place in key[0]}))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from course_lib.collectives.groups import group_or_world
 from course_lib.collectives.into_tensor import all_gather_into_tensor, reduce_scatter_tensor
+from course_lib.sequence_parallel.orders import ORDERS
 
 
 def split_by_rank(full: torch.Tensor, n: int) -> torch.Tensor:
@@ -41,9 +42,6 @@ def start_reduce_scatter(shards: torch.Tensor, group: dist.ProcessGroup) -> tupl
     """
     local, shards = shards.new_empty(shards.shape[1:]), shards.contiguous()
     return local, reduce_scatter_tensor(local, shards.flatten(0, 1), group=group, async_op=True)
-
-
-ORDERS = ("zigzag", "contiguous")
 
 
 def chunks_of(rank: int, ranks: int, order: str = "zigzag") -> tuple[int, ...]:

@@ -13,8 +13,6 @@ import functools
 import re
 from pathlib import Path
 
-import torch
-
 DATA = Path(__file__).resolve().parents[1] / "data"
 # Vendors, SXM boards (most names leave them out), OAM boards and virtual functions, air cooling, and memory.
 NOT_MODEL = re.compile(r"NVIDIA|TESLA|AMD|INSTINCT|GEFORCE|SXM\d?|OAM|VF|AC|HBM\d\w?|\d+GB?")
@@ -56,6 +54,8 @@ def peak_flops(device_name: str | None = None) -> float | None:
     BF16: the figure is its FP16 peak.
     """
     if device_name is None:
+        import torch
+
         device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peak = peak_tflops().get(model_of(device_name))
     return peak and peak * 1e12

@@ -10,7 +10,7 @@ Rajbhandari et al. 2020 (ZeRO, §3); Korthikanti et al. 2022 (activation recompu
 
 from __future__ import annotations
 
-from course_lib.single_gpu.model import ModelConfig
+from course_lib.single_gpu.config import ModelConfig
 
 
 # exercise 01.4

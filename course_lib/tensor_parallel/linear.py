@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from course_lib.collectives.groups import group_or_world
+from course_lib.collectives.simulation import all_gather_object
 from course_lib.single_gpu.model import LinearLayer
 from course_lib.tensor_parallel.regions import OnceDifferentiable, copy_to_group, gather_from_group, sum_over_group
 from course_lib.tensor_parallel.shards import TensorShard, shard_parameter
@@ -175,7 +176,7 @@ def replicas_of(group: dist.ProcessGroup, copies: int) -> Replicas:
     is below 1 or does not divide the size of a group, or if the ranks of a group passed different arguments.
     """
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, (dist.get_process_group_ranks(group), copies))
+    all_gather_object(gathered, (dist.get_process_group_ranks(group), copies))
     groups = sorted({(tuple(members), count) for members, count in gathered})
     for members, count in groups:
         if count < 1:

@@ -8,24 +8,24 @@ import sys
 import numpy as np
 import pytest
 
-from course_lib.best_config import answer as answers
+from course_lib.best_config import question
 from course_lib.best_config.answer import (
     answer,
-    exposed,
     fastest_tested,
-    near,
     notes_of,
-    untested,
+    similar_jobs,
     with_kernels,
+    without_overlap,
 )
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.launch import launch
 from course_lib.best_config.model_files import read_config
-from course_lib.best_config.one_layout import differences
+from course_lib.best_config.one_layout import time_differences
 from course_lib.best_config.planner import estimate, search
 from course_lib.best_config.program_features import MISSING
-from course_lib.best_config.question import Question, program_of, with_program
-from course_lib.best_config.simplicity import NEAR, SAME, ranked
+from course_lib.best_config.question import Question, program_title, with_program
+from course_lib.best_config.simplicity import NEAR, SAME, answer_rows
+from course_lib.best_config.tested import untested
 from course_lib.checkpoint import program as five_d
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.memory import param_count
@@ -72,10 +72,10 @@ def test_what_may_run_out_of_memory_stands_apart():
 
 def test_why_the_second_loses_adds_up():
     found = UNEVEN.search()
-    (first, _), *others = ranked(UNEVEN, found, 10)
+    (first, _), *others = answer_rows(UNEVEN, found, 10)
     e, longer = found.estimate, found.estimate.step_s / found.estimate.step_s[first] - 1
     second = next(row for row, _ in others if longer[row] > 2 * SAME)
-    why = differences(found, first, second)
+    why = time_differences(found, first, second)
     assert sum(why.values()) == pytest.approx(longer[second], abs=len(e.time) * SAME)
     assert list(why.values()) == sorted(why.values(), reverse=True) and min(map(abs, why.values())) >= SAME
     for part, share in why.items():
@@ -94,11 +94,11 @@ def test_a_batch_that_does_not_divide_is_moved():
 def test_jobs_near_by_are_whole_nodes_and_real_gains():
     asked = dataclasses.replace(UNEVEN, gpus=72, batch=1024)
     speed = answer(asked, 1)["layouts"][0]["tokens_per_s_per_gpu"]
-    found = near(asked, speed)
+    found = similar_jobs(asked, speed)
     assert {one["gpus"] for one in found} <= {64, 72, 80} and len({one["gpus"] for one in found}) == len(found) > 0
     assert all(abs(one["batch"] / 1024 - 1) <= 0.06 and one["gain"] >= 0.02 for one in found)
     assert [one["gain"] for one in found] == sorted((one["gain"] for one in found), reverse=True)
-    assert near(asked, 1.5 * speed) == []
+    assert similar_jobs(asked, 1.5 * speed) == []
     for one in found:
         there = dataclasses.replace(asked, gpus=one["gpus"], batch=one["batch"])
         assert one["uncommon"] == [] and Layout.parse(one["layout"]).ranks == there.gpus
@@ -144,22 +144,22 @@ def test_what_no_run_has_tested_is_said_with_the_fastest_tested_layout(monkeypat
     """Only pipelines with ZeRO-1 at most are tested, say."""
 
     def is_tested(config, cluster, table, *sizes):
-        assert (config, cluster, sizes) == (EIGHT.config, H100, (4096, None, 64))
+        assert (config, sizes[:2]) == (EIGHT.config, (4096, None))
         return (table.pp > 1) & (table.zero_stage < 2)
 
     def untested(config, cluster, layout, *sizes):
         return () if is_tested(config, cluster, layout, *sizes) else ("no pipeline", "ZeRO-2")
 
-    monkeypatch.setattr(answers, "untested", untested)
-    monkeypatch.setattr(answers, "is_tested", is_tested)
+    monkeypatch.setattr(question, "untested", untested)
+    monkeypatch.setattr(question, "is_tested", is_tested)
     said, found = answer(EIGHT), EIGHT.search()
     assert said["untested"] == ["no pipeline", "ZeRO-2"]
     tested = next(row for row in found.order if is_tested(EIGHT.config, H100, found.table[row], 4096, None, 64))
     assert said["tested"]["step_s"] == found.estimate.step_s[tested]
     assert Layout.parse(said["tested"]["layout"]).pp > 1
-    monkeypatch.setattr(answers, "is_tested", lambda config, cluster, table, *_: np.zeros(len(table), bool))
+    monkeypatch.setattr(question, "is_tested", lambda config, cluster, table, *_: np.zeros(len(table), bool))
     assert fastest_tested(EIGHT, found) is None
-    monkeypatch.setattr(answers, "untested", lambda *_: ())
+    monkeypatch.setattr(question, "untested", lambda *_: ())
     said = answer(EIGHT, 1)
     assert said["untested"] == [] and said["tested"] is None
 
@@ -190,7 +190,7 @@ def test_no_command_is_printed_for_another_program(change):
     """Notebook 10's program has neither kernels nor FP8: its numbers would be others."""
     other = dataclasses.replace(EIGHT, cluster=with_program(H100, **change))
     said = launch(other, Layout(dp=8))
-    assert "command" not in said and f"the answer is for {program_of(other.cluster.software)}" in said["note"]
+    assert "command" not in said and f"the answer is for {program_title(other.cluster.software)}" in said["note"]
     assert "command" in launch(EIGHT, Layout(dp=8))
 
 
@@ -216,7 +216,7 @@ def test_the_step_without_overlap():
     said, cluster = answer(many), H100.with_software(overlap=0.0, sharded_overlap=0.0)
     layouts = [Layout.parse(one["layout"]) for one in said["layouts"]]
     expected = [float(estimate(many.config, cluster, layout, 1024).step_s) for layout in layouts]
-    assert layouts[0].zero_stage == 3 and said["exposed"] == exposed(many, layouts)
+    assert layouts[0].zero_stage == 3 and said["exposed"] == without_overlap(many, layouts)
     assert said["exposed"]["step_s"] == pytest.approx(expected[0]) and expected[0] > 1.5 * said["layouts"][0]["step_s"]
     assert said["exposed"]["fastest"] == str(layouts[int(np.argmin(expected))])
     assert said["exposed"]["fastest_s"] == pytest.approx(min(expected))

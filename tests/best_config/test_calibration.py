@@ -73,7 +73,7 @@ def test_outliers_do_not_move_them_much():
 
 
 def test_runs_in_fp8_tell_the_efficiency_of_fp8():
-    fp8 = EFA.with_software(products="fp8")
+    fp8 = EFA.with_software(matmul_dtype="fp8")
     named = {name: {*constants_of(each, "step_s")} for name, each in (("bf16", EFA), ("fp8", fp8))}
     assert named["bf16"] - named["fp8"] == {"matmul_efficiency"} and named["fp8"] - named["bf16"] == {"fp8_efficiency"}
     truth = fp8.with_software(fp8_efficiency=0.6)

@@ -190,7 +190,7 @@ def test_a_rack_is_a_node():
 
 def test_no_gpu_computes_faster_than_the_fastest_published_kernels():
     """A factor over an H100's share raises no program's share above 90% in matmuls and 75% in attention."""
-    in_bf16 = [software for software in SOFTWARE.values() if software.products == "bf16"]
+    in_bf16 = [software for software in SOFTWARE.values() if software.matmul_dtype == "bf16"]
     for cluster, software in itertools.product(CLUSTERS.values(), in_bf16):
         cluster = dataclasses.replace(cluster, software=software)
         assert cluster.matmul_rate <= 0.9 * cluster.peak_flops and cluster.head_rate <= 0.9 * cluster.peak_flops

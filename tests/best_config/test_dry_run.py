@@ -13,10 +13,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from calls import peak_bytes
 from course_lib.best_config.clusters import CLUSTERS
-from course_lib.best_config.dry_runs import DryRun, axes_between, by_axes, dry_run, measured_step, settle_shapes
-from course_lib.best_config.fake_ranks import fake_ranks, moved, simulate_peer_object
+from course_lib.best_config.dry_runs import DryRun, axes_between, bytes_by_axes, dry_run, measured_step, prepare_step
+from course_lib.best_config.fake_ranks import fake_ranks, shifted, simulate_peer_object
 from course_lib.best_config.planner import estimate
 from course_lib.checkpoint.program import parallelize
+from course_lib.collectives.simulation import all_gather_object
 from course_lib.collectives.traffic import Record, Traffic
 from course_lib.expert_parallel import exchange
 from course_lib.five_d.layouts import Layout, groups_along
@@ -35,7 +36,8 @@ def state() -> tuple:
     modes, default = _get_current_dispatch_mode_stack(), torch.get_default_device()
     random = torch.get_rng_state().sum().item()
     autocast = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
-    functions = dist.all_gather_object, torch.UntypedStorage.resize_, sys.excepthook, exchange.read_sizes
+    functions = dist.all_gather_object, torch.UntypedStorage.resize_, sys.excepthook
+    functions += tuple(len(each.simulations) for each in (all_gather_object, exchange.read_sizes))
     return dist.is_initialized(), hooks, modes, default, random, autocast, functions
 
 
@@ -47,11 +49,11 @@ def test_the_peak_is_that_of_the_allocator(words):
     with fake_ranks(layout):
         parallel = parallelize(SIZES, layout, build_mesh(layout, "cpu"), lr=1e-3)
         parallel.reads_flags = False  # what nobody sends may be NaN
-        tokens = settle_shapes(parallel, 4, SEQ)
+        tokens = prepare_step(parallel, 4, SEQ)
         parallel.step(tokens, tokens)
         held = sum(measured_step(parallel, tokens, tokens)[0].values())
         if layout.zero_stage == 3:  # these gradients go at the beginning of a step, unseen by the profiler
-            held -= found.at_rest["gradients"]
+            held -= found.between_steps["gradients"]
             parallel.optimizer.zero_grad()
         peak = held + peak_bytes(lambda: parallel.step(tokens, tokens))
     assert found.peak_bytes == pytest.approx(peak, rel=0.03)
@@ -63,7 +65,7 @@ def test_a_model_that_fits_nowhere_here_takes_no_memory():
     layout = Layout.parse("dp128,pp16,tp8,sp,zero1")
     found = dry_run(config, layout, 128 * 4, 8192, rank=8)  # rank 8 of 16,384 has the second stage
     weights = 2 * param_count(dataclasses.replace(config, layers=1, vocab=0)) // 8  # BF16
-    assert found.at_rest["parameters"] == pytest.approx(weights, rel=1e-3)
+    assert found.between_steps["parameters"] == pytest.approx(weights, rel=1e-3)
     assert found.peak_bytes > 5 * 2**30
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10 < 300  # MiB
 
@@ -72,9 +74,9 @@ def test_8b_on_8_ranks_is_what_zero_3_promises():
     found = dry_run(PRESETS["llama3-8B"], Layout.parse("dp8,zero3"), 8, 8192)
     weights = param_count(PRESETS["llama3-8B"])
     for category, copies in (("parameters", 1), ("gradients", 1), ("optimizer states", 2)):
-        assert found.at_rest[category] == pytest.approx(4 * copies * weights / 8, rel=1e-6)
+        assert found.between_steps[category] == pytest.approx(4 * copies * weights / 8, rel=1e-6)
     assert found.bytes_sent["dp", "reduce_scatter"] == pytest.approx(7 / 8 * 4 * weights, rel=1e-6)  # float32
-    assert found.peak["parameters"] > found.at_rest["parameters"]  # gathered ones
+    assert found.peak["parameters"] > found.between_steps["parameters"]  # gathered ones
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_every_rank_says_which_group_it_is_in(axis):
         said = groups[own], "a word", (groups[own], [])
         for other in range(layout.ranks):
             assert simulate_peer_object(other, own, said, layout) == (groups[other], "a word", (groups[other], []))
-    assert moved([0, 12], [0, 0, 0, 0, 0], layout) == [0, 12]
+    assert shifted([0, 12], [0, 0, 0, 0, 0], layout) == [0, 12]
 
 
 def test_bytes_are_sorted_by_the_axes_of_their_group():
@@ -162,14 +164,14 @@ def test_bytes_are_sorted_by_the_axes_of_their_group():
     layout = Layout.parse("dp4,pp2,tp2,ep2")
     calls = [("send", (0, 2), 5), ("all_reduce", (0, 1), 7), ("recv", (0, 2), 0), ("send", (0, 2), 1)]
     traffic = Traffic([Record(name, ranks, 0, sent, None) for name, ranks, sent in calls])
-    assert by_axes(traffic, layout) == {("pp", "send"): 6, ("tp", "all_reduce"): 7}
+    assert bytes_by_axes(traffic, layout) == {("pp", "send"): 6, ("tp", "all_reduce"): 7}
 
 
 def test_the_table_adds_up():
     gib = 2**30
-    at_rest = {"parameters": gib, "optimizer states": 2 * gib, "activations": 0, "gradients": gib, "temporary": 0}
-    peak = at_rest | {"activations": 3 * gib}
-    found = DryRun(Layout(dp=8), 3, at_rest, peak, {("dp", "all_reduce"): 7 * gib})
+    between_steps = {"parameters": gib, "optimizer states": 2 * gib, "activations": 0, "gradients": gib, "temporary": 0}
+    peak = between_steps | {"activations": 3 * gib}
+    found = DryRun(Layout(dp=8), 3, between_steps, peak, {("dp", "all_reduce"): 7 * gib})
     assert found.peak_bytes == 7 * gib
     lines = str(found).splitlines()
     assert lines[0] == "rank 3 of 8, dp8"

@@ -43,12 +43,12 @@ def test_a_dry_run_takes_what_a_real_rank_takes(way, ranks):
     batch = 2 * layout.dp * layout.micro_batch
     measured = ranks(real_step, *way, batch)
     for rank in (0, layout.ranks - 1):  # in the first stage and in the last
-        at_rest, peak, sent = measured[rank]
+        between_steps, peak, sent = measured[rank]
         found = dry_run(dataclasses.replace(SIZES, tied=tied), layout, batch, SEQ, rank=rank, dtype=dtype, lr=1e-3)
         assert found.bytes_sent == sent
         # a real rank's collective may let go of its tensors a little later: a number at rest, more at the peak
-        late = at_rest["temporary"] - found.at_rest["temporary"]
-        assert 0 <= late <= 16 and found.at_rest | {"temporary": 0} == at_rest | {"temporary": 0}
+        late = between_steps["temporary"] - found.between_steps["temporary"]
+        assert 0 <= late <= 16 and found.between_steps | {"temporary": 0} == between_steps | {"temporary": 0}
         assert found.peak_bytes == pytest.approx(sum(peak.values()), rel=0.03)
 
 
@@ -57,10 +57,10 @@ def test_a_dry_run_takes_what_a_real_rank_takes(way, ranks):
 def test_a_mixtures_dry_run_takes_what_a_real_rank_takes(words, ranks):
     layout, moe = Layout.parse(words), {"experts": 4, "top_k": 4, "ffn_hidden": 24, "aux_loss_coeff": 0.01}
     batch = 2 * layout.dp * layout.micro_batch
-    at_rest, peak, sent = ranks(real_step, words, False, torch.bfloat16, batch, moe)[0]
+    between_steps, peak, sent = ranks(real_step, words, False, torch.bfloat16, batch, moe)[0]
     found = dry_run(SIZES, layout, batch, SEQ, moe=moe, lr=1e-3)
     assert found.bytes_sent == sent and sent["ep", "all_to_all"] > 0
-    assert found.at_rest | {"temporary": 0} == at_rest | {"temporary": 0}
+    assert found.between_steps | {"temporary": 0} == between_steps | {"temporary": 0}
     assert found.peak_bytes == pytest.approx(sum(peak.values()), rel=0.03)
 
 

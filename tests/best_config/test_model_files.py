@@ -7,7 +7,7 @@ import pytest
 from course_lib.best_config.model_files import read_config, sizes_of
 from course_lib.checkpoint.hf_files import read_hf_config
 from course_lib.expert_parallel.mixture import mixture_params
-from course_lib.single_gpu.hugging_face import hf_config
+from course_lib.single_gpu.hf_config import hf_config
 from course_lib.single_gpu.memory import param_count
 
 LLAMA = {

@@ -10,10 +10,10 @@ import pytest
 from course_lib.best_config.answer import answer
 from course_lib.best_config.answer_text import as_text
 from course_lib.best_config.clusters import CLUSTERS, GIB
-from course_lib.best_config.one_layout import difference, judged, nearest_allowed, other_programs
+from course_lib.best_config.one_layout import changed_settings, judge_layout, nearest_allowed, other_programs
 from course_lib.best_config.planner import RISKY, estimate, why_not
 from course_lib.best_config.question import Question, check_question
-from course_lib.best_config.simplicity import leading
+from course_lib.best_config.simplicity import first_layout
 from course_lib.five_d.layouts import Layout, check_layout
 from course_lib.single_gpu.model import PRESETS
 
@@ -37,12 +37,12 @@ def ask(layout: str, **changes) -> Question:
 def test_a_layout_of_the_ranking_has_its_rank(found):
     at = 40
     row, e = found.order[at], found.estimate
-    said = judged(ask(str(found.table[row])), found)
+    said = judge_layout(ask(str(found.table[row])), found)
     faster = np.count_nonzero(e.step_s[found.order] < (1 - 1e-9) * e.step_s[row])
     assert (said["why_not"], said["rank"], said["among"]) == ("", faster + 1, len(found.order)) and faster <= at
     assert said["step_s"] == pytest.approx(e.step_s[row]) and sum(said["time"].values()) == pytest.approx(e.step_s[row])
     assert sum(said["memory"].values()) == pytest.approx(e.needed_bytes[row] / GIB) == pytest.approx(said["needed_gib"])
-    first = leading(JOB, found)
+    first = first_layout(JOB, found)
     assert said["first"] == str(found.table[first])
     assert said["slower"] == pytest.approx(e.step_s[row] / e.step_s[first] - 1)
     assert sum(said["differences"].values()) == pytest.approx(said["slower"], abs=1e-3 * len(e.time))
@@ -51,7 +51,7 @@ def test_a_layout_of_the_ranking_has_its_rank(found):
 
 
 def test_a_layout_that_the_search_does_not_try_is_ranked_too(found):
-    said = judged(ask("dp8,tp8,sp,zero3,rep2,mb2,full,ulysses"), found)
+    said = judge_layout(ask("dp8,tp8,sp,zero3,rep2,mb2,full,ulysses"), found)
     assert said["why_not"] == "" and 1 < said["rank"] <= said["among"]
 
 
@@ -138,7 +138,7 @@ def test_an_allowed_layout_has_the_command(found):
     assert "--layout dp8,tp8,zero3,sp,full " in said["launch"]["command"] and said["near"] == []
     text = as_text(said)
     assert f"allowed: number {said['asked']['rank']:,} of {len(found.order):,} layouts by speed" in text
-    assert f"beside the first answer, {said['asked']['first']}, it takes " in text
+    assert f"compared with the first answer, {said['asked']['first']}, it takes " in text
     assert "the best layouts of this job:" in text
 
 
@@ -157,8 +157,8 @@ def test_the_nearest_layouts_are_the_nearest(found):
     far = [slow_distance(found.table[row], layout) for row in found.order]
     assert [slow_distance(one, layout) for one in near[:1]] == pytest.approx([min(far)])
     assert len(near) == 5 and sorted(near, key=lambda one: slow_distance(one, layout)) == near
-    changed = [set(difference(layout, one)) for one in near]
+    changed = [set(changed_settings(layout, one)) for one in near]
     assert not any(one < other for one in changed for other in changed)
     assert slow_distance(Layout.parse("dp4,pp2,tp8,sp,zero1,mb2"), layout) == 2
     other = Layout.parse("dp4,pp2,tp8,zero3,mb2,keep,full")
-    assert difference(layout, other) == ["dp 4", "pp 2", "zero 3", "recompute full", "mb 2", "no sp"]
+    assert changed_settings(layout, other) == ["dp 4", "pp 2", "zero 3", "recompute full", "mb 2", "no sp"]

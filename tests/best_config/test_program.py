@@ -70,7 +70,7 @@ def test_the_second_better_jobs_and_what_is_risky_are_in_words():
     lines = as_text(said).splitlines()
     name = f"the second, {second['layout']},"
     assert f"{name} takes 5.0% longer: +10.0% bubble, -4.0% matrices, -1.0% other" in lines
-    gain = f"+12.5% per GPU, +50.0% in all, {first['layout']}"
+    gain = f"+12.5% per GPU, +50.0% in total, {first['layout']}"
     assert f"a better job size: 16 GPUs, batch 72: {gain}" in lines
     at = lines.index("faster by estimate, but with a risk above 10% of running out of memory:")
     assert lines[at + 1].split(" (")[0].split()[-1] == second["layout"] and " 24% " in lines[at + 1]
@@ -165,7 +165,7 @@ def test_limits_and_programs_are_of_the_question():
     line = ["--software", "Megatron-LM", "--fused-loss", "--fp8", "--max-tp", "4", "--schedules", "1f1b, interleaved"]
     asked = options([*SMALL, *line, "--cluster", "h200"]).question
     assert asked.max_tp == 4 and asked.schedules == ("1f1b", "interleaved")
-    expected = dataclasses.replace(SOFTWARE["Megatron-LM"], fused_loss=True, products="fp8")
+    expected = dataclasses.replace(SOFTWARE["Megatron-LM"], fused_loss=True, matmul_dtype="fp8")
     assert asked.cluster == dataclasses.replace(CLUSTERS["H200"], software=expected)
     table = asked.search().table
     assert max(table.tp) == 4 and set(table.schedule) == {"1f1b", "interleaved"}

@@ -78,14 +78,14 @@ def layer_bytes(config: ModelConfig, kernels: bool, recipe: str) -> int:
 def test_a_layer_with_kernels_keeps_what_is_counted(config):
     """Beside it come a number for each row of a norm and each query of attention, in FP8 a scale for each tile."""
     for recipe, products, small in (("BF16", "bf16", 0.003), ("DeepSeek-V3", "fp8", 0.015)):
-        cluster = with_program("course, kernels", products=products)
+        cluster = with_program("course, kernels", matmul_dtype=products)
         elements = kept_elements(config, cluster, Layout()) - fp8_saved(config, cluster, Layout())
         counted = layer_bytes(config, True, recipe) / SEQ / 2
         assert elements < counted < elements * (1 + small), products
 
 
 def test_fp8_saves_as_much_in_an_eager_layer():
-    cluster = with_program("course", products="fp8")
+    cluster = with_program("course", matmul_dtype="fp8")
     counted = layer_bytes(LLAMA, False, "BF16") - layer_bytes(LLAMA, False, "DeepSeek-V3")
     assert counted / SEQ / 2 == pytest.approx(float(fp8_saved(LLAMA, cluster, Layout())), rel=0.1)
 
@@ -95,7 +95,7 @@ def test_fp8_changes_what_is_kept_and_splits_it_as_bf16():
     for words in ("dp8,zero1", "dp4,tp2,zero1", "dp2,tp4,sp,zero1", "dp8,zero1,full"):
         layout = Layout.parse(words)
         found = {
-            products: step_memory(LLAMA, with_program("Megatron-Core", products=products), layout, 4, 4096)
+            products: step_memory(LLAMA, with_program("Megatron-Core", matmul_dtype=products), layout, 4, 4096)
             for products in ("bf16", "fp8")
         }
         outside = layout.tp if layout.sequence_parallel else 1
@@ -106,7 +106,7 @@ def test_fp8_changes_what_is_kept_and_splits_it_as_bf16():
         one_layer = sum(stage_parameters(LLAMA, layout, None, 1, 0, 0))
         copies = found["fp8"]["parameters"] - found["bf16"]["parameters"]
         assert copies == pytest.approx(2 * LLAMA.layers * one_layer), "a layer's weights in FP8, both ways"
-    assert fp8_saved(LLAMA, with_program("torchtitan", products="fp8"), Layout()) == 0
+    assert fp8_saved(LLAMA, with_program("torchtitan", matmul_dtype="fp8"), Layout()) == 0
 
 
 # The loss without logits.

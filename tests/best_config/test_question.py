@@ -8,8 +8,8 @@ import pytest
 
 from course_lib.best_config.answer import answer
 from course_lib.best_config.clusters import CLUSTERS
-from course_lib.best_config.program_features import FEATURES, MISSING, has
-from course_lib.best_config.question import Question, check_question, program_of, with_program
+from course_lib.best_config.program_features import FEATURES, MISSING, supports
+from course_lib.best_config.question import Question, check_question, program_title, with_program
 from course_lib.best_config.software import NANOTRON, SOFTWARE, Software
 from course_lib.best_config.tables import LayoutTable
 from course_lib.five_d.layouts import Layout
@@ -52,7 +52,7 @@ def test_an_answer_names_what_the_program_has(program):
 @pytest.mark.parametrize("program", [name for name in FEATURES if name != "DeepSpeed 2021"])
 def test_published_runs_of_a_program_are_in_its_features(program):
     rows = [row for row in read_table("tested_layouts.csv") if row["program"] == program]
-    assert rows and has(program, LayoutTable.of(Layout.parse(row["layout"]) for row in rows)).all()
+    assert rows and supports(program, LayoutTable.of(Layout.parse(row["layout"]) for row in rows)).all()
 
 
 @pytest.mark.parametrize(
@@ -60,19 +60,19 @@ def test_published_runs_of_a_program_are_in_its_features(program):
     [
         (Software(), "this course's program, unfused"),
         (Software(fused_loss=True), "this course's program, unfused, loss without logits"),
-        (Software(products="fp8"), "this course's program, unfused, FP8 matmuls"),
+        (Software(matmul_dtype="fp8"), "this course's program, unfused, FP8 matmuls"),
         (NANOTRON, "nanotron"),
-        (dataclasses.replace(SOFTWARE["Megatron-LM"], products="fp8"), "Megatron-LM, FP8 matmuls"),
+        (dataclasses.replace(SOFTWARE["Megatron-LM"], matmul_dtype="fp8"), "Megatron-LM, FP8 matmuls"),
     ],
 )
 def test_the_program_has_a_name(software, name):
-    assert program_of(software) == name
+    assert program_title(software) == name
 
 
 def test_options_of_the_program_change_the_software_alone():
     assert with_program(H100) == H100 and with_program(H100, "course") == H100
     assert with_program(H100, "nanotron") == dataclasses.replace(H100, software=NANOTRON)
-    assert with_program(H100, fused_loss=True, fp8=True) == H100.with_software(fused_loss=True, products="fp8")
+    assert with_program(H100, fused_loss=True, fp8=True) == H100.with_software(fused_loss=True, matmul_dtype="fp8")
     fitted = H100.with_software(matmul_efficiency=0.6)
     assert with_program(fitted, fp8=True).software.matmul_efficiency == 0.6
     with pytest.raises(ValueError, match="leave out --software"):

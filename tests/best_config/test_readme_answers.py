@@ -14,7 +14,14 @@ PROGRAM = "$ python -m course_lib.best_config "
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 BLOCK = README[README.index(PROGRAM) :].split("```")[0]
 ANSWERS = [answer.strip().splitlines() for answer in BLOCK.split(PROGRAM)[1:]]
-SHOWN = ("no run has tested", "a better job size", "not allowed", "allowed", "beside the first answer", "uncommon")
+SHOWN = (
+    "no run has tested",
+    "a better job size",
+    "not allowed",
+    "allowed",
+    "compared with the first answer",
+    "uncommon",
+)
 SHOWN += ("  with ", "  on ", "  fits ", "without any overlap", "with fused kernels")
 ROWS = 3  # of a table
 

@@ -6,23 +6,22 @@ import itertools
 import numpy as np
 import pytest
 
-from course_lib.best_config import simplicity
 from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.question import Question
 from course_lib.best_config.simplicity import (
     NEAR,
     SAME,
     SLOW,
+    answer_rows,
     complexity,
     count_techniques,
     count_uncommon,
-    kinds,
-    leading,
-    ranked,
+    distinct_kinds,
+    faster_but_risky,
+    first_layout,
     simplest,
     techniques_used,
-    uncommon,
-    worth_a_risk,
+    uncommon_choices,
 )
 from course_lib.best_config.tables import LayoutTable
 from course_lib.best_config.tested import is_tested
@@ -80,7 +79,7 @@ def test_the_simplest_of_ties(simple, other):
 )
 def test_choices_that_hardly_anybody_makes(layout, seq, names):
     question, table = dataclasses.replace(LARGE, seq=seq), table_of(layout)
-    assert [name for name, holds in uncommon(question, table).items() if holds[0]] == names
+    assert [name for name, holds in uncommon_choices(question, table).items() if holds[0]] == names
     assert complexity(question, table)[0] == 100 * len(names) + count_techniques(table)[0]
 
 
@@ -103,7 +102,7 @@ def test_techniques_that_are_on():
 @pytest.mark.parametrize("case", QUESTIONS)
 def test_the_first_is_the_simplest_within_3_percent(rankings, case):
     question, found = QUESTIONS[case], rankings[case]
-    first, step_s = leading(question, found), found.estimate.step_s
+    first, step_s = first_layout(question, found), found.estimate.step_s
     assert step_s[first] <= (1 + NEAR) * step_s[found.order[0]]
     near = found.order[step_s[found.order] <= (1 + NEAR) * step_s[found.order[0]]]
     score = complexity(question, found.table.where(near))
@@ -118,18 +117,18 @@ def test_the_first_is_the_simplest_within_3_percent(rankings, case):
 
 def test_what_runs_cover_leads_among_equals(rankings, monkeypatch):
     found = rankings["8"]
-    monkeypatch.setattr(simplicity, "is_tested", lambda config, cluster, table, *_: table.zero_stage == 3)
-    assert found.table[leading(EIGHT, found)].zero_stage == 3
-    monkeypatch.setattr(simplicity, "is_tested", lambda config, cluster, table, *_: np.zeros(len(table), bool))
-    rows = ranked(EIGHT, found, 5)
-    assert rows[0][0] == leading(EIGHT, found) and len(rows) == 5
+    monkeypatch.setattr(Question, "is_tested", lambda question, table: table.zero_stage == 3)
+    assert found.table[first_layout(EIGHT, found)].zero_stage == 3
+    monkeypatch.setattr(Question, "is_tested", lambda question, table: np.zeros(len(table), bool))
+    rows = answer_rows(EIGHT, found, 5)
+    assert rows[0][0] == first_layout(EIGHT, found) and len(rows) == 5
 
 
 def test_a_plain_layout_leads_where_an_unusual_one_is_a_little_faster():
     """24 GPUs, batch 1,000: pp3 with cp4, zb-h1 and mb5 is 1% faster than pp3 with 1F1B."""
     question = dataclasses.replace(UNEVEN, schedules=("1f1b", "zb-h1"))
     found = question.search()
-    rows = [row for row, _ in ranked(question, found, 5)]
+    rows = [row for row, _ in answer_rows(question, found, 5)]
     first, fastest = found.table[rows[0]], found.table[rows[1]]
     assert first.schedule == "1f1b" and first.cp == 1 and first.micro_batch in (1, 2, 4)
     assert fastest.schedule != "1f1b" and 0 < found.estimate.step_s[rows[0]] / found.estimate.step_s[rows[1]] - 1 < NEAR
@@ -138,12 +137,12 @@ def test_a_plain_layout_leads_where_an_unusual_one_is_a_little_faster():
 @pytest.mark.parametrize("case", QUESTIONS)
 def test_the_layouts_of_an_answer_are_of_different_kinds(rankings, case):
     question, found = QUESTIONS[case], rankings[case]
-    rows = [row for row, _ in ranked(question, found, 5)]
+    rows = [row for row, _ in answer_rows(question, found, 5)]
     table, step_s = found.table.where(np.array(rows)), found.estimate.step_s[rows]
     made = count_uncommon(question, table)
     odd = made > made[0]
     sets = list(zip(*techniques_used(table).values(), odd, made == 0, strict=True))
-    assert len(rows) == 5 == len(set(rows)) == len(set(sets)) and rows[0] == leading(question, found)
+    assert len(rows) == 5 == len(set(rows)) == len(set(sets)) and rows[0] == first_layout(question, found)
     assert (np.diff(step_s[1:]) >= 0).all() and step_s.max() < SLOW * step_s[0]
     assert (step_s[odd] < step_s[0]).all() and odd.sum() <= 1  # an unusual one is there for what it would gain
     assert (made == 0).any()  # 405B on 16,384 GPUs: nothing plain is within 3%, and the fastest plain one is named
@@ -157,8 +156,11 @@ def test_more_techniques_gain_speed_or_memory(rankings, case):
     """Of 70B on 512 GPUs: dp512,zero3,full is listed, and dp512,zero3,full,rep8, which is 0.1% slower, is not."""
     question = QUESTIONS.get(case, SHARDED)
     found = rankings[case] if case in rankings else question.search()
-    e, first = found.estimate, leading(question, found)
-    for chosen in (ranked(question, found, 5), kinds(question, found, worth_a_risk(question, found, first), 3)):
+    e, first = found.estimate, first_layout(question, found)
+    for chosen in (
+        answer_rows(question, found, 5),
+        distinct_kinds(question, found, faster_but_risky(question, found, first), 3),
+    ):
         rows = [row for row, _ in chosen]
         sets = [
             {name for name, holds in techniques_used(found.table.where(np.array([row]))).items() if holds[0]}
@@ -175,8 +177,8 @@ def test_more_techniques_gain_speed_or_memory(rankings, case):
 @pytest.mark.parametrize("case", QUESTIONS)
 def test_a_risk_is_named_where_it_gains_something(rankings, case):
     question, found = QUESTIONS[case], rankings[case]
-    first = leading(question, found)
-    rows, step_s = worth_a_risk(question, found, first), found.estimate.step_s
+    first = first_layout(question, found)
+    rows, step_s = faster_but_risky(question, found, first), found.estimate.step_s
     for row in found.risky[:200]:
         made = [count_uncommon(question, found.table.where(np.array([each])))[0] for each in (first, row)]
         gain = step_s[first] / step_s[row] - 1
@@ -186,18 +188,18 @@ def test_a_risk_is_named_where_it_gains_something(rankings, case):
 def test_ties_are_counted_once(rankings):
     found = rankings["8"]
     step_s, needed = found.estimate.step_s, found.estimate.needed_bytes
-    for row, others in ranked(EIGHT, found, 12):
+    for row, others in answer_rows(EIGHT, found, 12):
         same = np.abs(step_s[found.order] / step_s[row] - 1) <= 2 * SAME
         same &= np.abs(needed[found.order] / needed[row] - 1) <= 2 * SAME
         assert others < same.sum()
-    more = ranked(EIGHT, found, 30)
-    assert 20 < len({row for row, _ in more}) == len(more) <= 30 and more[0] == ranked(EIGHT, found, 12)[0]
-    assert ranked(EIGHT, dataclasses.replace(found, order=found.order[:0]), 3) == []
-    assert kinds(EIGHT, found, found.order[:0], 3) == []
+    more = answer_rows(EIGHT, found, 30)
+    assert 20 < len({row for row, _ in more}) == len(more) <= 30 and more[0] == answer_rows(EIGHT, found, 12)[0]
+    assert answer_rows(EIGHT, dataclasses.replace(found, order=found.order[:0]), 3) == []
+    assert distinct_kinds(EIGHT, found, found.order[:0], 3) == []
 
 
 def test_no_layout_is_listed_twice():
     """Other degrees of the same techniques may tie with a layout that is listed already."""
     question = Question("bench-80B", PRESETS["bench-80B"], CLUSTERS["H100"], 128, 1024, 32768, None, 0.01, 1, ("1f1b",))
-    rows = [row for row, _ in ranked(question, question.search(), 8)]
+    rows = [row for row, _ in answer_rows(question, question.search(), 8)]
     assert len(set(rows)) == len(rows) > 4

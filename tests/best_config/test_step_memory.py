@@ -196,7 +196,7 @@ def fullest(config: ModelConfig, layout: Layout, m: int, seq: int) -> tuple[floa
     held = validate(schedule_by_name(layout.schedule, layout.pp, m, layout.virtual))
     parts = layout.virtual if layout.schedule == "interleaved" else 1
     ranks = [one_stage(config, layout, rank, held[rank] / parts, seq) for rank in range(layout.pp)]
-    return sum(memory(config, H100, str(layout), m, seq, ahead=False).values()), max(ranks)
+    return sum(memory(config, H100, str(layout), m, seq, host_ahead=False).values()), max(ranks)
 
 
 @pytest.mark.parametrize("seq", [512, 4096, 16384])
@@ -229,7 +229,7 @@ def test_schedules_by_what_they_hold():
 def test_buffers_wait_only_where_the_host_runs_ahead_and_tp_gathers():
     efa = CLUSTERS["H100, EFA"]
     assert memory(LLAMA, efa, "tp4,sp")["buffers"] > 0
-    assert memory(LLAMA, efa, "tp4,sp", ahead=False)["buffers"] == 0
+    assert memory(LLAMA, efa, "tp4,sp", host_ahead=False)["buffers"] == 0
     assert memory(LLAMA, efa, "dp4")["buffers"] == 0
     assert memory(LLAMA, H100, "tp4,sp")["buffers"] == 0, "nanotron's alone"
 

@@ -348,7 +348,7 @@ def test_factors_of_a_gpu_scale_what_it_computes():
 
 
 def test_fp8_has_an_efficiency_of_its_own():
-    fp8 = H100.with_software(products="fp8", fp8_efficiency=0.5, half_rows=0.0)
+    fp8 = H100.with_software(matmul_dtype="fp8", fp8_efficiency=0.5, half_rows=0.0)
     bf16 = H100.with_software(matmul_efficiency=0.6, half_rows=0.0)
     rates = H100.fp8_flops * 0.5 / (H100.peak_flops * 0.6)
     assert times("dp1", cluster=bf16)["matrices"] == pytest.approx(rates * times("dp1", cluster=fp8)["matrices"])

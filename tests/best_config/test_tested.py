@@ -16,7 +16,7 @@ from some_layouts import EXPERTS, some_rows
 
 H100 = CLUSTERS["H100"]
 MANY = {"experts": 256, "top_k": 8, "ffn_hidden": 2048}
-FP8 = H100.with_software(products="fp8")
+FP8 = H100.with_software(matmul_dtype="fp8")
 BIG = dataclasses.replace(PRESETS["llama3-405B"], layers=6 * 126)
 
 

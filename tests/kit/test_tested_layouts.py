@@ -34,7 +34,7 @@ def test_each_published_run_is_tested_but_those_of_deepspeed(file, least):
     runs = load_published(DATA / file)
     assert len(runs) >= least
     for run in runs:
-        cluster = CLUSTERS[run.gpu].with_software(products="fp8" if run.dtype == "fp8" else "bf16")
+        cluster = CLUSTERS[run.gpu].with_software(matmul_dtype="fp8" if run.dtype == "fp8" else "bf16")
         found = untested(run.config, cluster, run.layout, run.seq, batch=run.batch)
         if "DeepSpeed" in run.source and run.gpus > 2 * 512:
             assert found[0] == "ZeRO-3 on more than 512 GPUs"
