@@ -223,7 +223,7 @@ def layer(casts: Casts, device: torch.device, kept: bool = False) -> Callable:
     @cache
     def quantizers() -> LayerQuantizers:
         made = LayerQuantizers(casts).to(device)
-        made.weight.keeps = kept
+        made.weight.caching = kept
         return made
 
     def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

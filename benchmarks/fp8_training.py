@@ -21,7 +21,7 @@ import statistics
 import torch
 from measure import save
 
-from course_lib.fp8.linear import update_scales
+from course_lib.fp8.delayed_scaling import update_scales
 from course_lib.fp8.operands import Cast
 from course_lib.fp8.program import apply_fp8
 from course_lib.fp8.recipe_optimizer import RecipeOptimizer

@@ -46,7 +46,8 @@ from rank_steps import on_ranks
 from triton.runtime.autotuner import Autotuner
 
 from course_lib.flash_attention.operator import flash_attention
-from course_lib.fp8.linear import quantized_once, update_scales
+from course_lib.fp8.delayed_scaling import update_scales
+from course_lib.fp8.linear import quantized_once
 from course_lib.fp8.program import apply_fp8
 from course_lib.fp8.recipes import RECIPES, by_blocks, per_tensor
 from course_lib.kernels.fused_loss import defer_head

@@ -69,7 +69,7 @@ def new_scales(x: torch.Tensor, shape: torch.Size, block: tuple[int, int]) -> to
     return make((across, down), dtype=torch.float32).t() if block == TILE else make((down, across), dtype=torch.float32)
 
 
-def watched(x: torch.Tensor) -> bool:
+def needs_operator(x: torch.Tensor) -> bool:
     """Whether a compiler, a counter or the like follows what PyTorch does with x, or x has no numbers. Only then a
     kernel has to be an operator. Calling an operator takes the host 0.1 ms, and a step has hundreds of casts.
     """
@@ -103,8 +103,8 @@ def _(x, block_rows, block_columns, transposed):
 
 
 def block_amaxes(x: torch.Tensor, *given) -> torch.Tensor:
-    """`amax_now`, as an operator where x is watched."""
-    return (amax_operator if watched(x) else amax_now)(x, *given)
+    """`amax_now`, as an operator where x is needs_operator."""
+    return (amax_operator if needs_operator(x) else amax_now)(x, *given)
 
 
 class CastOutputs(NamedTuple):
@@ -164,8 +164,8 @@ def _(x, scale, amax, dtype, block_rows, block_columns, power_of_two, straight, 
 
 
 def quantized(x: torch.Tensor, *given) -> CastOutputs:
-    """`quantize_now`, as an operator where x is watched."""
-    return CastOutputs(*(quantize_operator if watched(x) else quantize_now)(x, *given))
+    """`quantize_now`, as an operator where x is needs_operator."""
+    return CastOutputs(*(quantize_operator if needs_operator(x) else quantize_now)(x, *given))
 
 
 def launch_quantize(

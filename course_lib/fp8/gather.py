@@ -33,8 +33,9 @@ import torch
 import torch.nn.functional as F
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from course_lib.fp8.linear import DelayedQuantizer, Quantizer, max_over
+from course_lib.fp8.delayed_scaling import DelayedQuantizer, max_over_ranks
 from course_lib.fp8.quantization import Quantized, block_amax, blocks_of, dequantize, quantize
+from course_lib.fp8.quantizers import Quantizer
 from course_lib.zero.sharded_parameters import Encoding, ShardedParameters
 
 
@@ -73,7 +74,7 @@ def span_codes(piece: torch.Tensor, first: int, shape: torch.Size, quantizer: Qu
     """A piece of a matrix in 8 bits, by the scales that the quantizer has been given."""
     dtype, block = quantizer.cast.dtype, quantizer.cast.block
     rows, numbers = whole_rows(piece, first, shape[1])
-    scale = quantizer.given[numbers // blocks_of(shape, block)[2]]  # [rows, blocks of columns]
+    scale = quantizer.gathered_scale[numbers // blocks_of(shape, block)[2]]  # [rows, blocks of columns]
     values = quantize(rows, dtype, (1, block[1]), scale=scale).values
     start = first % shape[1]
     return values.flatten()[start : start + len(piece)]
@@ -129,7 +130,7 @@ class Fp8Payload:
         whole = self.part.layout.views(out.view(-1))
         for i, quantizer in self.quantizers.items():
             values = self.part.layout.views(codes.view(quantizer.cast.dtype))[i]
-            whole[i].copy_(dequantize(Quantized(values, quantizer.given, quantizer.cast.block), out.dtype))
+            whole[i].copy_(dequantize(Quantized(values, quantizer.gathered_scale, quantizer.cast.block), out.dtype))
         for layout, payload, row in zip(self.seen_by, payloads, out, strict=True):
             pieces = [piece for i, piece in enumerate(layout.local_views(row)) if i not in self.quantizers]
             sizes = [len(piece) for piece in pieces]
@@ -193,7 +194,7 @@ class Fp8Gather:
                 for group in (payload.part.layout.group, *quantizer.groups()):
                     over.setdefault(group, []).append(amaxes[quantizer])
         for group, tensors in over.items():
-            max_over(tensors, group)
+            max_over_ranks(tensors, group)
         for quantizer, amax in amaxes.items():
-            quantizer.given = quantizer.next_scale(amax)
+            quantizer.gathered_scale = quantizer.next_scale(amax)
         self.seen = changes

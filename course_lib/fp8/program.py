@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from course_lib.collectives.devices import device_type
-from course_lib.fp8.linear import Fp8Linear, Fp8LinearFunction, LayerQuantizers, update_scales
+from course_lib.fp8.delayed_scaling import update_scales
+from course_lib.fp8.linear import Fp8Linear, Fp8LinearFunction, LayerQuantizers
 from course_lib.fp8.operands import Casts, Split
 from course_lib.fp8.recipes import RECIPES, Recipe
 from course_lib.single_gpu import training as single_gpu

@@ -19,7 +19,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from course_lib.fp8.linear import Fp8Linear, update_scales
+from course_lib.fp8.delayed_scaling import update_scales
+from course_lib.fp8.linear import Fp8Linear
 from course_lib.fp8.low_precision_adam import LowPrecisionAdamW
 from course_lib.fp8.quantization import LARGEST, dequantize, quantize
 from course_lib.fp8.recipes import Recipe
@@ -36,13 +37,13 @@ class StoredWeight:
 
     def __init__(self, owner: nn.Module, name: str, recipe: Recipe):
         weight = getattr(owner, name)
-        self.quantizer = owner.quantizers.weight if isinstance(owner, Fp8Linear) and name == "weight" else None
+        self.quantizers = owner.quantizers if isinstance(owner, Fp8Linear) and name == "weight" else None
         eight_bits = recipe.weights in LARGEST
-        dtype = torch.bfloat16 if eight_bits and self.quantizer is None else recipe.weights
+        dtype = torch.bfloat16 if eight_bits and self.quantizers is None else recipe.weights
         self.master = nn.Parameter(weight.detach().to(recipe.master or dtype))
         self.weight = weight if recipe.master else self.master
-        if eight_bits and self.quantizer is not None:
-            self.weight = nn.Parameter(self.quantizer.store(self.master))
+        if eight_bits and self.quantizers is not None:
+            self.weight = nn.Parameter(self.quantizers.store_weight(self.master))
             self.weight.grad_dtype = torch.bfloat16
         elif recipe.master:
             self.weight = nn.Parameter(self.master.detach().to(dtype, copy=True))
@@ -54,8 +55,8 @@ class StoredWeight:
     @torch.no_grad()
     def refresh(self) -> None:
         """The weight from its master."""
-        if self.weight.dtype in LARGEST:
-            self.weight.copy_(self.quantizer.store(self.master))
+        if self.quantizers is not None and self.weight.dtype in LARGEST:
+            self.weight.copy_(self.quantizers.store_weight(self.master))
         elif self.weight is not self.master:
             self.weight.copy_(self.master)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,22 +24,29 @@ from course_lib.fp8.hopper import hopper_block_matmul
 from course_lib.fp8.kernels import block_matmul, same_k_blocks
 from course_lib.fp8.quantization import FULL, SQUARE, TILE, Quantized, dequantize, in_blocks
 
-_kernel_only = False  # set by `by_block_kernel`
+
+@dataclass
+class Dispatch:
+    """How `fp8_matmul` chooses among its kernels in this process."""
+
+    block_kernel_only: bool = False  # set by `by_block_kernel`
+
+
+DISPATCH = Dispatch()
 
 
 @contextlib.contextmanager
 def by_block_kernel() -> Iterator[None]:
-    """Inside, `fp8_matmul` runs `block_matmul` on any device where the scales of both operands change along k.
+    """Have `fp8_matmul` run `block_matmul` inside, on any device, if the scales of both operands change along k.
 
-    Elsewhere it emulates these products on a CPU, where Triton interprets the kernel, and prefers faster kernels on a
+    Otherwise it emulates these matmuls on a CPU, where Triton interprets the kernel, and prefers faster kernels on a
     Hopper GPU.
     """
-    global _kernel_only
-    before, _kernel_only = _kernel_only, True
+    before, DISPATCH.block_kernel_only = DISPATCH.block_kernel_only, True
     try:
         yield
     finally:
-        _kernel_only = before
+        DISPATCH.block_kernel_only = before
 
 
 def check_operands(a: Quantized, b: Quantized) -> None:
@@ -141,7 +149,7 @@ def fp8_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float3
         raise ValueError(f"a product in {out_dtype} has no scale; of a weight's gradient, set weight.grad_dtype")
     if out_dtype == torch.float64 or a.values.is_meta or 0 in (a.values.numel(), b.values.numel()):
         return emulated_matmul(a, b, out_dtype)
-    if _kernel_only and same_k_blocks(a, b):
+    if DISPATCH.block_kernel_only and same_k_blocks(a, b):
         return block_matmul(a, b, out_dtype)
     on_tensor_cores = has_scaled_mm(a.values.device)
     if a.block[1] == b.block[1] == FULL:

@@ -1,9 +1,12 @@
-"""Triton kernels for what stands between the matrix products."""
+"""Kernels for what lies between a transformer's matmuls."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import triton
+
+from course_lib.kernels import interpreter
 from course_lib.lazy import lazy_exports
 
 if TYPE_CHECKING:
@@ -27,5 +30,8 @@ else:
             "kernels.program": "use_kernels",
         },
     )
+
+if triton.knobs.runtime.interpret:
+    interpreter.install()
 
 __all__ = ["adamw_step", "linear_cross_entropy", "rms_norm", "rope", "softmax", "swiglu", "use_kernels"]

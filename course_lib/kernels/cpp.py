@@ -29,7 +29,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from unittest import mock
 
 import torch
 from torch.utils import cpp_extension
@@ -187,9 +186,15 @@ def require_cuda() -> None:
 @contextlib.contextmanager
 def scripts_on_path() -> Iterator[None]:
     """Inside, programs that pip installed beside this Python (ninja) are found even if their folder is not on PATH."""
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
-    with mock.patch.dict(os.environ, PATH=path):
+    before = os.environ.get("PATH")
+    os.environ["PATH"] = os.pathsep.join([os.defpath if before is None else before, sysconfig.get_path("scripts")])
+    try:
         yield
+    finally:
+        if before is None:
+            del os.environ["PATH"]
+        else:
+            os.environ["PATH"] = before
 
 
 @functools.cache

@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-import course_lib.kernels.interpreter  # noqa: F401  importing it replaces what is replaced once a launch
-
 
 @triton.constexpr_function
 def interpreted() -> bool:

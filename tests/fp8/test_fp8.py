@@ -12,7 +12,9 @@ from torch import nn
 
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.fp8 import linear as fp8_linear
-from course_lib.fp8.linear import DelayedQuantizer, Fp8Linear, update_scales
+from course_lib.fp8 import quantizers as fp8_quantizers
+from course_lib.fp8.delayed_scaling import DelayedQuantizer, update_scales
+from course_lib.fp8.linear import Fp8Linear
 from course_lib.fp8.program import apply_fp8
 from course_lib.fp8.recipes import RECIPES, per_tensor
 from course_lib.recompute.modes import apply_recompute
@@ -191,7 +193,7 @@ def test_products_of_wider_numbers_in_their_place_are_seen(monkeypatch):
 def test_x_of_q_k_v_and_of_gate_and_up_is_quantized_once():
     """A block quantizes four inputs and seven weights forward."""
     model = apply_fp8(a_model(), RECIPES["DeepSeek-V3"])
-    with mock.patch.object(fp8_linear, "cast_matrix", wraps=fp8_linear.cast_matrix) as casted, torch.no_grad():
+    with mock.patch.object(fp8_quantizers, "cast_matrix", wraps=fp8_quantizers.cast_matrix) as casted, torch.no_grad():
         model(a_batch()[0])
     assert casted.call_count == (4 + 7) * SMALL.layers
 

@@ -9,10 +9,11 @@ from calls import said
 from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.gather_once import GatherOncePerStep
 from course_lib.fp8.gather import Fp8Gather
-from course_lib.fp8.linear import Fp8Linear, Quantizer
+from course_lib.fp8.linear import Fp8Linear
 from course_lib.fp8.operands import Cast, Casts
 from course_lib.fp8.program import apply_fp8, update_scales
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, block_amax, blocks_of, dequantize, quantize, scale_of
+from course_lib.fp8.quantizers import Quantizer
 from course_lib.zero.sharded_models import full_state_dict, fully_shard, load_full_state_dict
 from fp8_models import CASTS, ODD, batches, config_for, mean_loss, plain_model, recipe, sharing_the_batch
 
@@ -101,7 +102,7 @@ def test_blocks_that_are_others_both_ways_are_rounded_twice_for_backward():
     for block, shared in ((TENSOR, True), (SQUARE, True), (ROW, False), (TILE, False)):
         quantizer = Quantizer(Cast(E4M3, block))
         whole = quantizer.transposed(quantizer(weight), weight)
-        quantizer.given = scale_of(block_amax(weight, block), E4M3)
+        quantizer.gathered_scale = scale_of(block_amax(weight, block), E4M3)
         arrived = dequantize(quantizer(weight))
         gathered = quantizer.transposed(quantizer(arrived), arrived)
         differing = (whole.values.view(torch.uint8) != gathered.values.view(torch.uint8)).float().mean().item()
@@ -212,7 +213,7 @@ def test_half_the_bytes_of_bfloat16_and_one_all_reduce_a_step(two, how):
 def scales_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """By name of the weight: the scales that its quantizer has been given."""
     quantizers = {name: module for name, module in model.named_modules() if name.endswith("quantizers.weight")}
-    return {name: quantizer.given.clone() for name, quantizer in quantizers.items()}
+    return {name: quantizer.gathered_scale.clone() for name, quantizer in quantizers.items()}
 
 
 def right_scales(sharded) -> dict[str, torch.Tensor]:

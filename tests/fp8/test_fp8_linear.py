@@ -13,17 +13,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from course_kit.gpu.launches import record_launches
+from course_lib.fp8 import delayed_scaling as fp8_delayed
 from course_lib.fp8 import linear as fp8_linear
 from course_lib.fp8 import operands as fp8_operands
+from course_lib.fp8 import quantizers as fp8_quantizers
 from course_lib.fp8.casts import FUSED_BLOCKS, quantize_both
+from course_lib.fp8.delayed_scaling import DelayedQuantizer, update_scales
 from course_lib.fp8.linear import (
-    DelayedQuantizer,
     Fp8Linear,
     Fp8LinearFunction,
     LayerQuantizers,
     gradient_dtype,
     quantized_once,
-    update_scales,
 )
 from course_lib.fp8.operands import Cast, Casts
 from course_lib.fp8.quantization import ROW, SQUARE, TENSOR, TILE, Quantized, quantize
@@ -138,7 +139,7 @@ def test_three_products_and_one_quantization_of_x(casts):
     """In float64 what is multiplied is emulated; here nothing is: `fp8_matmul` is given codes of 8 bits."""
     layer, x = a_layer(casts), an_input()
     with mock.patch.object(fp8_linear, "fp8_matmul", wraps=fp8_linear.fp8_matmul) as products:
-        with mock.patch.object(fp8_linear, "cast_matrix", wraps=fp8_linear.cast_matrix) as casted:
+        with mock.patch.object(fp8_quantizers, "cast_matrix", wraps=fp8_quantizers.cast_matrix) as casted:
             out = layer(x)
             assert products.call_count == 1 and casted.call_count == 2
             out.backward(a_gradient())
@@ -203,7 +204,7 @@ def test_layers_with_one_input_quantize_and_keep_it_once():
     quantizers = [LayerQuantizers(per_tensor()).to(DEVICE) for _ in range(3)]
     weights = [(uneven(n, IN, seed=n) / 100).requires_grad_() for n in (40, 24, 24)]
     x = an_input()
-    with mock.patch.object(fp8_linear, "cast_matrix", wraps=fp8_linear.cast_matrix) as casted:
+    with mock.patch.object(fp8_quantizers, "cast_matrix", wraps=fp8_quantizers.cast_matrix) as casted:
         outs = Fp8LinearFunction.apply(x, None, quantizers, *weights)
         assert casted.call_count == 1 + 3
     kept = kept_by(lambda: Fp8LinearFunction.apply(x, None, quantizers, *weights), weights)
@@ -488,7 +489,7 @@ def test_a_history_is_for_whole_matrices():
 
 def store(layer: Fp8Linear, grad_dtype: torch.dtype | None = torch.float32) -> Fp8Linear:
     """The layer with its weight in 8 bits."""
-    layer.weight = nn.Parameter(layer.quantizers.weight.store(layer.weight.detach()))
+    layer.weight = nn.Parameter(layer.quantizers.store_weight(layer.weight.detach()))
     layer.weight.grad_dtype = grad_dtype
     return layer
 
@@ -531,7 +532,9 @@ def test_the_gradient_of_a_stored_weight_has_more_bits():
 def test_8_bits_and_their_scale_belong_together():
     layer = a_layer(per_tensor())
     layer.weight = nn.Parameter(layer.weight.detach().to(E4M3), requires_grad=False)
-    with pytest.raises(ValueError, match="torch.float8_e4m3fn and no stored scale: `store` makes both"):
+    with pytest.raises(
+        ValueError, match="torch.float8_e4m3fn and no stored scale: `LayerQuantizers.store_weight` makes both"
+    ):
         layer(an_input())
     layer = store(a_layer(per_tensor()))
     layer.weight = nn.Parameter(layer.weight.detach().bfloat16())  # what autocast would make of it
@@ -547,8 +550,8 @@ def test_kernels_quantize_as_pytorchs_operators_do(casts, monkeypatch):
     """To the bit, over three steps of a history; each operand is looked at as seldom as can be."""
     x, gradient, results = an_input(torch.bfloat16), a_gradient(torch.bfloat16), []
     for by_kernels in (False, True):
-        fused = (lambda x, block: block in FUSED_BLOCKS) if by_kernels else fp8_linear.has_kernels
-        for module in (fp8_linear, fp8_operands):
+        fused = (lambda x, block: block in FUSED_BLOCKS) if by_kernels else fp8_operands.has_kernels
+        for module in (fp8_delayed, fp8_operands):
             monkeypatch.setattr(module, "has_kernels", fused)
         layer, found = a_layer(casts, dtype=torch.bfloat16), []
         with record_launches() as launches:
@@ -571,7 +574,7 @@ def test_kernels_quantize_as_pytorchs_operators_do(casts, monkeypatch):
 
 def test_a_historys_scale_is_worked_out_once_a_step_and_is_never_stale(monkeypatch):
     """Not from one step to the next, not after a load in place, and not by tensors of an inference mode."""
-    for module in (fp8_linear, fp8_operands):
+    for module in (fp8_delayed, fp8_operands):
         monkeypatch.setattr(module, "has_kernels", lambda x, block: block in FUSED_BLOCKS)
     layer, x = a_layer(per_tensor(history=3), dtype=torch.bfloat16), an_input(torch.bfloat16)
     quantizer = layer.quantizers.input
@@ -579,7 +582,7 @@ def test_a_historys_scale_is_worked_out_once_a_step_and_is_never_stale(monkeypat
         DelayedQuantizer, "next_scale", autospec=True, side_effect=DelayedQuantizer.next_scale
     ) as asked:
         for step in range(4):
-            quantizer.known = step > 0  # as `check_histories` says on a GPU
+            quantizer.history_known = step > 0  # as `check_histories` says on a GPU
             run(layer, x, a_gradient(torch.bfloat16))
             asked.reset_mock()
             layer(x), layer(x)
@@ -671,9 +674,9 @@ def test_scales_by_tile_follow_the_tokens():
 
 @pytest.fixture
 def by_kernels(monkeypatch):
-    for module in (fp8_linear, fp8_operands):
+    for module in (fp8_delayed, fp8_operands):
         monkeypatch.setattr(module, "has_kernels", lambda x, block: block in FUSED_BLOCKS)
-    monkeypatch.setattr(fp8_linear, "has_transpose_kernel", lambda values: True)
+    monkeypatch.setattr(fp8_quantizers, "has_transpose_kernel", lambda values: True)
 
 
 @how
@@ -684,9 +687,9 @@ def test_kernels_give_the_layer_the_same_bits(casts, by_kernels):
         x, gradient = an_input(seed=step), a_gradient(seed=step)
         found = run(layer, x, gradient)
         with (
-            mock.patch.object(fp8_linear, "has_kernels", lambda x, block: False),
+            mock.patch.object(fp8_delayed, "has_kernels", lambda x, block: False),
             mock.patch.object(fp8_operands, "has_kernels", lambda x, block: False),
-            mock.patch.object(fp8_linear, "has_transpose_kernel", lambda values: False),
+            mock.patch.object(fp8_quantizers, "has_transpose_kernel", lambda values: False),
         ):
             expected = run(plain, x, gradient)
         assert all(map(torch.equal, found, expected)), step
@@ -694,7 +697,7 @@ def test_kernels_give_the_layer_the_same_bits(casts, by_kernels):
             update_scales(each)
         assert_same_state(layer, plain)
         for quantizer in layer.modules():
-            quantizer.known = isinstance(quantizer, DelayedQuantizer)  # what update_scales finds out on a GPU
+            quantizer.history_known = isinstance(quantizer, DelayedQuantizer)  # what update_scales finds out on a GPU
 
 
 def looks_of(layer: nn.Module) -> Counter:
@@ -713,7 +716,7 @@ def test_each_operand_is_looked_at_as_seldom_as_can_be(name, looks, by_kernels):
     run(layer, an_input(torch.bfloat16), a_gradient(torch.bfloat16))
     update_scales(layer)
     for quantizer in layer.modules():
-        quantizer.known = isinstance(quantizer, DelayedQuantizer)
+        quantizer.history_known = isinstance(quantizer, DelayedQuantizer)
     found = looks_of(layer)
     assert (found["quantize_kernel"], found["amax_kernel"]) == looks and len(found) <= 2
 
@@ -729,19 +732,19 @@ def test_the_host_asks_seldom_who_has_a_history():
         for quantizer in (four, one):
             quantizer.amax.fill_(size)
         with mock.patch.object(torch, "cat", wraps=torch.cat) as asked:
-            fp8_linear.check_histories([four, one])
-        known.append((four.known, asked.call_count))
+            fp8_delayed.check_histories([four, one])
+        known.append((four.history_known, asked.call_count))
         for quantizer in (four, one):
             quantizer.update()
-        assert not four.known or four.history.max() > 0, "known: there is one"
+        assert not four.history_known or four.history.max() > 0, "known: there is one"
     assert known == [(False, 1), (False, 0), (False, 0), (False, 1), (False, 0), (False, 0), (False, 1), (False, 0)]
-    fp8_linear.check_histories([])
+    fp8_delayed.check_histories([])
     four.amax.fill_(1.0)
     for _ in range(3):
-        fp8_linear.check_histories([four])
-    assert four.known and not one.known
+        fp8_delayed.check_histories([four])
+    assert four.history_known and not one.history_known
     four.load_state_dict(DelayedQuantizer(Cast(history=4)).state_dict())
-    assert not four.known and four.asked == 0
+    assert not four.history_known and four.steps_until_check == 0
 
 
 @pytest.mark.parametrize("name", ["tensor", "delayed"])
@@ -761,7 +764,7 @@ def test_x_is_kept_as_backward_reads_it(name, by_kernels):
 @pytest.mark.parametrize("kernels", [False, True])
 def test_weights_are_quantized_once_for_all_micro_batches(casts, kernels, monkeypatch):
     """And give the same bits, with delayed scales too: a micro-batch more leaves the weight's amax what it is."""
-    for module in (fp8_linear, fp8_operands):
+    for module in (fp8_delayed, fp8_operands):
         monkeypatch.setattr(module, "has_kernels", lambda x, block: kernels and block in FUSED_BLOCKS)
     model = nn.Sequential(a_layer(casts), nn.Tanh(), Fp8Linear(nn.Linear(OUT, 20, bias=False).to(DEVICE), casts))
     twin = copy.deepcopy(model)
@@ -771,13 +774,13 @@ def test_weights_are_quantized_once_for_all_micro_batches(casts, kernels, monkey
     def few_rows(micro_batch):
         return an_input(seed=micro_batch)[:, :3]
 
-    quantize_of = fp8_linear.Quantizer.quantize
+    quantize_of = fp8_quantizers.Quantizer.quantize
 
     def counted(quantizer, x, *more):
         seen.update(i for i, weight in enumerate(weights) if x.is_set_to(weight))
         return quantize_of(quantizer, x, *more)
 
-    monkeypatch.setattr(fp8_linear.Quantizer, "quantize", counted)
+    monkeypatch.setattr(fp8_quantizers.Quantizer, "quantize", counted)
     for _step in range(2):
         for micro_batch in range(2):
             twin(few_rows(micro_batch)).square().sum().backward()
@@ -794,7 +797,9 @@ def test_weights_are_quantized_once_for_all_micro_batches(casts, kernels, monkey
         for each in (model, twin):
             update_scales(each)
         assert_same_state(model, twin)
-    assert all(quantizer.kept is None for quantizer in model.modules() if hasattr(quantizer, "kept"))
+    assert all(
+        quantizer.cached is None for quantizer in model.modules() if isinstance(quantizer, fp8_quantizers.Quantizer)
+    )
 
 
 def test_a_weight_that_changes_meanwhile_is_quantized_anew():
@@ -809,7 +814,7 @@ def test_a_weight_that_changes_meanwhile_is_quantized_anew():
     with pytest.raises(ZeroDivisionError), quantized_once(layer):
         layer(x)
         raise ZeroDivisionError
-    assert layer.quantizers.weight.kept is None and not layer.quantizers.weight.keeps
+    assert layer.quantizers.weight.cached is None and not layer.quantizers.weight.caching
 
 
 def test_after_a_step_weights_are_quantized_anew_though_autograd_saw_no_change():

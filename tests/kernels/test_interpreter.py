@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError
 
-from course_lib.kernels import interpreter  # it is at work once imported
+from course_lib.kernels import interpreter  # the package has called interpreter.install()
 
 pytestmark = pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="kernels run on the GPU")
 
@@ -45,6 +45,12 @@ def test_types_are_made_once_however_many_programs_run():
     launch(1)
     with mock.patch.object(tl.core, "validate_block_shape", side_effect=AssertionError("a type was made again")):
         launch(3)
+
+
+def test_a_second_install_changes_nothing():
+    patched = [interpreter.interpreter._patch_lang, tl.core.block_type.__init__, tl.core.tensor.__init__]
+    interpreter.install()
+    assert patched == [interpreter.interpreter._patch_lang, tl.core.block_type.__init__, tl.core.tensor.__init__]
 
 
 def test_types_are_tritons():

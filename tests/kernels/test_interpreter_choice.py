@@ -55,6 +55,17 @@ def test_a_script_may_choose_the_interpreter():
     assert run("import course_lib; course_lib.interpret_kernels()" + SOFTMAX, "0") == ["True", "0"]
 
 
+@pytest.mark.parametrize(
+    "value, patched", [("1", "course_lib.kernels.interpreter"), ("0", "triton.runtime.interpreter")]
+)
+def test_the_interpreter_is_patched_only_where_kernels_are_interpreted(value, patched):
+    """Whichever of the three packages is imported, also on its own."""
+    code = "import importlib, sys; importlib.import_module('{}'); from triton.runtime import interpreter; "
+    code += "print(interpreter._patch_lang.__module__)"
+    for module in ("course_lib.kernels.sectors", "course_lib.flash_attention.first", "course_lib.fp8.rounding"):
+        assert run(code.format(module), value) == [patched], module
+
+
 def test_without_triton():
     code = "sys.modules['triton'] = None; import course_lib, course_lib.single_gpu.model; print('imported')"
     assert run(code) == ["imported"]

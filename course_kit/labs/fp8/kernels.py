@@ -18,9 +18,10 @@ from course_kit.gpu.compiled import compile_launches
 from course_kit.gpu.launches import Launch, record_launches
 from course_kit.gpu.transactions import count_transactions
 from course_lib.fp8 import kernels
-from course_lib.fp8.linear import Fp8Linear, Quantizer, quantized_once
+from course_lib.fp8.linear import Fp8Linear, quantized_once
 from course_lib.fp8.operands import Casts
 from course_lib.fp8.quantization import SQUARE, TILE, Quantized, quantize
+from course_lib.fp8.quantizers import Quantizer
 
 RESULTS = Path(course_lib.__file__).parents[1] / "benchmarks" / "results"
 

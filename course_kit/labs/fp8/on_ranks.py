@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from course_lib.collectives.traffic import count_traffic
 from course_lib.fp8.gather import Fp8Gather
-from course_lib.fp8.linear import Quantizer
 from course_lib.fp8.program import apply_fp8
+from course_lib.fp8.quantizers import Quantizer
 from course_lib.fp8.recipes import RECIPES, by_blocks, per_tensor
 from course_lib.single_gpu import model as plain_model
 from course_lib.single_gpu.model import ModelConfig, Transformer

@@ -10,7 +10,7 @@ from torch import nn
 
 from course_kit.labs.fp8.errors import Storage
 from course_kit.labs.fp8.models import MEDIUM, tokens, trained_model
-from course_lib.fp8.linear import update_scales
+from course_lib.fp8.delayed_scaling import update_scales
 from course_lib.fp8.operands import Casts
 from course_lib.fp8.program import apply_fp8
 from course_lib.fp8.recipe_optimizer import RecipeOptimizer
