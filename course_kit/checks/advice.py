@@ -22,7 +22,9 @@ class CheckFailed(AssertionError):
 
 
 def is_report(error: BaseException) -> bool:
-    """Whether an error tells its own place and cause, as those of ranks do (notebook 03); a stack would hide them."""
+    """Return whether an error tells its own place and cause, as those of ranks do (notebook 03); a stack would hide
+    them.
+    """
     return hasattr(error, "_render_traceback_")
 
 
@@ -60,8 +62,8 @@ def advice(exercise: str, in_library: bool = False) -> Iterator[None]:
 
 
 def at_line(error: BaseException) -> str:
-    """Where in the learner's code, or in the library's, an error was raised, and the calls that led there; on a line
-    of its own. "" where the error says so itself, or where neither was at work.
+    """Return where in the learner's code, or in the library's, an error was raised, and the calls that led there; on a
+    line of its own. "" where the error says so itself, or where neither was at work.
     """
     from course_kit.ranks.outcome import frames_to
     from course_kit.ranks.report import is_course_code, where

@@ -30,6 +30,7 @@ from course_kit.exercises.cells import (
 from course_kit.exercises.fits import check_fits
 from course_kit.exercises.install import Answer, install, library_module, uninstall, without
 from course_kit.exercises.notes import note, state
+from course_kit.exercises.renamed import rename_in_kernel, renamed
 from course_kit.exercises.saved import exercise_digest, saved_answers
 from course_kit.exercises.splice import owned
 
@@ -72,6 +73,8 @@ def setup(chapter: str) -> None:
     folder = Path.cwd()
     if folder == PROJECT / "notebooks":
         return  # it holds the reference alone
+    if "IPython" in sys.modules and (shell := sys.modules["IPython"].get_ipython()):
+        rename_in_kernel(shell)
     back, changed = [], []
     for exercise, cells, found in saved_answers(folder, chapter):
         how = state(folder, exercise, found) if exercise in targets_by_exercise() else None
@@ -90,7 +93,7 @@ def setup(chapter: str) -> None:
 
 @functools.cache
 def check_module(exercise: str) -> str | None:
-    """The name of the module that checks an exercise; None where there is none."""
+    """Return the name of the module that checks an exercise; None where there is none."""
     if not EXERCISE.fullmatch(exercise):
         return None
     chapter, number = exercise.split(".")
@@ -113,7 +116,7 @@ def targets_by_exercise() -> dict[str, dict[str, list[str]]]:
 
 
 def run_cells(shell) -> Cells:
-    """The cells that a kernel has run, the last one first; their files are those that its errors name."""
+    """Return the cells that a kernel has run, the last one first; their files are those that its errors name."""
     raws, codes = shell.history_manager.input_hist_raw, shell.history_manager.input_hist_parsed
     found = []
     for number in range(len(raws) - 1, 0, -1):
@@ -132,7 +135,7 @@ def cells_of(exercise: str, ran: Cells) -> Cells:
 
 
 def names_of(source: str) -> set[str]:
-    """The names that a cell binds at its top level."""
+    """Return the names that a cell binds at its top level."""
     try:
         return {name for node in parsed(source, "").body for name in bound(node)}
     except CellError:
@@ -140,19 +143,20 @@ def names_of(source: str) -> set[str]:
 
 
 def cell_for(target: str, names: list[str], ran: Cells) -> tuple[str, str]:
-    """The last cell that was run for a target and that has one of its names.
+    """Return the last cell that was run for a target and that has one of its names.
 
     Raises CheckFailed where a later one looks like an answer to it, too, and where there is none.
     """
     directive = f"#| export {target}"
     closest = None
-    for source, file in ran:
-        lines = plain(source).split("\n")
+    for written, file in ran:
+        source = renamed(plain(written))
+        lines = source.split("\n")
         named = [re.sub(r"^\s*#\s*\|\s*export\W*", "", line).strip() for line in lines if LOOKS_LIKE_EXPORT.match(line)]
         defined = set(re.findall(r"^(?:async )?(?:def|class) (\w+)", source, re.MULTILINE))
         if target in named:
             if any(re.search(rf"(def|class) {name}\b|^{name} *[:=]", source, re.MULTILINE) for name in names):
-                return source, file
+                return written, file
             closest = closest or defined
         elif defined & {*names} and (not named or named[0] not in all_targets()):
             first = f"begins with '{lines[0].strip()}'" if named else "has no such line"
@@ -164,17 +168,17 @@ def cell_for(target: str, names: list[str], ran: Cells) -> tuple[str, str]:
 
 
 def all_targets() -> set[str]:
-    """What the directives of all exercises name."""
+    """Return what the directives of all exercises name."""
     return {target for targets in targets_by_exercise().values() for target in targets}
 
 
 def all_names(target: str) -> set[str]:
-    """The names that the exercises of one target define."""
+    """Return the names that the exercises of one target define."""
     return {name for targets in targets_by_exercise().values() for name in targets.get(target, ())}
 
 
 def check_function(exercise: str) -> Callable:
-    """The function that checks an exercise."""
+    """Return the function that checks an exercise."""
     return importlib.import_module(check_module(exercise)).check
 
 
@@ -207,13 +211,13 @@ def run(exercise: str, cells: Cells, namespace: dict) -> None:
 
 
 def labels(targets: dict[str, list[str]]) -> list[str]:
-    """The definitions of targets, as "make_buckets" or "Bucket.launch"."""
+    """Return the definitions of targets, as "make_buckets" or "Bucket.launch"."""
     holders = {target: target.partition(":")[2] for target in targets}
     return [f"{holders[target]}.{name}".lstrip(".") for target, names in targets.items() for name in names]
 
 
 def fitting(exercise: str, cells: Cells, targets: dict[str, list[str]]) -> list[ExportedCell]:
-    """The cells, read, after a look at whether they have all that the exercise asks for and fit the library."""
+    """Return the cells, read, after a look at whether they have all that the exercise asks for and fit the library."""
     found = {}
     for source, file in cells:
         cell = read(source, shown(file))
@@ -238,14 +242,14 @@ def fitting(exercise: str, cells: Cells, targets: dict[str, list[str]]) -> list[
 
 
 def shown(file: str) -> str:
-    """A cell's file as its reader knows it: "In[5]"."""
+    """Return a cell's file as its reader knows it: "In[5]"."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     label = shell.compile.format_code_name(file) if shell else None
     return label[1] if label else file
 
 
 def arguments(exercise: str, namespace: dict) -> dict:
-    """What the check of an exercise that is not exported takes from its notebook."""
+    """Return what the check of an exercise that is not exported takes from its notebook."""
     wanted = list(inspect.signature(check_function(exercise)).parameters)
     if missing := [name for name in wanted if name not in namespace]:
         raise CheckFailed(f"there is no {missing[0]} yet: write it in the exercise's cell, run that, then run this")

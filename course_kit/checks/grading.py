@@ -53,7 +53,7 @@ class RunEveryCell(Execute):
         return cell, resources
 
     def new_kernel_comes_to(self, index: int, resources) -> bool:
-        """Whether a new kernel has run copies of all cells above one, but for those that have ended a kernel."""
+        """Return whether a new kernel has run copies of all cells above one, but for those that have ended a kernel."""
         self.kernels += 1
         self._cleanup_kernel()
         self.create_kernel_manager()
@@ -70,7 +70,7 @@ class RunEveryCell(Execute):
 
 
 def failure(reason: str):
-    """The output of a cell that fails for this reason."""
+    """Return the output of a cell that fails for this reason."""
     return new_output("error", ename="NotGraded", evalue=reason, traceback=[reason])
 
 

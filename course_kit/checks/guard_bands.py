@@ -43,7 +43,7 @@ class Band:
     sentinel: int
 
     def overwritten(self) -> str:
-        """What was written round the tensor, in words; empty where nothing was."""
+        """Return what was written round the tensor, in words; empty where nothing was."""
         outside = torch.ones_like(self.bits, dtype=torch.bool)
         outside.as_strided(self.tensor.size(), self.tensor.stride(), self.start).fill_(False)
         where = torch.nonzero((self.bits != self.sentinel) & outside).flatten().tolist()
@@ -140,7 +140,9 @@ class GuardBands(TorchDispatchMode):
         return result
 
     def allocated(self, fresh: torch.Tensor, is_filled: bool) -> torch.Tensor:
-        """The tensor to hand out in place of `fresh`: with bands round it, and NaN in it where it is not yet filled."""
+        """Return the tensor to hand out in place of `fresh`: with bands round it, and NaN in it where it is not yet
+        filled.
+        """
         self.largest_bytes = max(self.largest_bytes, fresh.nbytes)
         if not can_be_banded(fresh):
             return fresh
@@ -180,11 +182,13 @@ def tensors(tree) -> list[torch.Tensor]:
 
 
 def new_memory(result, args) -> list[torch.Tensor]:
-    """The tensors of `result` that are no view of an argument. (By schema, a `reshape` that copies is a view too.)"""
+    """Return the tensors of `result` that are no view of an argument. (By schema, a `reshape` that copies is a view
+    too.)
+    """
     before = {x.untyped_storage().data_ptr() for x in tensors(args)}
     return [x for x in tensors(result) if x.untyped_storage().data_ptr() not in before]
 
 
 def copies_onto_itself(name: str, args: tuple) -> bool:
-    """Whether this is how Triton's interpreter hands back a tensor that it never moved."""
+    """Return whether this is how Triton's interpreter hands back a tensor that it never moved."""
     return name == "copy_" and args[0].data_ptr() == args[1].data_ptr()

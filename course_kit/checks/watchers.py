@@ -83,7 +83,7 @@ class LateWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has been waited for."""
+        """Return whether it has been waited for."""
         return self.waited
 
 
@@ -114,7 +114,7 @@ def late_results() -> Iterator[list[LateWork]]:
 
 
 def refused(function: Callable, *arguments) -> bool:
-    """Whether function(*arguments) raises ValueError."""
+    """Return whether function(*arguments) raises ValueError."""
     try:
         function(*arguments)
     except ValueError:

@@ -1,19 +1,20 @@
-"""Let the library of this process run an answer: install it, put the reference back, say what is installed.
+"""Let the library of this process run an answer: install it, restore the reference, list what is installed.
 
-The source of a cell is compiled in the namespace of the library's module, with the cell's file name and lines. So a
-check tests what the export writes, and an error shows the learner's line. What then happens depends on the kind:
+The source of a cell is compiled in the namespace of the library's module, with the cell's file name and lines. A check
+therefore tests what the export writes, and an error shows the learner's line. The rest depends on the kind:
 
-    function        the code object of the library's own function is swapped: aliases, registries and partials follow
+    function        the code object of the library's function is swapped: aliases, registries and partials follow
     method          set on the class
     class           attribute by attribute; the class itself stays, with all its instances
-    Triton kernel   set on its module and wherever else a module holds it; what Triton has compiled is forgotten
+    Triton kernel   set on its module and wherever else a module holds it; Triton's compiled kernels are dropped
 
-Meanwhile the reference is out of reach: while the cell's text is executed, its targets raise. A function kept from that
-moment, to be called later, is no way round an exercise.
+While the cell's text is executed, the reference is out of reach: its targets raise. A function that the cell stores at
+that moment, to call it later, is no way around an exercise.
 """
 
 import ast
 import contextlib
+import functools
 import importlib
 import inspect
 import linecache
@@ -23,7 +24,7 @@ import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from course_kit.exercises.cells import CellError, ExportedCell, read
+from course_kit.exercises.cells import CellError, Definition, ExportedCell, read
 from course_kit.exercises.fits import ANNOTATIONS, check_fits, find, imported, is_method, static_names
 from course_kit.exercises.swap import (
     CLASS_CELL,
@@ -54,26 +55,28 @@ class Answer(NamedTuple):
 
 
 _installed: dict[str, tuple[Answer, list[Undo]]] = {}  # of this process, by exercise
-_replaced: dict[tuple, str] = {}  # (module, class, name) of a definition: the exercise whose answer is in its place
-_added: dict[tuple[str, str], list[tuple]] = {}  # (module, name) that the library has not: (exercise, import) of each
+_replaced: dict[tuple, str] = {}  # (module, class, name) of a definition: the exercise whose answer replaces it
+_added: dict[tuple[str, str], list[tuple]] = {}  # (module, name) unknown to the library: (exercise, import) of each
 
 
 def installed() -> list[Answer]:
-    """The answers that this process's library runs, in the order in which they came."""
+    """Return the answers that this process's library runs, in the order of their installation."""
     return [answer for answer, _ in _installed.values()]
 
 
 def install(answer: Answer) -> None:
-    """Have the library run an answer, in place of the reference or of an earlier one.
+    """Have the library run an answer instead of the reference or of an earlier answer.
 
-    Raises CellError where the cells do not fit the library, and whatever their text raises when it is executed; then
-    the reference is in place.
+    Raises CellError if the cells do not fit the library, and any error that their text raises when it is executed; the
+    reference is then back.
     """
     uninstall(answer.exercise)
     undo: list[Undo] = []
     try:
         for source, file in answer.cells:
-            put_cell(read(source, file), file, answer.exercise, undo)
+            cell = read(source, file)
+            assert cell is not None, "a cell without a directive"
+            put_cell(cell, file, answer.exercise, undo)
     except BaseException:
         take_back(undo)
         raise
@@ -82,7 +85,7 @@ def install(answer: Answer) -> None:
 
 
 def uninstall(exercise: str) -> None:
-    """Put the reference of an exercise back. Raises AssertionError where the answer itself asks for it."""
+    """Restore the reference of an exercise. Raises AssertionError if the answer itself asks for it."""
     if exercise in _installed:
         files = {file for _, file in _installed[exercise][0].cells}
         for frame, _ in traceback.walk_stack(sys._getframe()):
@@ -94,7 +97,7 @@ def uninstall(exercise: str) -> None:
 
 
 def sync(answers: list[Answer]) -> None:
-    """Have the library of this process, a rank's, run these answers and no others."""
+    """Have the library of this process, a rank's, run exactly these answers."""
     wanted = {answer.exercise: answer for answer in answers}
     for exercise, (answer, _) in list(_installed.items()):
         if wanted.get(exercise) != answer:
@@ -105,7 +108,7 @@ def sync(answers: list[Answer]) -> None:
 
 @contextlib.contextmanager
 def without(exercise: str) -> Iterator[None]:
-    """The reference of an exercise, inside; afterwards the answer that was installed, if one was."""
+    """Run the reference of an exercise inside the context; afterwards the answer that was installed, if any."""
     before = _installed.get(exercise)
     uninstall(exercise)
     try:
@@ -116,7 +119,7 @@ def without(exercise: str) -> Iterator[None]:
 
 
 def library_module(name: str) -> types.ModuleType:
-    """The module of the library that a directive names. Raises CellError where there is none."""
+    """Return the module of the library that a directive names. Raises CellError if it does not exist."""
     try:
         return importlib.import_module(f"course_lib.{name}")
     except ModuleNotFoundError as error:
@@ -126,29 +129,29 @@ def library_module(name: str) -> types.ModuleType:
 
 
 def claim(cell: ExportedCell, exercise: str, names: list[str], undo: list[Undo]) -> None:
-    """Keep in mind whose these definitions are. Raises CellError where another exercise's answer is in their place."""
+    """Record which exercise owns these definitions. Raises CellError if another exercise's answer replaces them."""
     for key in [(cell.module, cell.cls, name) for name in names]:
-        whole = cell.module, None, cell.cls
-        parts = [each for each in _replaced if each[:2] == (cell.module, key[2]) and _replaced[each] != exercise]
-        for other in [each for each in (key, whole, *parts) if each in _replaced]:
+        cls_key: tuple = cell.module, None, cell.cls
+        methods = [each for each in _replaced if each[:2] == (cell.module, key[2]) and _replaced[each] != exercise]
+        for other in [each for each in (key, cls_key, *methods) if each in _replaced]:
             of, theirs = ".".join(filter(None, other[1:])), _replaced[other]
             raise CellError(f"cell {cell.name} defines {key[2]}, and {of} is exercise {theirs}'s: leave it out here")
         _replaced[key] = exercise
-        undo.append(lambda key=key: _replaced.pop(key))
+        undo.append(functools.partial(_replaced.pop, key))
 
 
 def add(module: types.ModuleType, name: str, value: Any, cell: ExportedCell, exercise: str, undo: list[Undo]) -> None:
-    """Give a module a name that it has not. Several answers may bring the same import; the last one takes it along."""
+    """Give a module a new name. Several answers may bring the same import; it goes with the last of them."""
     owners = _added.setdefault((module.__name__, name), [])
-    brought = next((imported(piece.node, name) for piece in cell.others if name in piece.names), None)
+    brought = next((imported(statement.node, name) for statement in cell.others if name in statement.names), None)
     if owners and (brought is None or owners[0][1] != brought):
         raise CellError(
-            f"cell {cell.name}: your answer to {owners[0][0]} has brought another {name} there: choose another name"
+            f"cell {cell.name}: your answer to {owners[0][0]} has added another {name} there: choose another name"
         )
     owners.append((exercise, brought))
     setattr(module, name, value)
 
-    def drop():
+    def drop() -> None:
         owners.remove((exercise, brought))
         if not owners:
             delattr(module, name)
@@ -157,13 +160,13 @@ def add(module: types.ModuleType, name: str, value: Any, cell: ExportedCell, exe
 
 
 def put_cell(cell: ExportedCell, file: str, exercise: str, undo: list[Undo]) -> None:
-    """Execute a cell's definitions and put them in place of the library's."""
+    """Execute a cell's definitions and replace the library's with them."""
     module = library_module(cell.module)
     text = inspect.getsource(module)
     check_fits(text, cell, learners=True)
     linecache.cache[file] = len(cell.source), None, cell.source.splitlines(keepends=True), file
     owner = getattr(module, cell.cls) if cell.cls else module
-    targets = {name: piece.node for name, piece in cell.definitions.items() if find(text, name, cell.cls)}
+    targets = {name: cell.definitions[name].definition for name in cell.definitions if find(text, name, cell.cls)}
     claim(cell, exercise, list(targets), undo)
     forget_globals(module, cell, undo)
     undo.append(lambda: clear_caches(module))
@@ -176,38 +179,40 @@ def put_cell(cell: ExportedCell, file: str, exercise: str, undo: list[Undo]) -> 
     for name, value in made.helpers.items():
         add(module, name, value, cell, exercise, undo)
     for name, value in made.definitions.items():
-        there = vars(owner).get(name, MISSING)
+        current = vars(owner).get(name, MISSING)
         if cell.cls:
             set_attribute(owner, name, value, undo)
         elif name in swapped:
-            swap_code(raw(there), raw(value), undo)
-            clear_cache(there, undo)
-        elif isinstance(there, type) and isinstance(value, type):
-            change_class(there, value, undo)
+            function, answer = raw(current), raw(value)
+            assert function is not None and answer is not None  # `can_swap` has seen to it
+            swap_code(function, answer, undo)
+            clear_cache(current, undo)
+        elif isinstance(current, type) and isinstance(value, type):
+            change_class(current, value, undo)
         else:
-            lead_to(there, value, undo)
-            rebind(there, value, undo)
-    for name, found in made.class_cells.items():
-        if isinstance(there := getattr(module, name), type):
-            found.cell_contents = there
+            lead_to(current, value, undo)
+            rebind(current, value, undo)
+    for name, class_cell in made.class_cells.items():
+        if isinstance(cls := getattr(module, name), type):
+            class_cell.cell_contents = cls
     clear_caches(module)
 
 
 def forget_globals(module: types.ModuleType, cell: ExportedCell, undo: list[Undo]) -> None:
-    """Note for the undo what a module has under the names that the cell's functions write by `global`."""
-    nodes = [node for piece in cell.definitions.values() for node in ast.walk(piece.node)]
-    for name in {name for node in nodes if isinstance(node, ast.Global) for name in node.names}:
-        undo.append(lambda name=name, value=vars(module).get(name, MISSING): restore(vars(module), {name: value}))
+    """Note for the undo the values that a module has under the names that the cell's functions declare `global`."""
+    nodes = [node for statement in cell.definitions.values() for node in ast.walk(statement.node)]
+    names = {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+    undo += [functools.partial(restore, vars(module), {name: vars(module).get(name, MISSING)}) for name in names]
 
 
 def restore(known: dict, before: dict[str, Any]) -> None:
-    """Put values back into a namespace; MISSING stands for none."""
+    """Restore values in a namespace; MISSING stands for an absent name."""
     for name, value in before.items():
         known.pop(name, None) if value is MISSING else known.update({name: value})
 
 
 class Made(NamedTuple):
-    """What executing a cell has made."""
+    """The results of executing a cell."""
 
     definitions: dict[str, Any]
     helpers: dict[str, Any]  # and imports, constants
@@ -215,29 +220,32 @@ class Made(NamedTuple):
 
 
 def execute(cell: ExportedCell, file: str, module: types.ModuleType, targets: set[str], swapped: set[str]) -> Made:
-    """Execute a cell's definitions in the namespace of a module, and leave that as it was.
+    """Execute a cell's definitions in the namespace of a module, and leave the namespace as it was.
 
-    Methods are compiled in a class of the right name, so that `super()` and `self.__name` mean what they say. Of a
-    function whose code is to be swapped the decorators are left out: the library's own stay on.
+    Methods are compiled in a class of the right name, so that `super()` and `self.__name` work. A function whose code
+    is to be swapped loses its decorators: the library's decorators stay.
     """
     known = vars(module)
     for name in swapped:
-        cell.definitions[name].node.decorator_list = []
-    pieces = sorted([*cell.others, *cell.definitions.values()], key=lambda piece: piece.start)
-    methods = set()
+        cell.definitions[name].definition.decorator_list = []
+    statements = sorted([*cell.others, *cell.definitions.values()], key=lambda statement: statement.start)
+    methods: set[str] = set()
     if cell.cls:
-        methods = {name for name, piece in cell.definitions.items() if belongs(piece.node, cell.cls, known)}
-    body = [piece.node for piece in pieces if not methods & {*piece.names}]
+        methods = {name for name in cell.definitions if belongs(cell.definitions[name].definition, cell.cls, known)}
+    body = [statement.node for statement in statements if not methods & {*statement.names}]
     if methods:
         inside = [cell.definitions[name].node for name in cell.definitions if name in methods]
         wrapper = ast.parse(f"class {cell.cls}: pass").body[0]
+        assert isinstance(wrapper, ast.ClassDef)
         wrapper.body = inside
         body.append(ast.copy_location(wrapper, inside[0]))
     classes = [node for node in body if isinstance(node, ast.ClassDef) and node.name in (cell.cls, *targets)]
     for node in classes:
         node.body = [*node.body, *ast.parse(f"def {CLASS_CELL}(): return __class__").body]
     code = compile(ast.fix_missing_locations(ast.Module(body, [])), file, "exec", flags=ANNOTATIONS, dont_inherit=True)
-    names = {name for piece in pieces for name in piece.names} - methods | ({cell.cls} if methods else set())
+    names = {name for statement in statements for name in statement.names} - methods
+    if cell.cls and methods:
+        names.add(cell.cls)
     before = {name: known.get(name, MISSING) for name in names | {"__annotations__"}}
     try:
         exec(code, known)
@@ -245,40 +253,43 @@ def execute(cell: ExportedCell, file: str, module: types.ModuleType, targets: se
     finally:
         restore(known, before)
     class_cells = {node.name: take_class_cell(after[node.name]) for node in classes if holds_cell(after[node.name])}
-    cls = after.pop(cell.cls, None) if methods else None
-    made = {private(name, cell.cls): vars(cls)[private(name, cell.cls)] for name in methods}
-    if not cell.cls:
-        own = {name for piece in cell.definitions.values() for name in piece.names} & targets
-        made = {name: after.pop(name) for name in own}
+    if cell.cls:
+        cls = after.pop(cell.cls, None) if methods else None
+        made = {private(name, cell.cls): vars(cls)[private(name, cell.cls)] for name in methods}
+    else:
+        defined = {name for statement in cell.definitions.values() for name in statement.names} & targets
+        made = {name: after.pop(name) for name in defined}
     static = static_names(ast.parse(inspect.getsource(module)))
     return Made(made, {name: value for name, value in after.items() if name not in static}, class_cells)
 
 
 def private(name: str, cls: str) -> str:
-    """The name that a method has in its class: `_Bucket__join` of `__join`."""
+    """Return the name that a method has in its class: `_Bucket__join` of `__join`."""
     return f"_{cls.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
 
 
-def belongs(node: ast.stmt, cls: str, known: dict) -> bool:
-    """Whether a function of a cell goes into the class, and is no helper beside it."""
+def belongs(node: Definition, cls: str, known: dict) -> bool:
+    """Return True if a function of a cell becomes a method of the class, and is not a helper beside it."""
     return node.name in vars(known[cls]) or is_method(node, cls)
 
 
 def decorators(text: str, cls: str | None) -> dict[str, list[str]]:
-    """The decorators of a module's functions, or of a class's, as source."""
+    """Return the decorators of the functions of a module or of a class, as source."""
     tree = ast.parse(text)
-    holder = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls) if cls else tree
+    classes = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls]
     return {
         node.name: list(map(ast.unparse, node.decorator_list))
-        for node in holder.body
+        for node in (classes[0] if cls else tree).body
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
 
 
-def can_swap(there: Any, node: ast.stmt, wanted: list[str] | None) -> bool:
-    """Whether the code of the library's function can be swapped: it is a plain one inside, decorated as the cell's."""
-    if isinstance(node, ast.ClassDef) or is_kernel(there) or wanted is None:
+def can_swap(current: Any, node: Definition, wanted: list[str] | None) -> bool:
+    """Return True if the code of the library's function can be swapped: under its decorators, which are those of the
+    cell's function, it is a plain function.
+    """
+    if isinstance(node, ast.ClassDef) or is_kernel(current) or wanted is None:
         return False
-    function = raw(there)
+    function = raw(current)
     same = list(map(ast.unparse, node.decorator_list)) == wanted
     return same and function is not None and not function.__code__.co_freevars

@@ -1,6 +1,6 @@
-"""What a check noted of an exercise, in `.progress/` beside the notebook: the one meaning of "solved".
+"""Notes on checks, in `.progress/` beside the notebook: they define what "solved" means.
 
-A note has the digest of the answer that passed. An exercise is solved where it says "passed" of the cell as it stands.
+A note holds the digest of the answer that passed. An exercise is solved if its note says "passed" for the current cell.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ STATES = "passes", "fails", "changed", "not tried"  # changed: since it passed
 
 
 def note(folder: Path, exercise: str, passed: bool, digest: str | None = None) -> None:
-    """Note in the folder of a notebook how a check ended. A folder that cannot be written to gets no note."""
+    """Note the result of a check in the folder of a notebook. A folder that cannot be written to gets no note."""
     what = {"exercise": exercise, "passed": passed, "when": time.strftime("%Y-%m-%dT%H:%M:%S")}
     with contextlib.suppress(OSError):
         (folder / FOLDER).mkdir(exist_ok=True)
@@ -22,11 +22,11 @@ def note(folder: Path, exercise: str, passed: bool, digest: str | None = None) -
 
 
 def state(folder: Path, exercise: str, digest: str) -> str:
-    """How an exercise stands whose cells have this digest: one of STATES."""
+    """Return the state, one of STATES, of an exercise whose cells have this digest."""
     try:
-        found = json.loads((folder / FOLDER / f"{exercise}.json").read_text(encoding="utf-8"))
-        if not found["passed"]:
+        record = json.loads((folder / FOLDER / f"{exercise}.json").read_text(encoding="utf-8"))
+        if not record["passed"]:
             return "fails"
-        return "passes" if found.get("digest") == digest else "changed"
+        return "passes" if record.get("digest") == digest else "changed"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "not tried"

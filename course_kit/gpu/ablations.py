@@ -1,8 +1,8 @@
 """One idea less: the same kernel with a few lines of its source replaced, to see what each idea is worth.
 
 A kernel that contains six ideas is fast, or not, by all of them at once. Take one away and leave the rest: what then
-changes is that idea's part (an ablation). Such a variant must not be a second kernel that somebody keeps in step with
-the first: `undone` makes it from the source that runs, and refuses where the source no longer has the line. The result
+changes is that idea's share (an ablation). Such a variant must not be a second kernel that has to be kept in sync with
+the first: `undone` makes it from the source that runs, and raises if the source no longer has the line. The result
 is a kernel like any other: launched, compiled for a GPU that is not there, its memory transactions counted.
 
     variant = undone(flash_forward_kernel, STEPS["powers of e"])
@@ -10,14 +10,14 @@ is a kernel like any other: launched, compiled for a GPU that is not there, its 
 
 `STEPS` has the ideas of the forward kernel, each as what to write in its place. All compute the same attention.
 
-- powers of e: the hardware knows powers of 2, so exp(x) is 2^(x log2 e), a product more for each score. Triton's exp
-  also gets numbers below 2^-126 right, by a comparison and two products more; its exp2 takes them for 0.
-- scores scaled: a product more for each score; the multiply-add that subtracts the maximum has room for it.
-- divided in every step: out is normalised after each tile, as in FlashAttention (Dao et al. 2022, algorithm 1, line
-  12), and not once at the end (FlashAttention-2, Dao 2023, §3.1.1): [BLOCK_Q, BLOCK_D] products more for each tile.
-- mask in every tile: comparisons and a choice for each score, though only tiles on the diagonal need them (§3.1.1).
+- powers of e: the hardware knows powers of 2, so exp(x) is 2^(x log2 e), one more multiplication per score. Triton's
+  exp also gets numbers below 2^-126 right, by a comparison and two more multiplications; its exp2 takes them for 0.
+- scores scaled: one more multiplication per score; the multiply-add that subtracts the maximum has room for it.
+- divided in every step: out is normalized after each tile, as in FlashAttention (Dao et al. 2022, algorithm 1, line
+  12), and not once at the end (FlashAttention-2, Dao 2023, §3.1.1): [BLOCK_Q, BLOCK_D] more multiplications per tile.
+- mask in every tile: comparisons and a selection per score, though only tiles on the diagonal need them (§3.1.1).
 - two loops: the full tiles, then the partial ones. The assembler then lets each product wait for the one before.
-- every tile visited: half of all causal scores are worked out to be thrown away (§3.1.1): not longer turns, but more.
+- every tile visited: half of all causal scores are computed and thrown away (§3.1.1): more iterations, not longer ones.
 - shortest first: the programs with the most tiles begin last, and the GPU waits for the last of them.
 """
 
@@ -68,27 +68,29 @@ STEPS: dict[str, dict[str, str]] = {
 
 
 def undone(kernel, changes: dict[str, str]):
-    """The kernel once more, with `changes` made in its source or in that of the functions it calls.
+    """Return a variant of the kernel with `changes` made in its source or in that of the functions it calls.
 
-    Each key is a piece of one line that occurs once in all of these sources; its value comes in its place, further
-    lines of it indented like the first. New names must be those of constants and functions that the function's module
-    has. Of a kernel under an autotuner the variant is without one. Raises ValueError for a key that occurs never or
-    more than once, or that leaves a function that is no Python.
+    Each key is a part of one line that occurs once in all of these sources; its value replaces it, with further lines
+    indented like the first. New names must be constants and functions of the function's module. The variant of an
+    autotuned kernel has no autotuner. Raises ValueError for a key that does not occur exactly once, or whose
+    replacement is not valid Python.
     """
     kernel = kernel.fn if isinstance(kernel, Autotuner) else kernel
-    found = sources(kernel)
+    functions = sources(kernel)
     for old, new in changes.items():
-        holders = [source for source in found.values() for _ in range(source["text"].count(old))]
-        if len(holders) != 1:
-            times = f"{len(holders)} times" if holders else "nowhere"
-            raise ValueError(f"{old!r} is {times} in {kernel.fn.__name__} and what it calls: once, to be replaced")
-        replace(holders[0], old, new)
-    find_names(found)
-    return rebuild(own_files(found))
+        matches = [source for source in functions.values() for _ in range(source["text"].count(old))]
+        if len(matches) != 1:
+            times = f"{len(matches)} times" if matches else "nowhere"
+            raise ValueError(
+                f"{old!r} occurs {times} in {kernel.fn.__name__} and the functions it calls: it must occur once"
+            )
+        replace(matches[0], old, new)
+    find_names(functions)
+    return rebuild(renamed_sources(functions))
 
 
 def replace(source: Source, old: str, new: str) -> None:
-    """Put `new` in place of `old`, in the source's text."""
+    """Replace `old` with `new` in the source's text."""
     before, after = source["text"].split(old)
     line = before.rpartition("\n")[2]
     indent = line[: len(line) - len(line.lstrip())]
@@ -96,13 +98,15 @@ def replace(source: Source, old: str, new: str) -> None:
     try:
         ast.parse(text)
     except SyntaxError as error:
-        raise ValueError(f"{new!r} in place of {old!r}: {source['name']} is no Python any more, {error.msg}") from None
+        raise ValueError(
+            f"{new!r} in place of {old!r}: {source['name']} is no longer valid Python, {error.msg}"
+        ) from None
     source["text"] = text
 
 
-def find_names(found: dict[str, Source]) -> None:
-    """Add what changed texts newly name: constants of the function's module, and functions, with all they call."""
-    for name, source in list(found.items()):
+def find_names(functions: dict[str, Source]) -> None:
+    """Add the constants and functions that changed texts newly name, with all functions that these call."""
+    for source in list(functions.values()):
         module = vars(sys.modules[source["module"]])
         known = {**source["modules"], **source["constants"], **source["functions"]}
         named = {node.id for node in ast.walk(ast.parse(source["text"])) if isinstance(node, ast.Name)}
@@ -112,30 +116,30 @@ def find_names(found: dict[str, Source]) -> None:
                 source["constants"][alias] = value.value
             elif isinstance(value, (KernelInterface, ConstexprFunction)):
                 source["functions"][alias] = full_name(value)
-                if full_name(value) not in found:
-                    sources(value, found)
+                if full_name(value) not in functions:
+                    sources(value, functions)
 
 
-def own_files(found: dict[str, Source]) -> dict[str, Source]:
-    """The same under names of their own: Python, and Triton with it, finds a function's text by its file's name."""
+def renamed_sources(functions: dict[str, Source]) -> dict[str, Source]:
+    """Return the sources under new names: Python, and with it Triton, finds a function's text by its file's name."""
     number = next(VARIANTS)
-    renamed = {name: f"{name}, variant {number}" for name in found}
+    renamed = {name: f"{name}, variant {number}" for name in functions}
     return {
         renamed[name]: source | {"functions": {alias: renamed[called] for alias, called in source["functions"].items()}}
-        for name, source in found.items()
+        for name, source in functions.items()
     }
 
 
 def difference(kernel, variant) -> str:
-    """What the variant has in place of the kernel's lines: function by function, "-" before a line that is gone and
-    "+" before a new one.
+    """Return the difference between a kernel and its variant, function by function: "-" before an old line, "+" before
+    a new one.
     """
     kernel, variant = (each.fn if isinstance(each, Autotuner) else each for each in (kernel, variant))
     before, after = sources(kernel), sources(variant)
-    words = []
+    report = []
     for name in before | after:
-        texts = [found[name]["text"].splitlines() if name in found else [] for found in (before, after)]
-        lines = difflib.unified_diff(*texts, n=0, lineterm="")
+        old, new = (functions[name]["text"].splitlines() if name in functions else [] for functions in (before, after))
+        lines = difflib.unified_diff(old, new, n=0, lineterm="")
         changed = [line for line in lines if not line.startswith(("---", "+++", "@@"))]
-        words += [f"in {name.rpartition('.')[2]}", *changed] if changed else []
-    return "\n".join(words)
+        report += [f"in {name.rpartition('.')[2]}", *changed] if changed else []
+    return "\n".join(report)

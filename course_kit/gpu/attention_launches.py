@@ -1,4 +1,4 @@
-"""Launches of the attention kernels at sizes that count: to compile them for a GPU, and to count what they move."""
+"""Launches of the attention kernels at practical sizes, to compile them for a GPU and to count the bytes they move."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def forward_launch(kernel: triton.runtime.KernelInterface, s: int = 256, d: int 
 
 
 def first_launch(s: int = 256, d: int = 64) -> Launch:
-    """Return the launch of `first_attention` at the same size. Only where kernels are interpreted."""
+    """Return the launch of `first_attention` at the same size. Works only if kernels are interpreted."""
     with record_launches() as launches:
-        first_attention(*(torch.randn(1, s, 1, d).bfloat16() for _ in range(3)))
+        q, k, v = (torch.randn(1, s, 1, d).bfloat16() for _ in range(3))
+        first_attention(q, k, v)
     return launches[0]
 
 
@@ -35,17 +36,17 @@ def hopper_launches(d: int = 128) -> dict[str, Launch]:
     """Return a launch of the Hopper kernel for each of its configurations, by name: 256 tokens, one head of d."""
     q, k, v = (torch.zeros(1, 256, 1, d, dtype=torch.bfloat16) for _ in range(3))
     args = (q, k, v, q, torch.zeros(1, 1, 256), 256, 256, 1, 0.1, *forward.strides_of(q, k, v))
-    found = {}
+    launches = {}
     for overlapped, configurations in hopper.HOPPER_CONFIGURATIONS.items():
         for each in configurations:
             meta = {"CAUSAL": True, "MASKED": True, "OVERLAPPED": overlapped, **forward.head_sizes(d)}
-            name = f"TMA, {'overlapped' if overlapped else 'specialised'}, {each.kwargs['BLOCK_K']} keys"
-            found[name] = Launch(hopper.hopper_forward_kernel, (2, 1, 1), args, meta | each.all_kwargs())
-    return found
+            name = f"TMA, {'overlapped' if overlapped else 'specialized'}, {each.kwargs['BLOCK_K']} keys"
+            launches[name] = Launch(hopper.hopper_forward_kernel, (2, 1, 1), args, meta | each.all_kwargs())
+    return launches
 
 
 def count(launch: Launch) -> Transactions:
-    """Return what a launch loads and stores, in sectors of 32 bytes."""
+    """Return the loads and stores of a launch, in sectors of 32 bytes."""
     return count_transactions(launch.kernel, launch.grid, *launch.args, **launch.meta)
 
 

@@ -1,8 +1,8 @@
-"""What a compiled kernel executes: the instructions of its loops, by kind, and the clocks they take of an SM.
+"""The instructions that the loops of a compiled kernel execute, by kind, and the clocks of an SM that they take.
 
-Attention's products run on tensor cores, the rest of it elsewhere. Which of them a tile keeps busy longer cannot be
-read off the source; it can be off the machine code (SASS), which `nvdisasm` of Triton's wheel prints on any machine.
-In one clock an SM does at most
+Attention's matmuls run on tensor cores, the rest runs elsewhere. Which of the two a tile keeps busy longer cannot be
+read off the source, but can be read off the machine code (SASS), which `nvdisasm` of Triton's wheel prints on any
+machine. In one clock an SM does at most
 
     tensor cores         2,048 FLOPs in 16 bits on an A100, 4,096 on an H100
     special functions    16: 2^x, 1/x, log2 x
@@ -10,14 +10,14 @@ In one clock an SM does at most
     any instruction      128 of a thread: each of 4 schedulers starts one for the 32 threads of a warp
 
 (CUDA C++ Programming Guide, throughput of arithmetic instructions; whitepapers of A100 and H100: 256 and 512
-multiply-adds a clock in each of 4 tensor cores.) A score costs 4 d FLOPs and one power of 2: with d = 128 on an H100
-512/4096 = 1/8 clock of tensor cores, and 1/16 of special functions. So powers take half as long as products, beside
-them or, where nothing overlaps, after them (FlashAttention-3, Shah et al. 2024, §3.1); with d = 64, just as long. Any
-other instruction that there is for each score takes 1/128.
+multiply-adds per clock in each of 4 tensor cores.) A score costs 4 d FLOPs and one power of 2: with d = 128 on an H100
+512/4096 = 1/8 clock of tensor cores, and 1/16 of special functions. Powers therefore take half as long as matmuls, in
+parallel or, if nothing overlaps, after them (FlashAttention-3, Shah et al. 2024, §3.1); with d = 64, just as long. Any
+other instruction per score takes 1/128.
 
-A turn of the loop takes at least the longest of these times: that, if all units work side by side. Where a warp waits
-for its product before it goes on and no other warp fills the gap, tensor cores and instructions add up. Waiting for
-memory comes on top.
+An iteration of the loop takes at least the longest of these times, which it reaches if all units work in parallel. If a
+warp waits for its matmul and no other warp fills the gap, the times of tensor cores and instructions add up. Waits for
+memory come on top.
 """
 
 import itertools
@@ -33,7 +33,7 @@ from course_kit.gpu.compiled import Compiled
 from course_lib.kernels.gpus import GPU, WARP
 
 KINDS = {
-    "products": ("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "DMMA"),  # of matrices, on tensor cores
+    "matmuls": ("HGMMA", "QGMMA", "IGMMA", "HMMA", "QMMA", "IMMA", "DMMA"),  # on tensor cores
     "special": ("MUFU",),
     "float32": ("FADD", "FMUL", "FFMA"),
     "maxima": ("FMNMX",),
@@ -49,14 +49,16 @@ KINDS = {
 OTHER = "other"
 INSTRUCTION_LINE = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)((?:\.\w+)*)(.*?);")
 LABEL_LINE = re.compile(r"(\.L\w+):")
-PRODUCT_SHAPES = {"884": (8, 8, 4), "1688": (16, 8, 8), "16816": (16, 8, 16), "16832": (16, 8, 32)}  # of a warp
+MATMUL_SHAPES = {"884": (8, 8, 4), "1688": (16, 8, 8), "16816": (16, 8, 16), "16832": (16, 8, 32)}  # of a warp
 TENSOR_FLOPS_PER_CLOCK = {(8, 0): 2048, (9, 0): 4096}  # of an SM, 16-bit inputs, by compute capability
 SPECIAL_PER_CLOCK = 16  # of an SM
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction of the machine code, without its guard: one that a thread does not execute takes its slot too."""
+    """One instruction of the machine code, without its predicate: an instruction that is predicated off takes its slot
+    too.
+    """
 
     operation: str  # FFMA
     variant: str  # .FTZ
@@ -65,22 +67,22 @@ class Instruction:
 
 @dataclass(frozen=True)
 class LoopMix:
-    """What a warp executes in one turn of a loop, without the loops inside of it: how many instructions of each kind.
+    """The instructions that a warp executes in one iteration of a loop, without its inner loops: how many of each kind.
 
-    sometimes: of instructions that a branch may jump over. product_flops: of a warp's products, always.
+    sometimes: instructions that a branch may skip. matmul_flops: of a warp's unconditional matmuls.
     """
 
     always: Counter[str]
     sometimes: Counter[str]
-    product_flops: int
+    matmul_flops: int
 
     def per_score(self, kind: str, warps: int, scores: int) -> float:
-        """Instructions of a thread for each score, in a block of `warps` warps that works out `scores` a turn."""
+        """Return a thread's instructions per score, for a block of `warps` warps with `scores` per iteration."""
         return self.always[kind] * warps * WARP / scores
 
 
 def machine_code(compiled: Compiled) -> str:
-    """The kernel as the GPU executes it, in NVIDIA's assembly language."""
+    """Return the kernel as the GPU executes it, in NVIDIA's assembly language."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.cubin)
         file.flush()
@@ -89,18 +91,19 @@ def machine_code(compiled: Compiled) -> str:
 
 
 def parse(code: str) -> tuple[list[Instruction], dict[str, int]]:
-    """All instructions, and for each label the number of the instruction it stands before."""
-    instructions, labels = [], {}
+    """Return all instructions, and for each label the index of the instruction that follows it."""
+    instructions: list[Instruction] = []
+    labels: dict[str, int] = {}
     for line in code.splitlines():
-        if found := LABEL_LINE.match(line):
-            labels[found[1]] = len(instructions)
-        elif found := INSTRUCTION_LINE.match(line):
-            instructions.append(Instruction(*found.groups()))
+        if match := LABEL_LINE.match(line):
+            labels[match[1]] = len(instructions)
+        elif match := INSTRUCTION_LINE.match(line):
+            instructions.append(Instruction(*match.groups()))
     return instructions, labels
 
 
 def find_jumps(instructions: list[Instruction], labels: dict[str, int]) -> list[tuple[int, int]]:
-    """From and to of every branch to a label."""
+    """Return the indices (from, to) of every branch to a label."""
     jumps = []
     for number, instruction in enumerate(instructions):
         target = re.search(r"\.L\w+", instruction.operands)
@@ -110,22 +113,23 @@ def find_jumps(instructions: list[Instruction], labels: dict[str, int]) -> list[
 
 
 def kind_of(instruction: Instruction) -> str:
-    """Its kind in KINDS; OTHER for all the rest: addresses, counters, moves, branches."""
+    """Return the kind of an instruction in KINDS; OTHER for addresses, counters, moves and branches."""
     return next((kind for kind, operations in KINDS.items() if instruction.operation in operations), OTHER)
 
 
 def flops_of(instruction: Instruction) -> int:
-    """Of a warp's product; an HGMMA is the product of four warps together. 2 for each multiply-add."""
+    """Return the FLOPs of a warp's matmul; four warps share the matmul of an HGMMA. A multiply-add counts 2."""
     if instruction.operation.endswith("GMMA"):
-        rows, columns, inner = map(int, re.match(r"\.(\d+)x(\d+)x(\d+)", instruction.variant).groups())
+        rows, columns, inner = map(int, re.findall(r"\d+", instruction.variant)[:3])
         return 2 * rows * columns * inner // 4
-    rows, columns, inner = PRODUCT_SHAPES[instruction.variant.split(".")[1]]
+    rows, columns, inner = MATMUL_SHAPES[instruction.variant.split(".")[1]]
     return 2 * rows * columns * inner
 
 
 def instruction_mix(compiled: Compiled) -> list[LoopMix]:
-    """The kernel's loops, in the order in which they begin: each is the code between a label and the last branch back
-    to it. What a loop calls is not in it. Raises ValueError where two loops share code and neither is in the other.
+    """Return the kernel's loops, in the order in which they begin: each is the code between a label and the last branch
+    back to it. Functions that a loop calls do not count. Raises ValueError if two loops share code and neither
+    contains the other.
     """
     instructions, labels = parse(machine_code(compiled))
     jumps = find_jumps(instructions, labels)
@@ -136,15 +140,15 @@ def instruction_mix(compiled: Compiled) -> list[LoopMix]:
     loops = [range(start, end + 1) for start, end in sorted(ends.items())]
     for first, second in itertools.combinations(loops, 2):
         if second.start < first.stop < second.stop:
-            raise ValueError(f"{compiled.name}: two of its loops overlap, and no count by loops is right")
+            raise ValueError(f"{compiled.name}: two of its loops overlap, so instructions cannot be counted by loop")
     return [mix_of(loop, instructions, jumps, loops) for loop in loops]
 
 
 def mix_of(loop: range, instructions: list[Instruction], jumps: list[tuple[int, int]], loops: list[range]) -> LoopMix:
-    """The mix of one loop; `jumps` and `loops` are those of the whole kernel, in numbers of instructions."""
+    """Return the mix of one loop. jumps, loops: those of the whole kernel, in indices of instructions."""
     inner = [other for other in loops if other != loop and other.start in loop]
     skipped = [range(source + 1, target) for source, target in jumps if source in loop and source < target in loop]
-    always, sometimes, flops = Counter(), Counter(), 0
+    always, sometimes, flops = Counter[str](), Counter[str](), 0
     for number in loop:
         if any(number in other for other in inner):
             continue
@@ -153,26 +157,27 @@ def mix_of(loop: range, instructions: list[Instruction], jumps: list[tuple[int, 
             sometimes[kind] += 1
             continue
         always[kind] += 1
-        flops += flops_of(instructions[number]) if kind == "products" else 0
+        flops += flops_of(instructions[number]) if kind == "matmuls" else 0
     return LoopMix(always, sometimes, flops)
 
 
 def main_loop(compiled: Compiled) -> LoopMix:
-    """The loop with the most products. Raises ValueError where no loop has one."""
+    """Return the loop with the most matmul FLOPs. Raises ValueError if no loop has a matmul."""
     loops = instruction_mix(compiled)
-    if not any(loop.product_flops for loop in loops):
-        raise ValueError(f"{compiled.name}: no loop of it has a product on tensor cores")
-    return max(loops, key=lambda loop: loop.product_flops)
+    if not any(loop.matmul_flops for loop in loops):
+        raise ValueError(f"{compiled.name}: none of its loops has a matmul on tensor cores")
+    return max(loops, key=lambda loop: loop.matmul_flops)
 
 
 def loop_cycles(mix: LoopMix, gpu: GPU, warps: int) -> dict[str, float]:
-    """Clocks of an SM that one turn of a block of `warps` warps keeps each unit busy, products in 16 bits. Without what
-    is executed only sometimes. Raises ValueError for a GPU whose tensor cores are not in TENSOR_FLOPS_PER_CLOCK.
+    """Return the clocks of an SM for which one iteration of a block of `warps` warps keeps each unit busy, with matmuls
+    in 16 bits and without instructions that a branch may skip. Raises ValueError for a GPU whose tensor cores are not
+    in TENSOR_FLOPS_PER_CLOCK.
     """
     if gpu.compute_capability not in TENSOR_FLOPS_PER_CLOCK:
         raise ValueError(f"{gpu.name}: no figure for its tensor cores, only for compute capability 8.0 and 9.0")
     return {
-        "tensor cores": mix.product_flops * warps / TENSOR_FLOPS_PER_CLOCK[gpu.compute_capability],
+        "tensor cores": mix.matmul_flops * warps / TENSOR_FLOPS_PER_CLOCK[gpu.compute_capability],
         "special functions": mix.always["special"] * warps * WARP / SPECIAL_PER_CLOCK,
         "float32 units": mix.always["float32"] * warps * WARP / gpu.cores_per_sm,
         "any instruction": mix.always.total() * warps / gpu.sub_partitions,
@@ -180,14 +185,14 @@ def loop_cycles(mix: LoopMix, gpu: GPU, warps: int) -> dict[str, float]:
 
 
 def instruction_table(compiled: dict[str, Compiled], gpu: GPU) -> str:
-    """A row for each kernel, by name: instructions of a warp in a turn of its main loop, by kind; those of the part
-    that a branch may skip; registers and spilled bytes of a thread; and the clocks of `loop_cycles`.
+    """Return a table with a row for each kernel, by name: a warp's instructions in one iteration of its main loop, by
+    kind; the instructions that a branch may skip; registers and spilled bytes per thread; the clocks of `loop_cycles`.
     """
-    kinds = ("products", "special", "float32", "maxima", "choices")
+    kinds = ("matmuls", "special", "float32", "maxima", "choices")
     heads = [*kinds, "all", "skipped", "registers", "spills", "tensor", "special", "float32", "issued"]
     wide = max(map(len, compiled))
     rows = [
-        f"{'':<{wide}}{'instructions of a warp in a turn':>63}{'of a thread':>20}{'clocks of an SM for a turn':>36}",
+        f"{'':<{wide}}{'instructions of a warp per iteration':>63}{'per thread':>20}{'SM clocks per iteration':>36}",
         " " * wide
         + "".join(f"{head:>9}" for head in heads[:7])
         + "".join(f"{head:>10}" for head in heads[7:9])

@@ -1,6 +1,6 @@
-"""Which kernels ran: a call that answers correctly may have run none.
+"""Records of kernel launches: a call that returns the right numbers may have launched no kernel.
 
-A library function inside an operator called `fused_…` gives the right numbers. So checks ask for the launches too.
+A library function inside an operator called `fused_…` gives the right numbers, so checks look at the launches too.
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from triton.runtime.jit import JITFunction
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a Triton kernel, with what it was given: enough to compile it, or to run it again."""
+    """One launch of a Triton kernel with its arguments: enough to compile it, or to run it again."""
 
-    kernel: Any  # JITFunction, or InterpretedFunction where there is no GPU
+    kernel: Any  # JITFunction, or InterpretedFunction on a machine without a GPU
     grid: tuple[int, ...]
     args: tuple
     meta: dict[str, Any] = field(default_factory=dict)  # constants of the kernel and num_warps, num_stages
@@ -29,7 +29,9 @@ class Launch:
 
 
 def first_configuration(kernel, meta: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The kernel under an autotuner and `meta` with the first of its configurations; others come back as they are."""
+    """Return the kernel under an autotuner, and `meta` with the first of its configurations; other kernels are returned
+    unchanged.
+    """
     if isinstance(kernel, Autotuner):
         return kernel.fn, kernel.configs[0].all_kwargs() | meta
     return kernel, dict(meta)
@@ -37,14 +39,14 @@ def first_configuration(kernel, meta: dict[str, Any]) -> tuple[Any, dict[str, An
 
 @contextlib.contextmanager
 def record_launches() -> Iterator[list[Launch]]:
-    """The launches of Triton kernels made inside the `with` block, in order."""
-    found: list[Launch] = []
+    """Yield a list that collects the launches of Triton kernels inside the context, in order."""
+    launches: list[Launch] = []
 
     def recorded(run):
         def recording(kernel, *args, grid, warmup, **meta):
             result = run(kernel, *args, grid=grid, warmup=warmup, **meta)
-            named = dict(zip(kernel.arg_names, args)) | meta
-            found.append(Launch(kernel, tuple(grid(named) if callable(grid) else grid), args, meta))
+            named = dict(zip(kernel.arg_names, args, strict=False)) | meta
+            launches.append(Launch(kernel, tuple(grid(named) if callable(grid) else grid), args, meta))
             return result
 
         return recording
@@ -52,4 +54,4 @@ def record_launches() -> Iterator[list[Launch]]:
     with contextlib.ExitStack() as patches:
         for runner in (InterpretedFunction, JITFunction):
             patches.enter_context(mock.patch.object(runner, "run", recorded(runner.run)))
-        yield found
+        yield launches

@@ -1,4 +1,4 @@
-"""A kernel as text, with everything that it calls: what one process sends to another that cannot unpickle it."""
+"""A kernel as text, with all functions that it calls, to send it to a process that cannot unpickle it."""
 
 import ast
 import importlib
@@ -14,37 +14,37 @@ from triton.runtime.jit import ConstexprFunction, KernelInterface
 
 
 class Source(TypedDict):
-    """One function's text, from its `def` on, and what the names in it stand for."""
+    """One function's text, from its `def` on, and the meaning of the names in it."""
 
     name: str
     module: str
     text: str
     file: str
     line: int  # of the `def`
-    decorator: str  # of Triton's: jit, or constexpr_function
+    decorator: str  # Triton's: jit, or constexpr_function
     modules: dict[str, str]
     constants: dict[str, Any]
     functions: dict[str, str]  # full names
 
 
 def full_name(kernel) -> str:
-    """With its module: two modules may have helpers of one name."""
+    """Return a kernel's name with its module: two modules may have helpers of the same name."""
     return f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
 
 
-def sources(kernel, found: dict[str, Source] | None = None) -> dict[str, Source]:
-    """The kernel's source and those of all functions that it calls, the kernel's first, by `full_name`."""
-    found = {} if found is None else found
+def sources(kernel, functions: dict[str, Source] | None = None) -> dict[str, Source]:
+    """Return the kernel's source and those of all functions that it calls, the kernel's first, by `full_name`."""
+    functions = {} if functions is None else functions
     function = kernel.fn
     lines, first = inspect.getsourcelines(function)
     tree = ast.parse(textwrap.dedent("".join(lines))).body[0]
     above = tree.lineno - 1  # lines of decorators
     text = textwrap.dedent("".join(lines[above:]))
-    source = found[full_name(kernel)] = Source(
+    source = functions[full_name(kernel)] = Source(
         name=function.__name__,
         module=function.__module__,
         text=text,
-        file=inspect.getsourcefile(function),
+        file=inspect.getsourcefile(function) or "",
         line=first + above,
         decorator="constexpr_function" if isinstance(kernel, ConstexprFunction) else "jit",
         modules={},
@@ -59,18 +59,18 @@ def sources(kernel, found: dict[str, Source] | None = None) -> dict[str, Source]
             source["constants"][name] = value.value
         elif isinstance(value, (KernelInterface, ConstexprFunction)):
             source["functions"][name] = full_name(value)
-            if full_name(value) not in found:
-                sources(value, found)
-    return found
+            if full_name(value) not in functions:
+                sources(value, functions)
+    return functions
 
 
-def rebuild(found: dict[str, Source]):
-    """The kernel again, to compile or to interpret as this process does. Each function stands alone in a file of its
-    full name, from line 1 on: so the compiler's locations say which function they are in.
+def rebuild(functions: dict[str, Source]):
+    """Return the kernel again, to be compiled or interpreted as this process does. Each function is alone in a file of
+    its full name, from line 1 on, so the compiler's locations name the function.
     """
     spaces, made = {}, {}
-    for name, source in found.items():
-        # by its module the compiler tells functions of one name apart; the interpreter looks for tl in each
+    for name, source in functions.items():
+        # the compiler tells functions of the same name apart by their module; the interpreter looks for tl in each
         space = spaces[name] = {"__name__": source["module"], "triton.language": tl}
         space |= {alias: importlib.import_module(module) for alias, module in source["modules"].items()}
         space |= {alias: tl.constexpr(value) for alias, value in source["constants"].items()}
@@ -78,6 +78,6 @@ def rebuild(found: dict[str, Source]):
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # Triton reads the text there
         exec(compile(text, name, "exec"), space)
         made[name] = getattr(triton, source["decorator"])(space[source["name"]])
-    for name, source in found.items():
+    for name, source in functions.items():
         spaces[name] |= {alias: made[called] for alias, called in source["functions"].items()}
-    return made[next(iter(found))]
+    return made[next(iter(functions))]

@@ -1,12 +1,13 @@
 """Count the memory transactions of a kernel without a GPU.
 
-A Triton kernel runs in the interpreter, which says what each program loads and stores. The compiled kernel's layouts
-say which lane of which warp holds which element, and how wide an instruction is (`accesses`). Together they give the
-requests, and `sectors` counts what each moves. A kernel written thread by thread (`thread_blocks`) says all itself.
+A Triton kernel runs in the interpreter, which reports the loads and stores of each program. The compiled kernel's
+layouts tell which lane of which warp holds which element, and how wide an instruction is (`accesses`). Together they
+give the requests, and `sectors` counts the traffic of each. A kernel written thread by thread (`thread_blocks`) needs
+no layouts.
 
 The counts should be those of Nsight Compute's `l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum` (with `_ldgsts` for
-loads straight to shared memory) and `_st.sum`: sectors between the threads and the first cache. What the caches then
-save is not modelled; `distinct_sectors` is its lower end.
+loads straight to shared memory) and `_st.sum`: sectors between the threads and the first cache. Savings by
+the caches are not modeled; `distinct_sectors` is the lower bound.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ import itertools
 import os
 import subprocess
 import sys
+import traceback
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,8 +30,8 @@ from triton.runtime import interpreter
 from triton.runtime.jit import KernelInterface
 
 import course_lib
-from course_kit.gpu.accesses import Access, Place
-from course_kit.gpu.compiled import Compiled, compile_kernel, in_words
+from course_kit.gpu.accesses import Access, SourcePosition
+from course_kit.gpu.compiled import Compiled, compile_kernel, error_text
 from course_kit.gpu.launches import first_configuration
 from course_kit.gpu.sources import Source, rebuild, sources
 from course_lib.kernels.sectors import Transactions, shift
@@ -40,9 +42,9 @@ def count_transactions(kernel, grid, *args, threads: tuple[int, ...] | None = No
     """Run `kernel` on `grid` and count the sectors and lines that its loads and stores touch, warp by warp.
 
     kernel: a Triton kernel, launched as `kernel[grid](*args, **meta)` and laid out by the compiler for `capability`; or
-    a function of a `Block` and `args`, with `threads` in a block. Tensors are written to, on any device. Returns
-    `Transactions` (of a function: `BlockTraffic`). Raises ValueError for a kernel that does not compile, and for one
-    with an access that the compiler lays out in several ways.
+    a function of a `Block` and `args`, with `threads` per block. The kernel writes to the tensors, on any device.
+    Returns `Transactions` (for a function: `BlockTraffic`). Raises ValueError for a kernel that does not compile or has
+    an access that the compiler lays out in several ways.
     """
     if not isinstance(kernel, KernelInterface):
         if threads is None:
@@ -58,21 +60,21 @@ def count_transactions(kernel, grid, *args, threads: tuple[int, ...] | None = No
 
 
 def count_interpreted(
-    kernel, found: dict[str, Source], grid, args: tuple, meta: dict, compiled: Compiled
+    kernel, functions_by_name: dict[str, Source], grid, args: tuple, meta: dict, compiled: Compiled
 ) -> Transactions:
-    """Launch in the interpreter, and count each access by the layout of the same call in the compiled kernel. The
-    kernel is that of these sources, or one rebuilt from them.
+    """Launch a kernel in the interpreter, and count each access by the layout of the same call in the compiled kernel.
+    The kernel belongs to these sources, or was rebuilt from them.
     """
     layouts = layouts_by_call(compiled)
-    functions = {(file, s["name"]): name for name, s in found.items() for file in (s["file"], name)}
+    functions = {(file, s["name"]): name for name, s in functions_by_name.items() for file in (s["file"], name)}
     storages = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors_of(args, meta)}
     traffic = Transactions()
 
     def observe(kind: str, pointers, mask) -> None:
-        call, place = current_call(functions, found)
+        call, line = current_call(functions, functions_by_name)
         access = layouts.get((call, tuple(pointers.data.shape) if pointers.data.size > 1 else ()))
         if access is None:
-            traffic.removed.add(place)
+            traffic.removed.add(line)
             return
         size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
         replicas = access.operation == "tt.load"
@@ -82,7 +84,7 @@ def count_interpreted(
             return
         first = addresses[active][0]
         addresses = addresses + shift(storages[max(base for base in storages if base <= first)])
-        traffic.of(kind, place).add(addresses[elements], active[elements], size)
+        traffic.of(kind, line).add(addresses[elements], active[elements], size)
 
     with observed(observe):
         kernel[grid](*args, **meta)
@@ -94,30 +96,32 @@ def tensors_of(args: tuple, meta: dict) -> list[torch.Tensor]:
 
 
 def layouts_by_call(compiled: Compiled) -> dict[tuple, Access]:
-    """Each access by its call and the shape of the block, () for one number. Raises ValueError where one call in the
-    source is several in the compiled kernel, laid out differently: which one runs, the interpreter does not say.
+    """Return each access by its call and the shape of the block, () for a scalar. Raises ValueError if one call in the
+    source has several layouts in the compiled kernel: the interpreter does not tell which of them runs.
     """
-    found: dict[tuple, Access] = {}
+    accesses: dict[tuple, Access] = {}
     for access in compiled.accesses:
         key = access.call, access.shape if np.prod(access.shape) > 1 else ()
-        if key in found:
+        if key in accesses:
             function, line, _ = access.call
             raise ValueError(
                 f"{compiled.name}: the compiler lays the access in line {line} of {function} out in several ways, for "
-                "several callers perhaps: write it out for each"
+                "perhaps for several callers: write it out for each"
             )
-        found[key] = access
-    return found
+        accesses[key] = access
+    return accesses
 
 
 @functools.lru_cache
 def lanes_of(access: Access, num_warps: int, size: int, replicas: bool) -> np.ndarray:
-    """Flat numbers of the block's elements that each request of a warp touches: [requests, 32 lanes x elements].
+    """Return the flat indices of the block's elements that each request of a warp accesses: [requests, 32 lanes x
+    elements].
 
-    A thread's registers go out by groups of `bytes_per_thread`. Where a block has fewer elements than the program has
-    threads, some hold the same: all of them load it (`replicas`), one stores it, or copies it to shared memory.
+    A thread's registers are accessed in groups of `bytes_per_thread`. If a block has fewer elements than the program
+    has threads, several threads hold the same element: all of them load it (`replicas`), one stores it or copies it to
+    shared memory.
     """
-    if not np.prod(access.shape) > 1:  # one number: every warp loads it, one lane stores it
+    if not np.prod(access.shape) > 1:  # a scalar: every warp loads it, one lane stores it
         return np.zeros((num_warps if replicas else 1, 1), dtype=np.int64)
     strides = np.cumprod((1, *access.shape[:0:-1]))[::-1]
 
@@ -137,31 +141,31 @@ def lanes_of(access: Access, num_warps: int, size: int, replicas: bool) -> np.nd
     return touched.reshape(len(warps) * len(groups), -1)
 
 
-def current_call(functions: dict[tuple[str, str], str], found: dict[str, Source]) -> tuple[Place, str]:
-    """The call that the interpreter executes in one of these functions (full names, by file and name), as `Access`
-    names it; and where it stands.
+def current_call(functions: dict[tuple[str, str], str], texts: dict[str, Source]) -> tuple[SourcePosition, str]:
+    """Return the call that the interpreter executes in one of these functions (full names, by file and name), as
+    `Access` names it, and its line as text.
     """
-    frame = sys._getframe()
-    while (frame.f_code.co_filename, frame.f_code.co_name) not in functions:
-        frame = frame.f_back
+    frames = (frame for frame, _ in traceback.walk_stack(sys._getframe()))
+    frame = next(f for f in frames if (f.f_code.co_filename, f.f_code.co_name) in functions)
     code = frame.f_code
     name = functions[code.co_filename, code.co_name]
     line, column = position(code, frame.f_lasti)
     line -= code.co_firstlineno - 1  # of the function
-    text = found[name]["text"].splitlines()[line - 1].strip()
-    return (name, line, column), f"{found[name]['line'] + line - 1}: {text}"
+    text = texts[name]["text"].splitlines()[line - 1].strip()
+    return (name, line, column), f"{texts[name]['line'] + line - 1}: {text}"
 
 
 @functools.lru_cache
 def position(code: types.CodeType, instruction: int) -> tuple[int, int]:
-    """Line and column of an instruction."""
+    """Return the line and column of an instruction."""
     line, _, column, _ = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    assert line is not None and column is not None  # source code is compiled with positions
     return line, column
 
 
 @contextlib.contextmanager
 def observed(observe) -> Iterator[None]:
-    """`observe(kind, pointers, mask)` before each access that the interpreter makes inside the `with` block."""
+    """Call `observe(kind, pointers, mask)` before each access of the interpreter inside the context."""
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
     update, swap = builder.create_atomic_rmw, builder.create_atomic_cas
@@ -192,8 +196,8 @@ def observed(observe) -> Iterator[None]:
 
 
 def count_elsewhere(kernel, grid, args: tuple, meta: dict, compiled: Compiled) -> Transactions:
-    """`count_interpreted` in a process of its own: where there is a GPU, this one's kernels are compiled ones."""
-    named = dict(zip(kernel.arg_names, args)) | meta
+    """Run `count_interpreted` in another process: on a machine with a GPU, this process compiles its kernels."""
+    named = dict(zip(kernel.arg_names, args, strict=False)) | meta
     grid = tuple(grid(named) if callable(grid) else grid)
     question = io.BytesIO()
     torch.save((sources(kernel), grid, *on_host(args, meta), compiled), question)  # views stay views
@@ -203,17 +207,20 @@ def count_elsewhere(kernel, grid, args: tuple, meta: dict, compiled: Compiled) -
         capture_output=True,
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=Path(course_lib.__file__).parents[1],
+        check=False,
     )
     if worker.returncode:
         raise ValueError(f"{kernel.fn.__name__} in the interpreter: {worker.stderr.decode().strip()}")
     traffic, written = torch.load(io.BytesIO(worker.stdout), weights_only=False)
     for mine, theirs in zip(tensors_of(args, meta), written, strict=True):
-        mine.untyped_storage().copy_(theirs.untyped_storage())  # of any strides, and even where it wants a gradient
+        mine.untyped_storage().copy_(
+            theirs.untyped_storage()
+        )  # works with any strides, and for a tensor that requires a gradient
     return traffic
 
 
 def on_host(args: tuple, meta: dict) -> tuple[tuple, dict]:
-    """Both with their tensors on the CPU: the same strides and gaps, and one storage where they share one."""
+    """Return both with their tensors on the CPU: with the same strides and gaps, and with shared storages."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def moved(x):
@@ -227,13 +234,15 @@ def on_host(args: tuple, meta: dict) -> tuple[tuple, dict]:
 
 
 def work() -> None:
-    """The interpreter's process: one question from standard input, traffic and tensors to standard output."""
+    """Run the interpreter's process: read one question from standard input, write traffic and tensors to standard
+    output.
+    """
     question = torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)
-    found, grid, args, meta, compiled = question
+    functions, grid, args, meta, compiled = question
     try:
-        traffic = count_interpreted(rebuild(found), found, grid, args, meta, compiled)
-    except Exception as error:  # the kernel's author's to read, without the interpreter's frames
-        sys.exit(in_words(error))
+        traffic = count_interpreted(rebuild(functions), functions, grid, args, meta, compiled)
+    except Exception as error:  # meant for the kernel's author, without the interpreter's frames
+        sys.exit(error_text(error))
     answer = io.BytesIO()
     torch.save((traffic, tensors_of(args, meta)), answer)
     sys.stdout.buffer.write(answer.getvalue())

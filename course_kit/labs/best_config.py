@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -20,23 +22,23 @@ from course_lib.single_gpu.model import PRESETS, ModelConfig
 
 GIB = 2**30
 
-# The jobs of exercise 11.9 on H100 nodes: preset, GPUs, sequences a step, tokens a sequence.
+# The jobs of exercise 11.9 on H100 nodes: preset, GPUs, sequences per step, tokens per sequence.
 JOBS = {
     "A": ("llama3-8B", 64, 512, 4096),
     "B": ("llama3-70B", 256, 512, 4096),
     "C": ("llama3-8B", 64, 16, 131072),
 }
 
-# The plans of exercise 11.10, which ran out of memory, with 256 sequences of 4,096 tokens: bench model, nodes, layout.
+# The plans of exercise 11.10, which ran out of memory, for 256 sequences of 4,096 tokens: bench model, nodes, layout.
 FAILED = {
     "A": ("8B", 16, "dp2,pp16,tp4,zero1,sp,mb8"),
     "B": ("8B", 4, "pp2,tp16,sp,mb32"),
     "C": ("3B", 8, "dp16,pp2,tp2,zero1,sp,mb16"),
 }
 
-SMALL = ModelConfig(2, 128, 4, 2, 352, 1024, tied=True)  # of the dry runs that two real ranks confirm
+SMALL = ModelConfig(2, 128, 4, 2, 352, 1024, tied=True)  # for the dry runs that two real ranks confirm
 
-COLUMNS = {  # of the recorded validation: its names, and their heads in the table
+COLUMNS = {  # of the recorded validation: its names, and their headings in the table
     "tokens/s": "tokens/s",
     "peak memory": "memory",
     "ok or out of memory": "fits right",
@@ -44,7 +46,7 @@ COLUMNS = {  # of the recorded validation: its names, and their heads in the tab
     "regret": "regret",
 }
 
-REGRET_PARTS = {  # of `RegretSplit`, and their heads in the table
+REGRET_PARTS = {  # of `RegretSplit`, and their headings in the table
     "other_model": "other model",
     "unexplained": "chance",
     "caution": "caution",
@@ -54,15 +56,15 @@ REGRET_PARTS = {  # of `RegretSplit`, and their heads in the table
 
 
 def rounded(count: float) -> str:
-    """Return a count in T, B or M, with one digit after the point; a small one as it is."""
+    """Return a count in T, B or M with one decimal; a small count unchanged."""
     unit, size = next(((u, n) for u, n in (("T", 1e12), ("B", 1e9), ("M", 1e6)) if count >= n), ("", 1))
     return f"{count / size:,.1f} {unit}" if unit else f"{count:,}"
 
 
 def scales(config: ModelConfig, b: int = 1, s: int = 4096) -> dict[str, float]:
-    """Return the elements of appendix A2 of the playbook, with the model's own MLP in place of the 4h of its formulas.
+    """Return the quantities of the playbook's appendix A2, with the model's own MLP instead of the 4h of its formulas.
 
-    b: sequences of a micro-batch; s: tokens of a sequence.
+    b: sequences per micro-batch; s: tokens per sequence.
     """
     h, f, layers = config.hidden, config.ffn_hidden, config.layers
     kv = config.kv_heads * config.head_dim
@@ -85,23 +87,25 @@ def scales(config: ModelConfig, b: int = 1, s: int = 4096) -> dict[str, float]:
 
 
 def scales_table(presets: tuple[str, ...]) -> str:
-    """Return `scales` of some presets as a table, a column each."""
+    """Return the `scales` of some presets as a table with one column per preset."""
     tables = {name: scales(PRESETS[name]) for name in presets}
     lines = [f"{'b = 1, s = 4,096':38s}" + "".join(f"{name:>16s}" for name in tables)]
-    for line in next(iter(tables.values())):
-        lines.append(f"{line:38s}" + "".join(f"{rounded(table[line]):>16s}" for table in tables.values()))
+    lines += [
+        f"{line:38s}" + "".join(f"{rounded(table[line]):>16s}" for table in tables.values())
+        for line in next(iter(tables.values()))
+    ]
     return "\n".join(lines)
 
 
-def layer_ms(words: str, config: ModelConfig, cluster: Cluster) -> dict[str, float]:
+def layer_ms(spec: str, config: ModelConfig, cluster: Cluster) -> dict[str, float]:
     """Return the milliseconds of a layer by part, forward and backward, for one sequence of 4,096 tokens."""
-    return {name: float(1e3 * part) for name, part in layer_times(config, cluster, Layout.parse(words), 4096).items()}
+    return {name: float(1e3 * part) for name, part in layer_times(config, cluster, Layout.parse(spec), 4096).items()}
 
 
 def overlap_ratios(
     tokens: float, h: float, layers: int = 4, degree: int = 8, peak: float = 989.5e12, bandwidth: float = 450e9
 ) -> dict[str, float]:
-    """Return time to send over time to compute by technique, in BF16 bytes; tokens: of a GPU and micro-batch."""
+    """Return time to send over time to compute by technique, in BF16 bytes; tokens: per GPU and micro-batch."""
     return {
         "DP, ZeRO-3": (degree - 1) / degree * peak / (tokens * bandwidth),
         "TP": (degree - 1) * peak / (h * bandwidth),
@@ -110,29 +114,29 @@ def overlap_ratios(
 
 
 def measured_slots(runs: list[MeasuredRun], model: str, nodes: int, tp: int, pp: int) -> list[tuple[int, float]]:
-    """Return (micro-batch, ms a layer) of the runs with these degrees that were ok, by the measured step over slots and
+    """Return (micro-batch, ms per layer) of the successful runs with these degrees: the measured step over slots and
     layers, in ascending order.
     """
-    found = []
+    slots = []
     for run in runs:
         layout = run.layout
         if run.ok and (run.model, run.nodes, layout.tp, layout.pp) == (model, nodes, tp, pp):
             m = run.batch / (layout.dp * layout.micro_batch)
             layer_s = run.step_s / (m + pp - 1) / (run.config.layers / pp)
-            found.append((layout.micro_batch, round(1e3 * layer_s, 1)))
-    return sorted(found)
+            slots.append((layout.micro_batch, round(1e3 * layer_s, 1)))
+    return sorted(slots)
 
 
 def errors_line(runs: list[MeasuredRun], predicted: Predicted) -> str:
     """Return median errors, the share of right "it fits", and how many runs took over twice their predicted time."""
     errors = ", ".join(f"{name} {value:.2%}" for name, value in accuracy(runs, predicted).items() if name != "runs")
-    ran = [(run.step_s, step_s) for run, step_s in zip(runs, predicted.step_s, strict=True) if run.ok]
-    slow = sum(measured > 2 * step_s for measured, step_s in ran)
-    return f"{errors}; slow runs: {slow} of the {len(ran)} that ran"
+    times = [(run.step_s, step_s) for run, step_s in zip(runs, predicted.step_s, strict=True) if run.ok]
+    slow = sum(measured > 2 * step_s for measured, step_s in times)
+    return f"{errors}; slow runs: {slow} of the {len(times)} that ran"
 
 
 def seen_and_unseen(runs: list[MeasuredRun], cluster: Cluster) -> dict[str, dict[str, float]]:
-    """Return the errors on runs that a fit has seen, and by fits that have not seen the run's cell (seconds each)."""
+    """Return the errors on runs that a fit has seen, and of fits that have not seen the run's cell (seconds each)."""
     fitted = predict(runs, calibration.fit(runs, cluster))
     held_out = calibration.cross_validate(runs, cluster)
     return {"fitted to them": accuracy(runs, fitted), "not seen": accuracy(runs, held_out)}
@@ -141,10 +145,10 @@ def seen_and_unseen(runs: list[MeasuredRun], cluster: Cluster) -> dict[str, dict
 def validation_table(recorded: dict) -> str:
     """Return the validation in benchmarks/results/planner.json as a table: goals, in sample, cross-validated."""
     rows = {f"goal, {size}": goals for size, goals in recorded["goals"].items()}
-    for how, words in (("in sample", "fitted to them"), ("cross-validated", "not seen")):
+    for how, label in (("in sample", "fitted to them"), ("cross-validated", "not seen")):
         for size, those in recorded[how].items():
-            rows[f"{words}, {size}"] = those["all"]
-            rows[f"{words}, {size}, no slow runs"] = those["without the slow mode"]
+            rows[f"{label}, {size}"] = those["all"]
+            rows[f"{label}, {size}, no slow runs"] = those["without the slow mode"]
     lines = [f"{'':45s}" + "".join(f"{short:>12s}" for short in COLUMNS.values())]
     lines += [f"{name:45s}" + "".join(f"{row[column]:12.1%}" for column in COLUMNS) for name, row in rows.items()]
     return "\n".join(lines)
@@ -189,23 +193,25 @@ def regret_table(runs: list[MeasuredRun], recorded: dict, cluster: Cluster) -> s
 
 def programs_table(recorded: dict) -> str:
     """Return the programs in benchmarks/results/planner.json as a table: the number of published runs, the median error
-    on runs that the fit has seen and on sources that it left out, and what the program reaches and keeps.
+    on runs that the fit has seen and on sources that it left out, the program's efficiencies and saved activations.
     """
     heads = ("runs", "seen", "left out", "matmuls", "attention")
-    lines = [f"{'':15s}" + "".join(f"{head:>10s}" for head in heads) + "   a layer keeps, per token"]
+    lines = [f"{'':15s}" + "".join(f"{head:>10s}" for head in heads) + "   saved per token and layer"]
     errors = {row["program"]: row for row in recorded["programs"] if row["source"] == "all"}
     for name in ("course", *errors):
         software, row = SOFTWARE[name], errors.get(name, {})
         values = [f"{row['runs']}" if row else ""]
         values += ["" if (error := row.get(which)) is None else f"{error:.1%}" for which in ("in sample", "left out")]
         values += [f"{software.matmul_efficiency:.0%}", f"{software.attention_efficiency:.0%}"]
-        kept = f"   {software.kept_hidden:g} h + {software.kept_ffn:g} f" + (", scores" if software.score_bytes else "")
-        lines.append(f"{name:15s}" + "".join(f"{value:>10s}" for value in values) + kept)
+        saved = f"   {software.kept_hidden:g} h + {software.kept_ffn:g} f" + (
+            ", scores" if software.score_bytes else ""
+        )
+        lines.append(f"{name:15s}" + "".join(f"{value:>10s}" for value in values) + saved)
     return "\n".join(lines)
 
 
 def spoiled(cluster: Cluster) -> Cluster:
-    """Return the cluster with its constants of time spoiled: two thirds of each efficiency, all else doubled."""
+    """Return the cluster with wrong time constants: two thirds of each efficiency, all other constants doubled."""
     known = calibration.constants_of(cluster, "step_s")
     changed = {name: value / 1.5 if name.endswith("efficiency") else value * 2 for name, value in known.items()}
     return calibration.with_constants(cluster, changed)
@@ -221,49 +227,47 @@ def errors_by_model(runs: list[MeasuredRun], clusters: dict[str, Cluster]) -> st
     return "\n".join(lines)
 
 
-def judge(job: str, words: str) -> None:
-    """Print what the planner says of a layout for one of JOBS: whether it fits, and within RISK; tokens/s; the largest
-    parts of memory and of time.
-
-    Raises ValueError for a layout that the job cannot have.
+def judge(job: str, spec: str) -> None:
+    """Print the planner's estimate of a layout for one of JOBS: whether it fits within RISK, tokens/s, and the largest
+    parts of memory and of time. Raises ValueError for a layout that the job cannot have.
     """
     preset, gpus, batch, seq = JOBS[job]
-    check_layout(PRESETS[preset], Layout.parse(words), gpus, batch, seq)
-    e = estimate(PRESETS[preset], CLUSTERS["H100"], Layout.parse(words), batch, seq)
+    check_layout(PRESETS[preset], Layout.parse(spec), gpus, batch, seq)
+    e = estimate(PRESETS[preset], CLUSTERS["H100"], Layout.parse(spec), batch, seq)
     memory = sorted(((float(size) / GIB, name) for name, size in e.memory.items()), reverse=True)[:4]
     seconds = sorted(((float(part), name) for name, part in e.time.items()), reverse=True)[:5]
     fits = f"{'fits' if e.fits else 'DOES NOT FIT'}, risk {e.risk:.0%}"
     fits += f", ABOVE THE {RISK:.0%} LIMIT" if e.fits and e.risk > RISK else ""
-    print(f"{job}: {words}: {fits}, {e.tokens_per_s:,.0f} tokens/s per GPU")
+    print(f"{job}: {spec}: {fits}, {e.tokens_per_s:,.0f} tokens/s per GPU")
     print("   GiB:", ", ".join(f"{name} {size:.0f}" for size, name in memory))
     print("   seconds:", ", ".join(f"{name} {part:.1f}" for part, name in seconds))
 
 
 def on_paper(config: ModelConfig, cluster: Cluster, layout: Layout) -> float:
-    """Return the GiB of states and of one micro-batch's activations, with layers shared out evenly: a sum that forgets
-    what the fullest GPU holds at its peak.
+    """Return the GiB of states and of one micro-batch's activations with layers divided evenly: a sum that misses the
+    peak of the fullest GPU.
     """
     layers = config.layers / layout.pp
     parameters = sum(step_memory.stage_parameters(config, layout, None, layers, 1 / layout.pp, 1 / layout.pp))
     states = 8 * parameters + 12 * parameters / (layout.dp if layout.zero_stage else 1)
-    kept = 2 * layout.micro_batch * 4096 * layers * step_memory.kept_elements(config, cluster, layout)
-    return float(states + kept) / GIB
+    saved = 2 * layout.micro_batch * 4096 * layers * step_memory.kept_elements(config, cluster, layout)
+    return float(states + saved) / GIB
 
 
-def real_step(words: str) -> tuple[dict[str, int], dict]:
+def real_step(spec: str) -> tuple[dict[str, int], dict]:
     """Return bytes at the peak by category, and bytes sent, of this rank's second step of SMALL in a layout."""
-    layout = Layout.parse(words)
+    layout = Layout.parse(spec)
     parallel = parallelize(SMALL, layout, build_mesh(layout), dtype=torch.bfloat16)
     tokens = torch.zeros(4 // layout.dp, 64, dtype=torch.int64)
     parallel.step(tokens, tokens)
     return measured_step(parallel, tokens, tokens)[1:]
 
 
-def dry_and_estimated(dry: DryRun, said: Estimate) -> str:
+def dry_and_estimated(dry: DryRun, estimated: Estimate) -> str:
     """Return GiB at the peak by part as a table: of a dry run, and of the estimate of the same layout."""
     states = ("parameters", "gradients", "optimizer states")
-    rows = {name: (dry.peak[name], said.memory[name]) for name in states}
-    others = sum(said.memory[name] for name in ("activations", "logits", "buffers", "gathered weights"))
+    rows: dict[str, tuple[float, Any]] = {name: (dry.peak[name], estimated.memory[name]) for name in states}
+    others = sum(estimated.memory[name] for name in ("activations", "logits", "buffers", "gathered weights"))
     rows["activations and the rest"] = dry.peak_bytes - sum(dry.peak[name] for name in states), others
     lines = [f"{'GiB':26s}{'dry run':>10s}{'estimate':>10s}"]
     lines += [

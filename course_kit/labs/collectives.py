@@ -38,19 +38,21 @@ def published(collective: str, column: str) -> list[float]:
 
 
 def in_group(n: int, function: Callable, *args, first: int = 0):
-    """Return function(group, *args) in a group of n ranks, from rank `first` on; None on the others."""
+    """Return function(group, *args) in a group of n ranks, from rank `first` on; None on the other ranks."""
     group = dist.new_group(list(range(first, first + n)))
     if dist.get_rank() not in range(first, first + n):
         return None
     result = function(group, *args)
-    dist.barrier(group)  # waits for the others, or for an isend or irecv of its own that has not been waited for
+    dist.barrier(
+        group
+    )  # waits for the other ranks, and for an isend or irecv of this rank that has not been waited for
     return result
 
 
 def counted(group: dist.ProcessGroup, function: Callable, *args) -> tuple[object, Traffic]:
     """Return function(group, *args) and this rank's traffic.
 
-    Raises AssertionError, in words for a learner, for a send or receive with a rank outside of the group.
+    Raises AssertionError, with a message for learners, for a send or receive with a rank outside of the group.
     """
     with count_traffic() as traffic:
         try:
@@ -60,7 +62,7 @@ def counted(group: dist.ProcessGroup, function: Callable, *args) -> tuple[object
             itself = last and last[0].collective in ("send", "recv") and last[0].peer == dist.get_rank()
             if not itself and not re.search(r"rank -?\d+ is not part of|[Ii]nvalid .*rank", str(error)):
                 raise
-            alone = "the group has one rank: there is nobody to send to"
+            alone = "the group has one rank: there is no other rank to send to"
             stray = (
                 "a rank sends to or receives from itself, or a rank outside of the group: pass group=group, "
                 f"and ranks of the group, 0 to {n - 1}, as group_src= and group_dst="
@@ -70,18 +72,18 @@ def counted(group: dist.ProcessGroup, function: Callable, *args) -> tuple[object
 
 
 def among(n: int, function: Callable, *args) -> tuple[object, Traffic] | None:
-    """Return `counted(group, function, *args)` in a group of the last n ranks; None on the others."""
+    """Return `counted(group, function, *args)` in a group of the last n ranks; None on the other ranks."""
     return in_group(n, counted, function, *args, first=dist.get_world_size() - n)
 
 
 def values(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a rank's tensor: integers, so that sums are exact in any order; those of int64 do not fit a float."""
+    """Return a rank's tensor: integers, so that sums are exact in any order; int64 values that do not fit a float."""
     numbers = torch.arange(numel) % 7 + 10 * rank
     return numbers * (2**54 + 1) if dtype == torch.int64 else numbers.to(dtype)
 
 
 def star_all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Replace `tensor` by the sum over the group, by way of rank 0."""
+    """Replace `tensor` by the sum over the group, computed on rank 0."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     if rank == 0:
         for other in range(1, n):
@@ -111,42 +113,44 @@ def tree_all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
 
 
 def ring_all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> None:
-    """Replace `tensor` by the sum over the group, by the library's ring."""
+    """Replace `tensor` by the sum over the group, with the library's ring."""
     rings.ring_all_reduce(tensor, group)
 
 
 def two_level_traffic(nodes: list[list[int]], tensor: torch.Tensor) -> tuple[int, int]:
     """Return the bytes that this rank sends inside its node, and across nodes, in a two-level all-reduce.
 
-    nodes: the ranks of each, as many in each node.
+    nodes: the ranks of each node, the same number in each.
     """
-    places = [list(ranks) for ranks in zip(*nodes, strict=True)]
-    groups = {tuple(members): dist.new_group(members) for members in [*nodes, *places]}
-    inside, across = (next(tuple(each) for each in lists if dist.get_rank() in each) for lists in (nodes, places))
+    across_nodes = [list(ranks) for ranks in zip(*nodes, strict=True)]
+    groups = {tuple(members): dist.new_group(members) for members in [*nodes, *across_nodes]}
+    inside, across = (next(tuple(each) for each in lists if dist.get_rank() in each) for lists in (nodes, across_nodes))
     with count_traffic() as traffic:
         rings.two_level_all_reduce(tensor, groups[inside], groups[across])
     return traffic.select(group=inside).bytes, traffic.select(group=across).bytes
 
 
-State = list[list[set[int]]]  # the ranks whose values are in each piece, by rank and piece
+State = list[list[set[int]]]  # the ranks whose values are summed in each chunk, by rank and chunk
 
 
 def ring_states(n: int) -> list[State]:
-    """Return what each rank's pieces hold at the start, and after each step of a ring: reduce-scatter, all-gather."""
+    """Return the state of each rank's chunks at the start and after each step of a ring (reduce-scatter,
+    all-gather).
+    """
     state = [[{rank} for _ in range(n)] for rank in range(n)]
     states = [state]
     for step in range(1, 2 * n - 1):
-        new = [[set(piece) for piece in row] for row in state]
+        new = [[set(chunk) for chunk in row] for row in state]
         for rank in range(n):
-            piece = sent_chunk(n, rank, step)
-            new[(rank + 1) % n][piece] |= state[rank][piece]
+            chunk = sent_chunk(n, rank, step)
+            new[(rank + 1) % n][chunk] |= state[rank][chunk]
         state = new
         states.append(state)
     return states
 
 
 def sent_chunk(n: int, rank: int, step: int) -> int:
-    """Return the piece that a rank sends in a step, from 1: n - 1 steps of reduce-scatter, then those of all-gather."""
+    """Return the chunk that a rank sends in a step, from 1: n - 1 steps of reduce-scatter, then n - 1 of all-gather."""
     return (rank - (step if step < n else step - n)) % n
 
 
@@ -161,20 +165,20 @@ def series(records: list[dict], collective: str, *keys: str) -> list[list]:
     return [[row[key] for row in rows] for key in keys]
 
 
-def compare_with_gloo(group: dist.ProcessGroup, size: int, rounds: int) -> dict[str, float]:
+def compare_with_gloo(group: dist.ProcessGroup, size: int, repeats: int) -> dict[str, float]:
     """Return the median seconds of our ring, of gloo's all-reduce, and of gloo's once more; compare the sums first."""
     ours, theirs = (values(dist.get_rank(), size // 4) for _ in range(2))
     rings.ring_all_reduce(ours, group)
     dist.all_reduce(theirs, group=group)
     assert torch.equal(ours, theirs)
     tensor = torch.zeros(size // 4)
-    contestants = (
+    contestants: tuple[tuple[str, Callable[[], object]], ...] = (
         ("ring", lambda: rings.ring_all_reduce(tensor, group)),
         ("gloo", lambda: dist.all_reduce(tensor, group=group)),
         ("gloo again", lambda: dist.all_reduce(tensor, group=group)),
     )
-    seconds = {name: [] for name, _ in contestants}
-    for _ in range(rounds):
+    seconds: dict[str, list[float]] = {name: [] for name, _ in contestants}
+    for _ in range(repeats):
         for name, run in contestants:
             dist.barrier(group)
             start = time.perf_counter()
@@ -189,13 +193,15 @@ def pause_s(rank: int, step: int) -> float:
 
 
 def last_done_ms(barrier: bool) -> float:
-    """Return when the last of four ranks is done, by the pauses alone: its own, or in each step the longest."""
+    """Return the ms until the last of four ranks is done, from the pauses alone: its own, or each step's longest
+    pause.
+    """
     pauses_ms = [[1000 * pause_s(rank, step) for step in range(STEPS)] for rank in range(4)]
     return sum(map(max, zip(*pauses_ms, strict=True))) if barrier else max(map(sum, pauses_ms))
 
 
 def hiccups(group: dist.ProcessGroup, barrier: bool) -> list[tuple[float, float]]:
-    """Return (start, end) of this rank's work in each step, in seconds; with a barrier after each step, or without."""
+    """Return (start, end) of this rank's work in each step, in seconds, with or without a barrier after each step."""
     rank, spans = dist.get_rank(group), []
     dist.barrier(group)
     begin = time.perf_counter()

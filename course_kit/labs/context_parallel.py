@@ -1,4 +1,4 @@
-"""Labs of notebook 07's second half: work by rank, bytes kept, attention on the clock and PyTorch's, all together."""
+"""Labs of notebook 07's second half: work by rank, saved bytes, timelines, PyTorch's versions, and cp with tp."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from course_kit.labs.sequence_parallel.memory import saved_bytes
-from course_kit.labs.sequence_parallel.models import batch_of, split_model, whole_gradients
+from course_kit.labs.sequence_parallel.models import batch_of, full_gradients, split_model
 from course_kit.labs.sequence_parallel.timeline import Clock, Span
 from course_kit.labs.tensor_parallel.models import TINY, relative_error, sgd
+from course_kit.typed import grad_of, world
 from course_lib.context_parallel import blocks
 from course_lib.context_parallel import model as context
 from course_lib.context_parallel.blocks import FUSED_BLOCK, AttentionBlock, in_tokens, initial_out_lse
@@ -30,7 +31,7 @@ from course_lib.tensor_parallel.vocabulary import vocab_parallel_cross_entropy
 def some_heads(
     seq: int, heads: int = 4, kv: int = 2, d: int = 8, keys: int | None = None, dtype: torch.dtype = torch.float64
 ) -> list[torch.Tensor]:
-    """q, k, v and a gradient of attention's output, [2, tokens, heads, d] each; keys: tokens of k and v."""
+    """Return q, k, v and a gradient of attention's output, [2, tokens, heads, d] each; keys: tokens of k and v."""
     generator = torch.Generator().manual_seed(7)
     shapes = [(2, n, count, d) for n, count in ((seq, heads), (keys or seq, kv), (keys or seq, kv), (seq, heads))]
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
@@ -39,36 +40,37 @@ def some_heads(
 def full_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, ...]:
-    """The output of PyTorch's attention, and the gradients of q, k and v; all [b, s, heads, d]."""
+    """Return the output of PyTorch's attention, and the gradients of q, k and v; all [b, s, heads, d]."""
     tensors = [x.clone().requires_grad_() for x in (q, k, v)]
-    of_heads = (x.transpose(1, 2) for x in tensors)
-    out = F.scaled_dot_product_attention(*of_heads, is_causal=causal, enable_gqa=True).transpose(1, 2)
+    q, k, v = (x.transpose(1, 2) for x in tensors)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
     return out.detach(), *torch.autograd.grad(out, tensors, gradient)
 
 
 def scores_of(rank: int, n: int, order: str, seq: int, causal: bool = True) -> int:
-    """The number of scores that the queries of a rank see."""
+    """Return the number of scores of a rank's queries."""
     chunks = chunks_of(rank, n, order)
     size = seq // n // len(chunks)
     rows = [i for c in chunks for i in range(c * size, (c + 1) * size)]
     return sum(row + 1 for row in rows) if causal else len(rows) * seq
 
 
-def work_time(order: str, seq: int = 4096, heads: int = 4, kv: int = 2, d: int = 64, rounds: int = 3) -> float:
-    """On a rank, while the others wait: milliseconds for all its blocks, forward and backward, in the best round."""
+def work_time(order: str, seq: int = 4096, heads: int = 4, kv: int = 2, d: int = 64, repeats: int = 3) -> float:
+    """On a rank, while the others wait: milliseconds for all its blocks, forward and backward, in the best repeat."""
     torch.set_num_threads(1)
     rank, n = dist.get_rank(), dist.get_world_size()
     q, k, v = (torch.randn(1, seq // n, count, d) for count in (heads, kv, kv))
-    own, taken = chunks_of(rank, n, order), []
+    local, taken = chunks_of(rank, n, order), []
     for turn in range(n):
         dist.barrier()
         if turn != rank:
             continue
-        for _ in range(rounds):
+        for _ in range(repeats):
             start = time.perf_counter()
             (out, lse), sums = initial_out_lse(q), [torch.zeros_like(x) for x in (q, k, v)]
             plans = [
-                in_tokens(blocks.visible(own, chunks_of(source, n, order)), seq // n // len(own)) for source in range(n)
+                in_tokens(blocks.visible(local, chunks_of(source, n, order)), seq // n // len(local))
+                for source in range(n)
             ]
             plans.sort(key=lambda plan: not plan or not plan[0].causal)  # this rank's own keys first
             for plan in plans:
@@ -87,7 +89,7 @@ def saved_by_sequence_shard(
     batch: int = 2,
     seq: int = 512,
 ) -> int:
-    """On a rank: bytes that a forward of its tokens keeps for backward."""
+    """On a rank: bytes that a forward of its tokens saves for backward."""
     model = context.apply_context_parallel(Transformer(config), group, method)
     inputs, targets = (shard_sequence(each, group) for each in batch_of(config, batch, seq))
     return saved_bytes(model, lambda: loss(model(inputs), targets))
@@ -96,7 +98,7 @@ def saved_by_sequence_shard(
 def attention_peak(
     group: dist.ProcessGroup, method: str, seq: int = 2048, heads: int = 8, kv: int = 8, d: int = 64
 ) -> float:
-    """On a rank: bytes at the peak of one forward and backward above q, k, v; in sizes of the whole sequence's k."""
+    """On a rank: bytes at the peak of one forward and backward above q, k, v; in units of the full sequence's k."""
     q, k, v = (torch.randn(1, seq // group.size(), n, d, requires_grad=True) for n in (heads, kv, kv))
     with MemoryProfile(nn.Linear(1, 1)) as profile:
         out = context.METHODS[method](q, k, v, group)
@@ -105,13 +107,13 @@ def attention_peak(
 
 
 def timeline(
-    method: str, seq: int = 2048, heads: int = 8, kv: int = 4, d: int = 64, rounds: int = 12
+    method: str, seq: int = 2048, heads: int = 8, kv: int = 4, d: int = 64, repeats: int = 12
 ) -> list[tuple[float, list[Span]]]:
-    """On a rank: some forwards of attention, as (milliseconds, spans); of lane "attention" or "network"."""
+    """On a rank: some forwards of attention, as (milliseconds, spans) with the lanes "attention" and "network"."""
     torch.set_num_threads(1)
-    group, found = dist.group.WORLD, []
+    group, runs = world(), []
     q, k, v = (torch.randn(1, seq // group.size(), n, d) for n in (heads, kv, kv))
-    for _ in range(rounds):
+    for _ in range(repeats):
         dist.barrier()
         with Clock() as clock:
 
@@ -122,15 +124,15 @@ def timeline(
                 return result
 
             context.METHODS[method](q, k, v, group, attention=AttentionBlock(forward, blocks.fused_backward))
-        found.append((clock.now(), clock.spans))
-    return found
+        runs.append((clock.now(), clock.spans))
+    return runs
 
 
 def shortest(of_ranks: list[list[tuple[float, list[Span]]]]) -> list[list[Span]]:
-    """The spans of each rank, in the round whose slowest rank was the fastest."""
-    rounds = range(len(of_ranks[0]))
-    best = min(rounds, key=lambda number: max(found[number][0] for found in of_ranks))
-    return [found[best][1] for found in of_ranks]
+    """Return the spans of each rank in the repeat whose slowest rank was the fastest."""
+    indices = range(len(of_ranks[0]))
+    best = min(indices, key=lambda number: max(runs[number][0] for runs in of_ranks))
+    return [runs[best][1] for runs in of_ranks]
 
 
 def torch_context_parallel() -> str:
@@ -140,14 +142,14 @@ def torch_context_parallel() -> str:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     q, k, v = (torch.randn(1, 4, 64, 16) for _ in range(3))
-    plain = F.scaled_dot_product_attention
+    sdpa = F.scaled_dot_product_attention
     try:
         with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]):
             return f"runs: {list(F.scaled_dot_product_attention(q, k, v, is_causal=True).shape)}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0][:150]}"
     finally:
-        F.scaled_dot_product_attention = plain  # PyTorch 2.11 leaves its own there
+        F.scaled_dot_product_attention = sdpa  # PyTorch 2.11 leaves its own function there
 
 
 def gathered_sdpa(
@@ -160,31 +162,40 @@ def gathered_sdpa(
     attention: AttentionBlock,
     order: str,
 ) -> torch.Tensor:
-    """All-gather of k and v, and PyTorch's attention with a mask for each chunk of queries; masks: made before."""
-    n, own = group.size(), chunks_of(group.rank(), group.size(), order)
+    """Return attention by an all-gather of k and v and PyTorch's attention, with a mask for each chunk of queries."""
+    n, local = group.size(), chunks_of(group.rank(), group.size(), order)
     kv = from_order(gather_sequence(torch.cat([k, v]), group), n, order)  # autograd: g
-    size, outs = q.shape[1] // len(own), []
-    for place, chunk in enumerate(own):
+    size, outs = q.shape[1] // len(local), []
+    for index, chunk in enumerate(local):
         end = (chunk + 1) * size
-        of_heads = (x.transpose(1, 2) for x in (q[:, place * size :][:, :size], *(x[:, :end] for x in kv.chunk(2))))
-        out = F.scaled_dot_product_attention(*of_heads, attn_mask=masks[end], enable_gqa=True)
+        queries, keys, values = (
+            x.transpose(1, 2) for x in (q[:, index * size :][:, :size], *(x[:, :end] for x in kv.chunk(2)))
+        )
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=masks[end], enable_gqa=True)
         outs.append(out.transpose(1, 2))
     return torch.cat(outs, 1)
 
 
 def compare_with_torch(
-    group: dist.ProcessGroup, seq: int, order: str = "zigzag", heads: int = 8, kv: int = 4, d: int = 64, rounds: int = 4
+    group: dist.ProcessGroup,
+    seq: int,
+    order: str = "zigzag",
+    heads: int = 8,
+    kv: int = 4,
+    d: int = 64,
+    repeats: int = 4,
 ) -> tuple[dict[str, np.ndarray], float]:
-    """On a rank: seconds of forward and backward by method and round, and how far ours is from PyTorch's."""
-    own = chunks_of(group.rank(), group.size(), order)
-    size = seq // group.size() // len(own)
-    ends = [(chunk + 1) * size for chunk in own]
-    masks = {end: torch.ones(size, end, dtype=torch.bool).tril(end - size) for end in ends}  # True: is seen
+    """On a rank: seconds of forward and backward by method and repeat, and the largest difference from PyTorch's."""
+    local = chunks_of(group.rank(), group.size(), order)
+    size = seq // group.size() // len(local)
+    ends = [(chunk + 1) * size for chunk in local]
+    masks = {end: torch.ones(size, end, dtype=torch.bool).tril(end - size) for end in ends}  # True: visible
     rivals = dict.fromkeys(("PyTorch", "PyTorch again"), functools.partial(gathered_sdpa, masks))
     functions: dict[str, Callable] = context.METHODS | rivals
     q, k, v = (torch.randn(1, seq // group.size(), n, d) for n in (heads, kv, kv))
-    times, results = [], {}
-    for _ in range(rounds + 1):
+    times: list[list[float]] = []
+    results: dict[str, tuple[torch.Tensor, ...]] = {}
+    for _ in range(repeats + 1):
         times.append([])
         for name, function in functions.items():
             tensors = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -194,7 +205,7 @@ def compare_with_torch(
             out.backward(torch.ones_like(out))
             dist.barrier(group)
             times[-1].append(time.perf_counter() - start)
-            results[name] = out.detach(), *(x.grad for x in tensors)
+            results[name] = out.detach(), *map(grad_of, tensors)
     pairs = [pair for name in context.METHODS for pair in zip(results[name], results["PyTorch"], strict=True)]
     worst = max(relative_error(ours, theirs) for ours, theirs in pairs)
     return dict(zip(functions, np.array(times[1:]).T, strict=True)), worst
@@ -209,15 +220,16 @@ def together_trial(config: ModelConfig = TINY, steps: int = 3) -> tuple[list[flo
     model = split_model(config, tp, reduce_group=dist.group.WORLD)
     context.apply_context_parallel(model, cp)
     dp = DataParallel(model, cp)
-    optimizer, losses, gradients = sgd(model.parameters()), [], {}
-    batch = tuple(shard_sequence(each, cp) for each in batch_of(config))
+    optimizer, losses = sgd(model.parameters()), []
+    gradients: dict[str, torch.Tensor] = {}
+    inputs, targets = (shard_sequence(each, cp) for each in batch_of(config))
 
-    def summed(logits, targets):
+    def summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return vocab_parallel_cross_entropy(logits, targets, tp, config.vocab, "sum")
 
     for _ in range(steps):
         optimizer.zero_grad()
-        losses.append(parallel_accumulate(dp, [batch], loss_of=summed).item())
-        gradients = gradients or whole_gradients(model)
+        losses.append(parallel_accumulate(dp, [(inputs, targets)], loss_of=summed).item())
+        gradients = gradients or full_gradients(model)
         optimizer.step()
     return losses, gradients

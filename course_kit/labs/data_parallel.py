@@ -14,6 +14,7 @@ from torch import nn
 
 from course_kit.labs.peak import peak_of
 from course_kit.ranks import Ranks
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel import naive, replicas
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer, loss
@@ -30,14 +31,16 @@ def batch_of(rank: int, config: ModelConfig, batch: int = 2, seq: int = 17) -> t
 
 @torch.no_grad()
 def sgd_step(module: nn.Module, lr: float = 0.1) -> None:
-    """Take a step of plain SGD. (The first optimizer of torch.optim in a process imports a compiler, for seconds.)"""
+    """Take a step of plain SGD. (The first torch.optim optimizer in a process imports a compiler, which takes
+    seconds.)
+    """
     for parameter in module.parameters():
         if parameter.grad is not None:
-            parameter -= lr * parameter.grad
+            parameter.sub_(lr * parameter.grad)
 
 
 def sent_per_step(preset: str) -> int:
-    """Return the bytes that this rank sends to average the gradients of a preset, one all-reduce for each."""
+    """Return the bytes that this rank sends to average the gradients of a preset, one all-reduce per gradient."""
     model = Transformer(PRESETS[preset])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -49,17 +52,17 @@ def sent_per_step(preset: str) -> int:
 Step = list[tuple[str, float, float]]  # (name, start in ms, ms) of each phase and all-reduce
 
 
-def timed_steps(modes: tuple[str, ...] = ("naive", "overlap", "bucket"), rounds: int = 5) -> dict[str, Step]:
-    """Return a step of this rank for each mode, of median length, taken in alternation over a slow link.
+def timed_steps(modes: tuple[str, ...] = ("naive", "overlap", "bucket"), repeats: int = 5) -> dict[str, Step]:
+    """Return this rank's step of median length for each mode, measured in alternation over a slow link.
 
-    The link does one all-reduce at a time, for real, then stays busy for 0.5 ms and as long as the bytes take at
-    0.5 GB/s.
+    The link runs one all-reduce at a time, then stays busy for 0.5 ms plus the time of the bytes at 0.5 GB/s.
     """
     torch.set_num_threads(1)
     config = PRESETS["small"]
     models = {mode: replicas.DataParallel(Transformer(config), mode=mode, bucket_mb=4.0) for mode in modes}
     inputs, targets = batch_of(dist.get_rank(), config, batch=2, seq=128)
-    all_reduce, found = dist.all_reduce, {mode: [] for mode in modes}
+    all_reduce = dist.all_reduce
+    runs: dict[str, list[tuple[float, Step]]] = {mode: [] for mode in modes}
 
     def timed(mode: str) -> tuple[float, Step]:
         sends, marks, model = [], [], models[mode]
@@ -89,10 +92,10 @@ def timed_steps(modes: tuple[str, ...] = ("naive", "overlap", "bucket"), rounds:
         return marks[-1] - marks[0], [(name, 1e3 * (a - marks[0]), 1e3 * (b - a)) for name, a, b in spans]
 
     with ThreadPoolExecutor(1) as link:
-        for _ in range(rounds):
+        for _ in range(repeats):
             for mode in modes:
-                found[mode].append(timed(mode))
-    return {mode: sorted(steps[2:])[(rounds - 2) // 2][1] for mode, steps in found.items()}
+                runs[mode].append(timed(mode))
+    return {mode: sorted(steps[2:])[(repeats - 2) // 2][1] for mode, steps in runs.items()}
 
 
 def step_ms(mode: str, bucket_mb: float = 25.0, steps: int = 4) -> list[float]:
@@ -119,7 +122,7 @@ def backward_ms(steps: int = 8) -> list[list[float]]:
     config = PRESETS["small"]
     models = [replicas.DataParallel(Transformer(config), mode=mode, bucket_mb=2.0) for mode in ("naive", "bucket")]
     inputs, targets = batch_of(dist.get_rank(), config, batch=2, seq=128)
-    pairs = []
+    pairs: list[list[float]] = []
     for _ in range(steps):
         pairs.append([])
         for model in models:
@@ -144,15 +147,15 @@ class Branches(nn.Module):
         self.head.weight = self.trunk.weight
 
     def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
-        """Return what the head makes of one branch; x: [b, 4]."""
+        """Return the head's output for one branch; x: [b, 4]."""
         x = self.frozen(self.trunk(x))
         return self.head(self.left(x) if branch == "left" else self.right(x))
 
 
 def branches_trial() -> tuple[dict[str, float | None], dict[str, float | None]]:
-    """Return the sums of the gradients of `Branches` on this rank, and of one process that has all four batches.
+    """Return the sums of the gradients of `Branches` on this rank, and in one process with all four batches.
 
-    Rank 3 goes right, the others go left.
+    Rank 3 uses the right branch, the other ranks the left one.
     """
 
     def sums(module: nn.Module) -> dict[str, float | None]:
@@ -160,43 +163,45 @@ def branches_trial() -> tuple[dict[str, float | None], dict[str, float | None]]:
         return {name: None if grad is None else round(grad.sum().item(), 4) for name, grad in gradients.items()}
 
     torch.manual_seed(dist.get_rank())
-    dp, alone = replicas.DataParallel(Branches()), Branches()
-    alone.load_state_dict(dp.module.state_dict())
+    branches, alone = Branches(), Branches()
+    dp = replicas.DataParallel(branches)
+    alone.load_state_dict(branches.state_dict())
     dp(torch.ones(2, 4), "right" if dist.get_rank() == 3 else "left").sum().backward()
     dp.finish()
     (sum(alone(torch.ones(2, 4), branch).sum() for branch in ["left"] * 3 + ["right"]) / 4).backward()
-    return sums(dp.module) | {"frozen, its values": round(dp.module.frozen.weight.sum().item(), 4)}, sums(alone)
+    return sums(branches) | {"frozen, its values": round(branches.frozen.weight.sum().item(), 4)}, sums(alone)
 
 
 def bf16_error(reduce_dtype: torch.dtype | None) -> tuple[float, int]:
-    """Return how far the mean of BF16 gradients is from their exact mean, relative, and the bytes that it took."""
+    """Return the relative error of the mean of BF16 gradients, and the bytes that the all-reduces sent."""
     dp = replicas.DataParallel(Transformer(PRESETS["debug"]).bfloat16(), reduce_dtype=reduce_dtype)
     inputs, targets = batch_of(dist.get_rank(), PRESETS["debug"], seq=64)
     with dp.no_sync():
         loss(dp(inputs), targets).backward()
-    exact = [p.grad.double() for p in dp.parameters()]
+    exact = [grad_of(p).double() for p in dp.parameters()]
     for gradient in exact:
         dist.all_reduce(gradient)
-        gradient /= dist.get_world_size()
+        gradient.div_(dist.get_world_size())
     with count_traffic() as traffic:
         dp.finish()
-    apart = sum((p.grad.double() - e).square().sum() for p, e in zip(dp.parameters(), exact, strict=True))
-    return (apart / sum(e.square().sum() for e in exact)).sqrt().item(), traffic.bytes
+    pairs = zip(dp.parameters(), exact, strict=True)
+    difference = torch.stack([(grad_of(p).double() - e).square().sum() for p, e in pairs]).sum()
+    return (difference / torch.stack([e.square().sum() for e in exact]).sum()).sqrt().item(), traffic.bytes
 
 
 def drifting(bad_rank: int, bad_step: int, steps: int) -> dict[str, list[float]]:
-    """Return by step: this rank's loss, the norm of the averaged gradient, and that of its own gradient on a batch that
-    all ranks share (probe). In step `bad_step` rank `bad_rank` updates its weights before finish().
+    """Return, by step, this rank's loss, the norm of the averaged gradient, and the norm of the local gradient on a
+    batch that all ranks share (probe). In step `bad_step` rank `bad_rank` updates its weights before finish().
     """
     config, rank = PRESETS["debug"], dist.get_rank()
     dp = replicas.DataParallel(Transformer(config), mode="naive")
-    told = {"loss": [], "averaged": [], "probe": []}
+    records: dict[str, list[float]] = {"loss": [], "averaged": [], "probe": []}
     for step in range(steps):
         dp.zero_grad()
         with dp.no_sync():  # the same batch on all ranks, nothing sent
             inputs, targets = batch_of(1000, config, seq=32)
             loss(dp(inputs), targets).backward()
-        told["probe"].append(torch.cat([p.grad.flatten() for p in dp.parameters()]).norm().item())
+        records["probe"].append(torch.cat([grad_of(p).flatten() for p in dp.parameters()]).norm().item())
         dp.zero_grad()
         inputs, targets = batch_of(10 * step + rank, config, seq=32)
         step_loss = loss(dp(inputs), targets)
@@ -207,43 +212,47 @@ def drifting(bad_rank: int, bad_step: int, steps: int) -> dict[str, list[float]]
         else:
             dp.finish()
             sgd_step(dp, lr=0.5)
-        told["loss"].append(step_loss.item())
-        told["averaged"].append(torch.cat([p.grad.flatten() for p in dp.parameters()]).norm().item())
-    return told
+        records["loss"].append(step_loss.item())
+        records["averaged"].append(torch.cat([grad_of(p).flatten() for p in dp.parameters()]).norm().item())
+    return records
 
 
 @functools.cache
 def drift_runs(ranks: Ranks) -> dict[tuple[int, int], list[dict[str, list[float]]]]:
-    """Run `drifting` with each of FAULTS; return its results, by (rank, step) of the fault, a list with one per rank.
+    """Run `drifting` with each of FAULTS; return its results, by (rank, step) of the fault, as a list with one entry
+    per rank.
 
-    The runs are the same every time, so they are made once.
+    The results are the same every time, so they are cached.
     """
     return {fault[:2]: ranks(drifting, *fault) for fault in FAULTS}
 
 
-def against_ddp(preset: str = "small", rounds: int = 3) -> tuple[dict[str, np.ndarray], dict[str, float], float]:
-    """Return the seconds of each step and the peak MiB of ours, of DDP and of DDP again, and how far gradients are
-    apart.
+def against_ddp(preset: str = "small", repeats: int = 3) -> tuple[dict[str, np.ndarray], dict[str, float], float]:
+    """Return the seconds of each step and the peak MiB of ours, of DDP and of DDP again, and the largest relative
+    difference of the gradients.
     """
     from torch.nn.parallel import DistributedDataParallel
 
     torch.set_num_threads(1)
     config = PRESETS[preset]
     inputs, targets = batch_of(dist.get_rank(), config, batch=2, seq=128)
-    options = {"gradient_as_bucket_view": True, "static_graph": True}
-    models = {"ours": replicas.DataParallel(Transformer(config))}
-    models |= {name: DistributedDataParallel(Transformer(config), **options) for name in ("DDP", "DDP again")}
+    models: dict[str, nn.Module] = {"ours": replicas.DataParallel(Transformer(config))}
+    models |= {
+        name: DistributedDataParallel(Transformer(config), gradient_as_bucket_view=True, static_graph=True)
+        for name in ("DDP", "DDP again")
+    }
 
-    def step(name: str) -> float:
-        models[name].zero_grad()
+    def step(model: nn.Module) -> float:
+        model.zero_grad()
         dist.barrier()
         start = time.perf_counter()
-        loss(models[name](inputs), targets).backward()
-        if name == "ours":
-            models[name].finish()
+        loss(model(inputs), targets).backward()
+        if isinstance(model, replicas.DataParallel):
+            model.finish()
         return time.perf_counter() - start
 
-    times = np.array([[step(name) for name in models] for _ in range(rounds + 2)])[2:]
-    grads = [[p.grad for p in models[name].parameters()] for name in ("ours", "DDP")]
-    apart = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(*grads, strict=True))
-    return dict(zip(models, times.T, strict=True)), {name: peak_of(lambda: step(name)) for name in models}, apart
+    times = np.array([[step(model) for model in models.values()] for _ in range(repeats + 2)])[2:]
+    ours, theirs = ([grad_of(p) for p in models[name].parameters()] for name in ("ours", "DDP"))
+    difference = max(((a - b).abs().max() / b.abs().max()).item() for a, b in zip(ours, theirs, strict=True))
+    peaks = {name: peak_of(functools.partial(step, model)) for name, model in models.items()}
+    return dict(zip(models, times.T, strict=True)), peaks, difference

@@ -1,4 +1,4 @@
-"""What notebook 13 and its checks compare with, and its measurements and lab."""
+"""Exact references for notebook 13 and its checks, and the notebook's measurements and lab."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import triton
 
 from course_kit.checks import reference
 from course_kit.gpu.ablations import undone
 from course_kit.gpu.launches import record_launches
 from course_kit.labs.kernels import device
+from course_kit.typed import grad_of, world
 from course_lib.context_parallel.attention import ring_attention
 from course_lib.flash_attention import backward, forward, operator
 from course_lib.sequence_parallel.shards import zigzag_shard
@@ -32,7 +32,7 @@ def exact_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out [b, s, a, d] and lse [b, s, a] in float64, from all scores at once.
 
-    Everything in the notebook is compared with them. q: [b, s, a, d]; k, v: [b, s', kv, d].
+    The notebook compares everything with them. q: [b, s, a, d]; k, v: [b, s', kv, d].
     """
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -46,8 +46,8 @@ def exact_gradients(
     gradient: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of q, k and v in float64. gradient: that of out, [b, s, a, d]."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    return torch.autograd.grad(exact_attention(*leaves, causal, scale)[0], leaves, gradient.double())
+    leaves = q, k, v = tuple(x.detach().double().requires_grad_() for x in (q, k, v))
+    return torch.autograd.grad(exact_attention(q, k, v, causal, scale)[0], leaves, gradient.double())
 
 
 def exact_results(
@@ -57,49 +57,49 @@ def exact_results(
     return [exact_attention(q, k, v, causal, scale)[0], *exact_gradients(gradient, q, k, v, causal, scale)]
 
 
-def assert_close(found: torch.Tensor, wanted: torch.Tensor, case: str, factor: float = 4, hint: str = "") -> None:
-    """Assert that `found` is `wanted` (float64), but for `factor` roundings of the size of the largest element.
+def assert_close(result: torch.Tensor, wanted: torch.Tensor, case: str, factor: float = 4, hint: str = "") -> None:
+    """Assert that `result` equals `wanted` (float64), up to `factor` roundings of the size of the largest element.
 
-    Of float32 16 times as many: the sums are in float32, too, and a score of 50 in an exponential is a factor of 50.
-    hint: what to ask if it is not.
+    float32 gets 16 times as many: the sums are in float32 as well, and a score of 50 in an exponential amplifies its
+    rounding 50 times. hint: a question for the learner, appended to the message.
     """
-    assert found.shape == wanted.shape, f"{case}: shape {list(found.shape)} instead of {list(wanted.shape)}"
-    nan = int(found.isnan().sum())
+    assert result.shape == wanted.shape, f"{case}: shape {list(result.shape)} instead of {list(wanted.shape)}"
+    nan = int(result.isnan().sum())
     hint = f". {hint}" if hint else ""
-    assert not nan, f"{case}: {nan} of {found.numel()} elements are NaN (-inf - -inf, 0 / 0, never written?){hint}"
-    eps = torch.finfo(found.dtype).eps * (16 if found.dtype == torch.float32 else 1)
+    assert not nan, f"{case}: {nan} of {result.numel()} elements are NaN (-inf - -inf, 0 / 0, never written?){hint}"
+    eps = torch.finfo(result.dtype).eps * (16 if result.dtype == torch.float32 else 1)
     allowed = factor * eps * wanted.abs().max().item()
-    wrong = ((found.double() - wanted).abs() > allowed).nonzero()
+    wrong = ((result.double() - wanted).abs() > allowed).nonzero()
     if len(wrong):
         first = tuple(wrong[0].tolist())
         raise AssertionError(
-            f"{case}: {len(wrong)} of {found.numel()} elements are wrong, the first at {list(first)}: "
-            f"{found[first].item():.5g} instead of {wanted[first].item():.5g}{hint}"
+            f"{case}: {len(wrong)} of {result.numel()} elements are wrong, the first at {list(first)}: "
+            f"{result[first].item():.5g} instead of {wanted[first].item():.5g}{hint}"
         )
 
 
-def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def error(result: torch.Tensor, wanted: torch.Tensor) -> float:
     """Return the root mean square of the error over that of the values."""
-    return ((found.double() - wanted).square().mean() / wanted.square().mean()).sqrt().item()
+    return ((result.double() - wanted).square().mean() / wanted.square().mean()).sqrt().item()
 
 
 def saved_bytes(way: Attention, *inputs: torch.Tensor) -> int:
-    """Return the bytes that autograd keeps for backward of way(*inputs), each storage once."""
-    kept = {}
+    """Return the bytes that autograd saves for the backward of way(*inputs), each storage once."""
+    storages: dict[int, int] = {}
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    def save(x: torch.Tensor) -> torch.Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
         way(*inputs)
-    return sum(kept.values())
+    return sum(storages.values())
 
 
 def forward_and_backward(
     way: Attention, s: int, heads: int = 2, head_dim: int = 64, repeats: int = 2
 ) -> tuple[float, float]:
-    """Return seconds (the least of some repeats) and peak MiB of a forward and backward over a sequence of s."""
+    """Return seconds (the minimum of some repeats) and peak MiB of a forward and backward over s tokens."""
     on = device()
     q, k, v = (torch.randn(1, s, heads, head_dim, device=on, requires_grad=True) for _ in range(3))
     with MemoryProfile(torch.nn.Linear(1, 1, bias=False, device=on)) as profile:
@@ -118,44 +118,47 @@ Steps = tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]
 
 
 def three_steps(model: torch.nn.Module, tokens: torch.Tensor) -> Steps:
-    """Return the losses of three steps of AdamW, the first one's gradients, and the weights after them."""
-    optimizer, losses, first = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4), [], None
+    """Return the losses of three steps of AdamW, the gradients of the first step, and the weights after the last
+    one.
+    """
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4), []
+    first: dict[str, torch.Tensor] = {}
     for _ in range(3):
         optimizer.zero_grad()
         step_loss = plain_model.loss(model(tokens[:, :-1]), tokens[:, 1:])
         step_loss.backward()
-        first = first or {name: p.grad.clone() for name, p in model.named_parameters()}
+        first = first or {name: grad_of(p).clone() for name, p in model.named_parameters()}
         optimizer.step()
         losses.append(step_loss.item())
     return losses, first, {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def furthest(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference, as a share of its tensor's largest element."""
+    """Return the largest difference, relative to its tensor's largest element."""
     return max(((mine[name] - x).abs().max() / x.abs().max()).item() for name, x in theirs.items())
 
 
 def ring_on_rank(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, list[torch.Tensor], list[str]]:
-    """Return out and gradients of this rank's part of causal ring attention, and the kernels that it launched."""
-    q, k, v, gradient = (zigzag_shard(x, dist.group.WORLD) for x in (q, k, v, gradient))
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    """Return out and gradients of this rank's shard of causal ring attention, and the kernels that it launched."""
+    q, k, v, gradient = (zigzag_shard(x, world()) for x in (q, k, v, gradient))
+    q, k, v = (x.clone().requires_grad_() for x in (q, k, v))
     with record_launches() as launches:
-        out = ring_attention(*leaves, dist.group.WORLD, True, operator.FLASH_BLOCK)
+        out = ring_attention(q, k, v, world(), True, operator.FLASH_BLOCK)
         out.backward(gradient)
-    return out.detach(), [x.grad for x in leaves], [launch.name for launch in launches]
+    return out.detach(), [grad_of(x) for x in (q, k, v)], [launch.name for launch in launches]
 
 
-def unzigzag(pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Return the whole sequence of two zig-zag ranks: rank 0 has chunks 0 and 3, rank 1 chunks 1 and 2."""
-    (first, last), (second, third) = (x.chunk(2, 1) for x in pieces)
+def unzigzag(shards: list[torch.Tensor]) -> torch.Tensor:
+    """Return the full sequence of two zig-zag ranks: rank 0 has chunks 0 and 3, rank 1 has chunks 1 and 2."""
+    (first, last), (second, third) = (x.chunk(2, 1) for x in shards)
     return torch.cat([first, second, third, last], 1)
 
 
 @contextlib.contextmanager
 def reference_kernels() -> Iterator[None]:
-    """Have the kernels call the reference inside the `with` block, whatever answers have passed."""
+    """Have the kernels call the reference inside the context, whatever answers have passed."""
     with contextlib.ExitStack() as stack:
         for exercise in KERNEL_EXERCISES:
             stack.enter_context(reference(exercise))
@@ -163,10 +166,10 @@ def reference_kernels() -> Iterator[None]:
 
 
 def finished_kernels(changes: dict[str, dict[str, str]]) -> dict[str, triton.runtime.KernelInterface]:
-    """Return forward kernels that call the reference, whatever answers have passed; of each, some lines are changed.
+    """Return forward kernels with some lines changed, which call the reference, whatever answers have passed.
 
-    changes: by a kernel's name, pieces of its source and what to put in their place, as
-    `course_kit.gpu.ablations.undone` takes them.
+    changes: by a kernel's name, parts of its source and their replacements, as `course_kit.gpu.ablations.undone` takes
+    them.
     """
     with reference_kernels():
         return {name: undone(forward.flash_forward_kernel, replaced) for name, replaced in changes.items()}
@@ -175,7 +178,7 @@ def finished_kernels(changes: dict[str, dict[str, str]]) -> dict[str, triton.run
 # The lab: four faults of the reference.
 
 DIAGONAL = "tl.minimum(keys, first_query + 1) // BLOCK_K"
-Fault = list[tuple[object, str, dict[str, str]]]  # module, kernel, what is changed in it
+Fault = list[tuple[object, str, dict[str, str]]]  # module, kernel, changes in its source
 FAULTS: dict[str, Fault] = {
     "r": [(forward, "flash_forward_kernel", {"v_tile, weighted * shrink[:, None])": "v_tile, weighted)"})],
     "m": [(forward, "flash_forward_kernel", {DIAGONAL: "tl.minimum(keys, first_query + BLOCK_K) // BLOCK_K"})],
@@ -203,7 +206,7 @@ def error_rows(
 ) -> torch.Tensor:
     """Return errors of out, dq (two heads each), dk and dv by 16 tokens: [6, s / 16].
 
-    They are shares of the largest element. exact: out and the gradients of q, k and v.
+    Errors are relative to the largest element. exact: out and the gradients of q, k and v.
     """
     out, lse = forward.launch_forward(q, k, v, None, q.shape[1], True, 0.25)
     gradients = backward.launch_backward(gradient, q, k, v, out, lse, None, q.shape[1], True, 0.25)
@@ -219,9 +222,9 @@ def lab_errors() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(13)
     q, k, v, gradient = (torch.randn(1, 192, a, 16, generator=generator).to(device()) for a in (2, 1, 1, 2))
     exact = exact_results(gradient, q, k, v, True, 0.25)
-    found = []
+    errors = []
     with reference_kernels():
         for letter in LAB_ORDER:
             with planted(FAULTS[letter]):
-                found.append(error_rows(q, k, v, gradient, exact))
-    return found
+                errors.append(error_rows(q, k, v, gradient, exact))
+    return errors

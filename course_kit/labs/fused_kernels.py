@@ -16,6 +16,7 @@ from course_kit.gpu.operation_bytes import BytesMoved
 from course_kit.gpu.transactions import count_transactions
 from course_kit.labs.kernels import device
 from course_kit.labs.peak import peak_of
+from course_kit.typed import grad_of
 from course_lib.kernels.fused_loss import chunk_size
 from course_lib.kernels.fused_norm import rms_norm
 from course_lib.kernels.fused_rope import rope
@@ -45,7 +46,7 @@ def plain_softmax(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operation of a transformer in both forms. inputs: those that have a gradient; n is the size of the first."""
+    """An operation of a transformer in both forms. inputs: those with a gradient; n is the size of the first input."""
 
     inputs: tuple[torch.Tensor, ...]
     least_n: int  # forward: reads of inputs and writes of results, in n
@@ -54,7 +55,7 @@ class Operator:
 
 
 def operators(rows: int = 32, hidden: int = 1024) -> dict[str, Operator]:
-    """Return softmax, RMSNorm with the residual's sum, SwiGLU and RoPE with inputs of rows x hidden elements."""
+    """Return softmax, RMSNorm with the residual sum, SwiGLU and RoPE with inputs of rows x hidden elements."""
     on, head_dim = device(), 128
     x, y = (torch.randn(rows, hidden, device=on, requires_grad=True) for _ in range(2))
     q = torch.randn(1, rows, hidden // head_dim, head_dim, device=on, requires_grad=True)
@@ -69,14 +70,14 @@ def operators(rows: int = 32, hidden: int = 1024) -> dict[str, Operator]:
 
 
 def operation_sizes(operator: Operator) -> list[float]:
-    """Return what each of PyTorch's operations reads and writes in the eager forward, in n."""
+    """Return the elements that each of PyTorch's operations reads and writes in the eager forward, in n."""
     with BytesMoved() as moved, torch.no_grad():
         operator.eager()
     return [(read + written) / operator.inputs[0].nbytes for _, read, written in moved.rows]
 
 
 def traffic_of(launch: Launch) -> Transactions:
-    """Count the traffic of a launch by running it again, on copies of its tensors."""
+    """Count the traffic of a launch by running it again on copies of its tensors."""
     args = [x.clone() if torch.is_tensor(x) else x for x in launch.args]
     return count_transactions(launch.kernel, launch.grid, *args, **launch.meta)
 
@@ -99,28 +100,29 @@ def bytes_moved(operator: Operator) -> tuple[float, float]:
 
 
 def saved_elements(operator: Operator) -> tuple[float, float]:
-    """Return the elements that autograd keeps for backward, in n, each storage once, but for weights: eager, fused."""
+    """Return the elements that autograd saves for backward, in n, each storage once, without weights: eager, fused."""
     weights = {x.data_ptr() for x in operator.inputs if x.dim() == 1}
-    found = []
-    for run in (operator.eager, operator.fused):
-        kept = {}
 
-        def keep(x: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
-            kept[x.untyped_storage().data_ptr()] = x
+    def saved_by(run: Callable[[], object]) -> float:
+        storages: dict[int, torch.Tensor] = {}
+
+        def save(x: torch.Tensor) -> torch.Tensor:
+            storages[x.untyped_storage().data_ptr()] = x
             return x
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
             run()
-        elements = sum(x.numel() for x in kept.values() if x.data_ptr() not in weights)
-        found.append(elements / operator.inputs[0].numel())
-    return tuple(found)
+        elements = sum(x.numel() for x in storages.values() if x.data_ptr() not in weights)
+        return elements / operator.inputs[0].numel()
+
+    return saved_by(operator.eager), saved_by(operator.fused)
 
 
 def peak_of_loss(
     way: LossFunction, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
 ) -> tuple[float, float, float]:
-    """Return MiB at the peak above what was there before, the loss, and the norm of hidden's gradient, of one forward
-    and backward. Memory that an operation uses inside itself counts, too.
+    """Return the MiB at the peak above the start, the loss, and the norm of hidden's gradient, of one forward and
+    backward. Memory that an operation uses internally counts as well.
     """
     rows, weight, losses = hidden.clone().requires_grad_(), weight.clone().requires_grad_(), []
 
@@ -135,7 +137,7 @@ def peak_of_loss(
         peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     else:
         peak = peak_of(forward_and_backward)
-    return peak, losses[0].item(), rows.grad.norm().item()
+    return peak, losses[0].item(), grad_of(rows).norm().item()
 
 
 def largest_difference(theirs: Iterable[torch.Tensor], ours: Iterable[torch.Tensor]) -> float:
@@ -146,7 +148,7 @@ def largest_difference(theirs: Iterable[torch.Tensor], ours: Iterable[torch.Tens
 def pointwise_bytes(config: ModelConfig, norm: float, gate: float, turn: float) -> float:
     """Return the bytes per token of the elementwise operations of all layers in BF16, forward and backward.
 
-    norm, gate, turn: what RMSNorm, SwiGLU and RoPE move, in n of each input.
+    norm, gate, turn: the bytes that RMSNorm, SwiGLU and RoPE move, in n of each input.
     """
     heads = (config.heads + config.kv_heads) * config.head_dim
     return 2 * config.layers * (2 * norm * config.hidden + gate * config.ffn_hidden + turn * heads)
@@ -158,7 +160,7 @@ def eager_loss_bytes(config: ModelConfig, tokens: int) -> int:
 
 
 def chunked_loss_bytes(config: ModelConfig, tokens: int) -> int:
-    """Return the peak bytes of the loss in chunks: logits of a chunk, the gradients of hidden and of the weight."""
+    """Return the peak bytes of the loss in chunks: logits of one chunk, the gradients of hidden and of the weight."""
     chunk = 2 * chunk_size(tokens, config.hidden, config.vocab) * config.vocab
     return chunk + 2 * tokens * config.hidden + 4 * config.vocab * config.hidden
 

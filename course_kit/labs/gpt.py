@@ -8,7 +8,7 @@ from torch import nn
 
 
 class GPTAttention(nn.Module):
-    """Plain softmax attention with dropout on the scores; `core` is what happens between Q, K, V and the output."""
+    """Plain softmax attention with dropout on the scores; `core` is the computation between Q, K, V and the output."""
 
     def __init__(self, hidden: int, heads: int, dropout: float):
         super().__init__()
@@ -43,7 +43,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """Layers alone: hidden states in, hidden states out, [b, s, h]."""
+    """Only the layers: hidden states in, hidden states out, [b, s, h]."""
 
     def __init__(self, layers: int, hidden: int, heads: int):
         super().__init__()

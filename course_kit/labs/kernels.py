@@ -1,4 +1,4 @@
-"""Measurements of notebook 12: what kernels load, how fast they are here, what the compiler makes of them."""
+"""Measurements of notebook 12: the loads of kernels, their speed on this machine, and the compiler's results."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SECTOR = 8  # elements of float32
 
 
 def device() -> torch.device:
-    """Return the device that kernels run on: the GPU, or the CPU, where they are interpreted."""
+    """Return the device that kernels run on: the GPU, or the CPU if they are interpreted."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class CompiledLoop:
-    """A function as torch.compile makes it on a CPU, and the time of one call, eager and compiled."""
+    """A function compiled by torch.compile on a CPU, and the time of one call, eager and compiled."""
 
     compile_s: float
-    loop: str  # the C++ that it has written
+    loop: str  # the generated C++
     eager_s: float
     compiled_s: float
     function: Callable[..., torch.Tensor]  # the compiled one
@@ -63,7 +63,7 @@ def rates_by_size(run: Callable[[torch.Tensor], torch.Tensor], sizes: Sequence[i
 
 
 def first_loads(kernel: Callable, threads: tuple[int, ...], n: int = 32) -> list[np.ndarray]:
-    """Return the elements of a and of b that the 32 lanes of warp 0 load for k = 0 in a product of [n, n] matrices."""
+    """Return the elements of a and of b that the 32 lanes of warp 0 load for k = 0 in a matmul of [n, n] matrices."""
     seen, count = [], Block.count
 
     def watch(block: Block, kind: str, array: torch.Tensor, index) -> np.ndarray:
@@ -78,30 +78,30 @@ def first_loads(kernel: Callable, threads: tuple[int, ...], n: int = 32) -> list
 
 def loaded_map(elements: np.ndarray, n: int = 32) -> np.ndarray:
     """Return a map [n, n] of a row-major matrix: 2 for the loaded elements, 1 for the rest of their sectors, else 0."""
-    found = np.zeros(n * n)
-    found.reshape(-1, SECTOR)[np.unique(elements // SECTOR)] = 1
-    found[elements] = 2
-    return found.reshape(n, n)
+    counts = np.zeros(n * n)
+    counts.reshape(-1, SECTOR)[np.unique(elements // SECTOR)] = 1
+    counts[elements] = 2
+    return counts.reshape(n, n)
 
 
 def ladder_traffic(n: int) -> dict[str, BlockTraffic]:
-    """Return the traffic of each kernel of `thread_kernels.LADDER` for a product of [n, n] matrices."""
-    found = {}
+    """Return the traffic of each kernel of `thread_kernels.LADDER` for a matmul of [n, n] matrices."""
+    traffic = {}
     for name, (kernel, threads) in thread_kernels.LADDER.items():
         a, b, c = torch.randn(3, n * n).unbind(0)
-        found[name] = run_blocks(kernel, (n // thread_kernels.TILE,) * 2, threads, a, b, c, n)
-    return found
+        traffic[name] = run_blocks(kernel, (n // thread_kernels.TILE,) * 2, threads, a, b, c, n)
+    return traffic
 
 
 def configuration_table(side: int = 512) -> str:
     """Return registers, spills, shared memory and warps of every configuration of matmul, for an A100 and an H100."""
     a, b, c = (torch.zeros(side, side, dtype=torch.bfloat16) for _ in range(3))
-    given = (a, b, c, side, side, side, side, 1, side, 1)
-    found = matmul.CONFIGURATIONS
-    launches = [Launch(matmul.matmul_kernel.fn, (1,), given, each.all_kwargs()) for each in found]
+    args = (a, b, c, side, side, side, side, 1, side, 1)
+    configurations = matmul.CONFIGURATIONS
+    launches = [Launch(matmul.matmul_kernel.fn, (1,), args, each.all_kwargs()) for each in configurations]
     columns = "registers, spilled bytes, shared KiB, warps on an SM"
     lines = [f"{'tile m x n x k':>16s} {'warps':>6s} {'stages':>7s}   {columns}"]
-    compiled = zip(found, compile_launches(launches, 80), compile_launches(launches, 90), strict=True)
+    compiled = zip(configurations, compile_launches(launches, 80), compile_launches(launches, 90), strict=True)
     for each, *made in compiled:
         k = each.kwargs
         line = f"{k['block_m']:>6d} x {k['block_n']} x {k['block_k']:<3d} {each.num_warps:>5d} {each.num_stages:>7d}"

@@ -7,11 +7,13 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from course_kit.labs.single_gpu import text_tokens
+from course_kit.typed import grad_of
 from course_lib.mixed_precision.masters import LossScaler, MasterWeights, mixed_step
 from course_lib.single_gpu.data import TokenBatches
 from course_lib.single_gpu.model import PRESETS, ModelConfig, Transformer
@@ -19,7 +21,7 @@ from course_lib.single_gpu.model import loss as cross_entropy
 from course_lib.single_gpu.training import ADAMW, adamw, decay_groups, train_step
 
 BATCH, SEQ, STEPS, LR = 4, 32, 51, 3e-3  # of the runs in 16 bits
-ALONE = BATCH * SEQ / 2**20  # what makes a batch's gradients as small as in a batch of 2^20 tokens: 2^-13
+ALONE = BATCH * SEQ / 2**20  # makes a batch's gradients as small as in a batch of 2^20 tokens: 2^-13
 WARM_UP = 50  # steps of training before a measurement
 CONFIG = ModelConfig(vocab=256, hidden=64, layers=2, heads=4, kv_heads=2, ffn_hidden=192)
 
@@ -34,16 +36,16 @@ def batches_of_text(steps: int = STEPS) -> list[Batch]:
 
 
 def gradients_of(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return all gradients of one backward in one row, in the parameters' dtype."""
+    """Return all gradients of one backward as a vector, in the parameters' dtype."""
     model.zero_grad()
     cross_entropy(model(inputs), targets).backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return torch.cat([grad_of(parameter).flatten() for parameter in model.parameters()])
 
 
 def micro_batch_gradients() -> torch.Tensor:
-    """Return the float32 gradients of a fresh model that are not 0, as part of a batch of 2^20 tokens.
+    """Return the nonzero float32 gradients of a fresh model, scaled as in a batch of 2^20 tokens.
 
-    Rows of the embedding that the micro-batch has no token for are 0.
+    Rows of the embedding without a token in the micro-batch are 0.
     """
     batch = next(TokenBatches(text_tokens(400_000), batch=16, seq=64))
     gradients = gradients_of(Transformer(CONFIG), *batch) * batch[0].numel() / 2**20
@@ -51,7 +53,7 @@ def micro_batch_gradients() -> torch.Tensor:
 
 
 def loss_curve(model: nn.Module, optimizer, step: Step, batches: list[Batch]) -> list[float]:
-    """Return the loss of each step; the last one is the first that is NaN."""
+    """Return the loss of each step, up to the first NaN."""
     losses = []
     for inputs, targets in batches:
         losses.append(step(model, optimizer, inputs, targets).item())
@@ -63,7 +65,8 @@ def loss_curve(model: nn.Module, optimizer, step: Step, batches: list[Batch]) ->
 def plain_curve(dtype: torch.dtype, batches: list[Batch], **options) -> list[float]:
     """Return the losses of training with weights, gradients and moments all of one dtype; options: AdamW's."""
     model = Transformer(PRESETS["debug"]).to(dtype)
-    return loss_curve(model, torch.optim.AdamW(decay_groups(model), LR, **ADAMW | options), train_step, batches)
+    settings: dict[str, Any] = ADAMW | options
+    return loss_curve(model, torch.optim.AdamW(decay_groups(model), LR, **settings), train_step, batches)
 
 
 def master_curve(dtype: torch.dtype, batches: list[Batch], scaler: LossScaler | None = None) -> list[float]:
@@ -74,24 +77,25 @@ def master_curve(dtype: torch.dtype, batches: list[Batch], scaler: LossScaler | 
 
 
 def smoothed(curve: list[float], width: int = 10) -> list[float]:
-    """Return, for each step, the mean of the last `width` losses; at first of those that there are."""
+    """Return, for each step, the mean of the last `width` losses, or of all losses so far if there are fewer."""
     windows = (curve[max(0, end - width) : end] for end in range(1, len(curve) + 1))
     return [sum(window) / len(window) for window in windows]
 
 
 def half_step(batch: Batch) -> dict[str, float]:
-    """Return shares of the parameters after one step with all of Adam's numbers in FP16: "v is 0", "v is 0, m is not"
+    """Return shares of the parameters after one step with all of Adam's state in FP16: "v is 0", "v is 0, m is not"
     and "weight is inf or NaN".
     """
     model = Transformer(PRESETS["debug"]).half()
-    optimizer = torch.optim.AdamW(decay_groups(model), LR, **ADAMW | {"fused": False})
+    settings: dict[str, Any] = ADAMW | {"fused": False}
+    optimizer = torch.optim.AdamW(decay_groups(model), LR, **settings)
     train_step(model, optimizer, *batch)
     states = [optimizer.state[parameter] for parameter in model.parameters()]
     first, second = (torch.cat([state[name].flatten() for state in states]) for name in ("exp_avg", "exp_avg_sq"))
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    found = {"v is 0": second == 0, "v is 0, m is not": (second == 0) & (first != 0)}
-    found["weight is inf or NaN"] = ~weights.isfinite()
-    return {name: each.float().mean().item() for name, each in found.items()}
+    masks = {"v is 0": second == 0, "v is 0, m is not": (second == 0) & (first != 0)}
+    masks["weight is inf or NaN"] = ~weights.isfinite()
+    return {name: each.float().mean().item() for name, each in masks.items()}
 
 
 def trained(batches: list[Batch]) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -103,12 +107,12 @@ def trained(batches: list[Batch]) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def unmoved_by_rate(batches: list[Batch], rates: list[float]) -> dict[float, list[float]]:
-    """Return the share of weights that a step leaves where they are, [BF16, FP16], by learning rate.
+    """Return the share of weights that a step does not change, [BF16, FP16], by learning rate.
 
     The step is computed in float32, from a trained model whose weights have been rounded.
     """
     model, optimizer = trained(batches)
-    shares = {}
+    shares: dict[float, list[float]] = {}
     for rate in rates:
         shares[rate] = []
         for dtype in (torch.bfloat16, torch.float16):
@@ -129,13 +133,13 @@ def underflow_by_batch(batches: list[Batch], tokens_of_batch: list[int]) -> dict
     """Return the shares of the FP16 gradient that are 0, and subnormal, by the tokens that the loss is divided by."""
     model, _ = trained(batches)
     half, (inputs, targets), shares = copy.deepcopy(model).half(), batches[WARM_UP], {}
-    there = gradients_of(model, inputs, targets) != 0
+    nonzero = gradients_of(model, inputs, targets) != 0
     for tokens in tokens_of_batch:
         half.zero_grad()
         (cross_entropy(half(inputs), targets) * (targets.numel() / tokens)).backward()
-        found = torch.cat([parameter.grad.flatten() for parameter in half.parameters()])[there].abs()
-        subnormal = (found > 0) & (found < torch.finfo(torch.float16).tiny)
-        shares[tokens] = ((found == 0).float().mean().item(), subnormal.float().mean().item())
+        magnitudes = torch.cat([grad_of(parameter).flatten() for parameter in half.parameters()])[nonzero].abs()
+        subnormal = (magnitudes > 0) & (magnitudes < torch.finfo(torch.float16).tiny)
+        shares[tokens] = ((magnitudes == 0).float().mean().item(), subnormal.float().mean().item())
     return shares
 
 
@@ -166,10 +170,11 @@ def small_rate_curves(batches: list[Batch], rate: float = 3e-5, steps: int = 25)
 
 
 class HalfNorm(nn.Module):
-    """RMSNorm with squares and their mean in the dtype of x, as naive code has it. x: [..., h]."""
+    """RMSNorm with squares and their mean in the dtype of x, as in naive code. x: [..., h]."""
 
     def __init__(self, norm: nn.RMSNorm):
         super().__init__()
+        assert norm.eps is not None
         self.weight, self.eps = norm.weight, norm.eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,7 +194,7 @@ def sums_curve(half_norms: bool, batches: list[Batch]) -> tuple[list[float], flo
 
 
 def sum_in_turn(numbers: torch.Tensor) -> float:
-    """Return the sum of some numbers, added one after the other in their own dtype."""
+    """Return the sum of some numbers, added one by one in their own dtype."""
     total = torch.zeros((), dtype=numbers.dtype)
     for number in numbers:
         total += number
@@ -220,7 +225,8 @@ def our_amp_curve(batches: list[Batch]) -> list[float]:
     """Return the losses with the same autocast and the course's LossScaler."""
     model, scaler = Transformer(PRESETS["debug"]), LossScaler(2.0**16, interval=20)
     optimizer = adamw(model, LR)
-    return loss_curve(model, optimizer, lambda *parts: mixed_step(scaler, *parts, torch.float16), batches)
+    step = functools.partial(mixed_step, scaler, dtype=torch.float16)
+    return loss_curve(model, optimizer, step, batches)
 
 
 def against_amp(batches: list[Batch]) -> tuple[dict[str, list[float]], dict[str, float]]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from course_kit.typed import grad_of
 from course_lib.single_gpu.data import ByteTokenizer, TokenBatches, corpus
 from course_lib.single_gpu.hugging_face import to_hf
 from course_lib.single_gpu.memory import activation_bytes, param_count, state_bytes
@@ -40,7 +41,7 @@ def one_step(
     batches: Iterator,
     begins: Callable[[str], None] = lambda phase: None,
 ) -> None:
-    """Run forward, backward and the optimizer step on the next batch; the gradients of the last step go first.
+    """Run forward, backward and the optimizer step on the next batch; after freeing the gradients of the last step.
 
     begins(phase) is called as "forward", "backward" and "optimizer" begin.
     """
@@ -80,7 +81,7 @@ def step_peaks(steps: int = 2) -> list[int]:
 
 
 def sum_and_peak(vocab: int) -> tuple[float, dict[str, float]]:
-    """Return the MiB that the formulas add up to, and those of each category at the peak of a second step.
+    """Return the total MiB by the formulas, and the MiB of each category at the peak of a second step.
 
     The model is preset small with another vocabulary, in FP32, on 4 x 128 tokens.
     """
@@ -96,10 +97,10 @@ def sum_and_peak(vocab: int) -> tuple[float, dict[str, float]]:
     return added / MiB, {name: size / MiB for name, size in profile.peak().items()}
 
 
-def matmul_flops(size: int = 2048, rounds: int = 8) -> float:
+def matmul_flops(size: int = 2048, repeats: int = 8) -> float:
     """Return the floating-point operations per second that a matmul of [size, size] in FP32 reaches on this device."""
     matrix, seconds = torch.randn(size, size, device=this_device()), []
-    for _ in range(rounds):
+    for _ in range(repeats):
         start = time.perf_counter()
         (matrix @ matrix).sum().item()
         seconds.append(time.perf_counter() - start)
@@ -108,23 +109,23 @@ def matmul_flops(size: int = 2048, rounds: int = 8) -> float:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Drop what the profiler's C++ code writes to stderr."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    """Suppress the output of the profiler's C++ code on stderr."""
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(null)
 
 
 def profiler_peak(function: Callable[[], object]) -> int:
-    """Return the bytes at the peak of the allocator's own events while `function` runs, above what was there before."""
+    """Return the bytes at the peak of the allocator's own events while `function` runs, above the start."""
     with quiet(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as log:
         function()
     events = sorted((e.start_ns(), e.nbytes()) for e in log.profiler.kineto_results.events() if e.name() == "[memory]")
-    return max(np.cumsum([nbytes for _, nbytes in events]))
+    return int(max(np.cumsum([nbytes for _, nbytes in events])))
 
 
 def tracker_peak(model: nn.Module, optimizer: torch.optim.Optimizer, function: Callable[[], object]) -> int:
@@ -145,8 +146,8 @@ def our_peak(model: nn.Module, optimizer: torch.optim.Optimizer, function: Calla
     return sum(profile.peak().values())
 
 
-def memory_tools(tokens: torch.Tensor, rounds: int = 3) -> dict[str, tuple[float, float | None]]:
-    """Return the ms of a first training step under each memory tool, and the MiB that the tool says for its peak.
+def memory_tools(tokens: torch.Tensor, repeats: int = 3) -> dict[str, tuple[float, float | None]]:
+    """Return the ms of a first training step under each memory tool, and the peak MiB that the tool reports.
 
     Preset small on 2 x 128 of `tokens` ([n]), on the CPU, the tools in alternation; the last entry is without a tool.
     """
@@ -155,26 +156,32 @@ def memory_tools(tokens: torch.Tensor, rounds: int = 3) -> dict[str, tuple[float
     optimizer = torch.optim.AdamW(model.parameters())
     batches = TokenBatches(tokens, batch=2, seq=128)
     weights = 4 * param_count(model.config)
-    tools = {
+    tools: dict[str, Callable[[Callable[[], None]], int | None]] = {
         "MemoryProfile": lambda step: our_peak(model, optimizer, step),
-        "torch.profiler": lambda step: profiler_peak(step) + weights,  # it does not see what was there before
+        "torch.profiler": lambda step: profiler_peak(step) + weights,  # it does not see earlier allocations
         "MemTracker": lambda step: tracker_peak(model, optimizer, step),
         "no tool": lambda step: step(),
     }
-    sizes, times = {}, {name: [] for name in tools}
-    for _ in range(rounds):
+    sizes: dict[str, int | None] = {}
+    times: dict[str, list[float]] = {name: [] for name in tools}
+    for _ in range(repeats):
         for name, tool in tools.items():
             optimizer.state.clear()
             model.zero_grad()
             start = time.perf_counter()
             sizes[name] = tool(lambda: one_step(model, optimizer, batches))
             times[name].append(time.perf_counter() - start)
-    return {name: (np.median(times[name][1:]) * 1e3, sizes[name] and sizes[name] / MiB) for name in tools}
+    return {name: (float(np.median(times[name][1:])) * 1e3, mib(sizes[name])) for name in tools}
+
+
+def mib(size: int | None) -> float | None:
+    """Return bytes in MiB; None for None."""
+    return None if size is None else size / MiB
 
 
 @dataclasses.dataclass
 class Run:
-    """Forward and backward of one model: what came out, the time of each turn, the peak above the weights."""
+    """Forward and backward of one model: results, the time of each repeat, the peak above the weights."""
 
     loss: float
     grad_norm: float
@@ -182,11 +189,11 @@ class Run:
     peak_mib: float
 
 
-def against_llama(tokens: torch.Tensor, rounds: int = 8) -> dict[str, Run] | None:
+def against_llama(tokens: torch.Tensor, repeats: int = 8) -> dict[str, Run] | None:
     """Return a `Run` of our model and of Hugging Face's, which have the same weights and the same batch.
 
-    Preset small on 2 x 128 of `tokens` ([n]), on the CPU, in alternation; the first turn's time is left out. None
-    without transformers.
+    Preset small on 2 x 128 of `tokens` ([n]), on the CPU, in alternation; the time of the first repeat is left out.
+    None without transformers.
     """
     model = Transformer(PRESETS["small"])
     try:
@@ -198,18 +205,23 @@ def against_llama(tokens: torch.Tensor, rounds: int = 8) -> dict[str, Run] | Non
         "Transformer (ours)": (model, lambda: loss(model(inputs), targets)),
         "LlamaForCausalLM": (theirs, lambda: loss(theirs(inputs, use_cache=False).logits, targets)),
     }
-    times, found = {name: [] for name in models}, {}
-    for _ in range(rounds):
+    times: dict[str, list[float]] = {name: [] for name in models}
+    results: dict[str, tuple[float, float]] = {}
+    for _ in range(repeats):
         for name, (module, forward) in models.items():
             module.zero_grad()
             start = time.perf_counter()
             value = forward()
             value.backward()
             times[name].append(time.perf_counter() - start)
-            found[name] = value.item(), nn.utils.get_total_norm([p.grad for p in module.parameters()]).item()
+            results[name] = value.item(), nn.utils.get_total_norm([grad_of(p) for p in module.parameters()]).item()
     runs = {}
     for name, (module, forward) in models.items():
         module.zero_grad()
-        peak = profiler_peak(lambda forward=forward: forward().backward())
-        runs[name] = Run(*found[name], np.array(times[name][1:]), peak / MiB)
+
+        def backward(forward: Callable[[], torch.Tensor] = forward) -> None:
+            forward().backward()
+
+        peak = profiler_peak(backward)
+        runs[name] = Run(*results[name], np.array(times[name][1:]), peak / MiB)
     return runs

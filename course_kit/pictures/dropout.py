@@ -1,4 +1,4 @@
-"""What dropout keeps on each rank, as a picture."""
+"""A picture of the elements that dropout keeps on each rank."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
 
 from course_kit.pictures.style import RANKS
 
 
-def draw_masks(of_ranks: Sequence[tuple[torch.Tensor, torch.Tensor]], title: str):
-    """Draw what each rank keeps of its head's probabilities, and beside it what it keeps of the output; white is
-    dropped. Returns the figure.
+def draw_masks(of_ranks: Sequence[tuple[torch.Tensor, torch.Tensor]], title: str) -> Figure:
+    """Draw the elements that each rank keeps of its head's probabilities and, beside them, of the output; dropped
+    elements are white. Returns the figure.
     """
     n = len(of_ranks)
     widths = [masks[kind].shape[1] for kind in (0, 1) for masks in of_ranks]

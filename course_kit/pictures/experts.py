@@ -1,4 +1,4 @@
-"""Pictures of experts: a box with words in it, and the choices of each expert over the steps."""
+"""Pictures of experts: a labeled rectangle, and the choices of each expert over the steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXPERTS = [BLUE, ORANGE, GREEN, PURPLE]  # a color for each of four experts
 
 
 def draw_box(ax: Axes, x: float, y: float, width: float, height: float, word: str, color, text: str = "white") -> None:
-    """Draw a box from its lower left corner, with a word in it in the color `text`."""
+    """Draw a rectangle from its lower left corner, labeled with a word in the color `text`."""
     ax.add_patch(plt.Rectangle((x, y), width, height, color=color))
     ax.text(x + width / 2, y + height / 2, word, ha="center", va="center", color=text, fontsize=8)
 

@@ -1,9 +1,9 @@
 """The best layout of each model at each size, as a heatmap from rows of runs: the figure of the playbook's chapter 9.
 
 Rows are dictionaries with the columns of a sweep (`course_kit.sweep.runs`) or of the published runs: numbers as
-numbers, blanks as nan. The best of a cell is the one with the most tokens/s of a device, since that is what was
-measured; MFU is derived from it, and with which FLOPs differs by source (some count a tied embedding twice where there
-is a pipeline). Rows of one name must be of one model, not of a variant with other sizes.
+numbers, blanks as nan. The best row of a cell has the most tokens/s per device, which is the measured quantity; MFU is
+derived from it, and sources count FLOPs differently (some count a tied embedding twice with a pipeline). Rows of one
+name must be of one model, not of a variant with other sizes.
 """
 
 import math
@@ -16,50 +16,50 @@ SHOWN = {"zero_stage": "zero", "micro_batch": "mb"}  # column: word
 
 
 def ranks_of(row: dict) -> int:
-    """How many ranks a row's layout takes; published rows have no cp."""
+    """Return the number of ranks of a row's layout; published rows have no cp."""
     return row["dp"] * row["tp"] * row["pp"] * row.get("cp", 1)
 
 
-def layout_words(row: dict) -> str:
-    """A row's layout in two lines: the degrees above 1, and ZeRO's stage and the micro-batch."""
+def layout_label(row: dict) -> str:
+    """Return a row's layout in two lines: the degrees above 1, and ZeRO's stage and the micro-batch."""
     degrees = [f"{name}{row[name]}" for name in DEGREES if row.get(name, 1) > 1] or ["dp1"]
     settings = [f"{word}{row[name]}" for name, word in SHOWN.items() if row[name]]
     return " ".join(degrees) + "\n" + " ".join(settings)
 
 
 def known(value: object) -> bool:
-    """Whether a cell of a row has a number."""
+    """Return True if a value of a row is a number."""
     return isinstance(value, (int, float)) and not math.isnan(value)
 
 
 def cells_of(rows: Sequence[dict], across: str) -> dict[tuple[str, int], tuple[dict | None, int]]:
-    """By model and column: the best row, None where all failed, and how many runs there were.
+    """Return, by model and column, the best row (None if all runs failed) and the number of runs.
 
-    Raises ValueError where rows of one model differ in the batch or the length, and so can't be compared.
+    Raises ValueError if rows of one model differ in the batch or the sequence length, so that they cannot be compared.
     """
     groups, sizes = defaultdict(list), defaultdict(set)
     for row in rows:
         groups[row["model"], ranks_of(row) if across == "ranks" else row["nodes"]].append(row)
         sizes[row["model"]].add((row["global_batch_seqs"], row.get("seq"), row.get("options", "")))
-    for model, found in sizes.items():
-        if len(found) > 1:
-            batches = ", ".join(f"{batch} x {seq} {options}".strip() for batch, seq, options in sorted(found, key=str))
-            raise ValueError(f"{model} has rows of several batches, sequences x tokens: {batches}; choose one")
+    for model, batches in sizes.items():
+        if len(batches) > 1:
+            names = ", ".join(f"{batch} x {seq} {options}".strip() for batch, seq, options in sorted(batches, key=str))
+            raise ValueError(f"{model} has rows of several batches, sequences x tokens: {names}; choose one")
     best = {}
-    for place, group in groups.items():
-        ran = [row for row in group if row["ok"] and known(row["tokens_per_s_per_gpu"])]
-        best[place] = max(ran, key=lambda row: row["tokens_per_s_per_gpu"], default=None), len(group)
+    for cell, group in groups.items():
+        succeeded = [row for row in group if row["ok"] and known(row["tokens_per_s_per_gpu"])]
+        best[cell] = max(succeeded, key=lambda row: row["tokens_per_s_per_gpu"], default=None), len(group)
     return best
 
 
 def shades_of(cells: dict, models: Sequence[str], columns: Sequence[int], by_mfu: bool) -> list[list[float]]:
-    """What the colour of each cell stands for: MFU in percent, or the share of the model's best tokens/s in percent."""
-    top = {}
+    """Return the quantity behind the color of each cell: MFU in percent, or tokens/s in percent of the model's best."""
+    top: dict[str, float] = {}
     for (model, _), (row, _) in cells.items():
         if row:
             top[model] = max(top.get(model, 0), row["tokens_per_s_per_gpu"])
 
-    def value(model, column):
+    def value(model: str, column: int) -> float:
         row, _ = cells.get((model, column), (None, 0))
         if row is None:
             return math.nan
@@ -69,19 +69,20 @@ def shades_of(cells: dict, models: Sequence[str], columns: Sequence[int], by_mfu
 
 
 def cell_text(row: dict | None, count: int, by_mfu: bool) -> str:
-    """What stands in a cell."""
+    """Return the text of a cell."""
     if row is None:
         return f"none of {count}\nran" if count > 1 else "did not\nrun"
     value = f"{row['mfu_pct']:.1f}%" if by_mfu else f"{row['tokens_per_s_per_gpu']:,.0f}"
-    return f"{value}\n{layout_words(row)}"
+    return f"{value}\n{layout_label(row)}"
 
 
 def heatmap(rows: Sequence[dict], source: str, across: str = "nodes"):
-    """A figure: a row a model, a column a number of nodes or ranks (`across`), in each cell the best layout and its
-    MFU, or its tokens/s where the peak of the device is not known. Cells in which every run failed are hatched, cells
-    without a run empty. source: where the rows are from, for the title. Models stand in the order of the rows.
+    """Return a figure with one row per model and one column per number of nodes or ranks (`across`). Each cell shows
+    the best layout and its MFU, or its tokens/s if the peak of the device is unknown. Cells in which every run failed
+    are hatched, cells without a run are empty. source: the origin of the rows, for the title. Models keep the order of
+    the rows.
 
-    Raises ValueError where there is nothing to show, or what can't be compared.
+    Raises ValueError if there are no rows, or rows that cannot be compared.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
@@ -89,11 +90,11 @@ def heatmap(rows: Sequence[dict], source: str, across: str = "nodes"):
     if across not in AXES:
         raise ValueError(f"across {across!r}: it is one of {', '.join(AXES)}")
     if not rows:
-        raise ValueError("no rows, so no heatmap")
+        raise ValueError("a heatmap needs rows")
     cells = cells_of(rows, across)
     models, columns = list(dict.fromkeys(model for model, _ in cells)), sorted({column for _, column in cells})
-    ran = [row for row, _ in cells.values() if row]
-    by_mfu = bool(ran) and all(known(row["mfu_pct"]) for row in ran)
+    succeeded = [row for row, _ in cells.values() if row]
+    by_mfu = bool(succeeded) and all(known(row["mfu_pct"]) for row in succeeded)
     figure = Figure(figsize=(max(5.5, 2.2 + 1.15 * len(columns)), 1.8 + 0.95 * len(models)), layout="constrained")
     axes = figure.add_subplot()
     values = shades_of(cells, models, columns, by_mfu)
@@ -103,13 +104,13 @@ def heatmap(rows: Sequence[dict], source: str, across: str = "nodes"):
         x, y = columns.index(column), models.index(model)
         if row is None:
             axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="//", edgecolor="0.75", linewidth=0))
-        colour = "black" if row is None or values[y][x] > 0.6 * highest else "white"
+        color = "black" if row is None or values[y][x] > 0.6 * highest else "white"
         text = cell_text(row, count, by_mfu)
-        axes.text(x, y, text, ha="center", va="center", fontsize=8, linespacing=1.3, color=colour)
+        axes.text(x, y, text, ha="center", va="center", fontsize=8, linespacing=1.3, color=color)
     axes.set_xticks(range(len(columns)), [str(column) for column in columns])
     axes.set_yticks(range(len(models)), models)
     axes.set_xlabel(across)
-    shown = "MFU" if by_mfu else "tokens/s of a rank"
-    axes.set_title(f"{source}\nthe fastest layout of each cell, {len(rows):,} runs: its {shown}", fontsize=10)
+    quantity = "MFU" if by_mfu else "tokens/s per rank"
+    axes.set_title(f"{source}\nthe fastest layout of each cell, {len(rows):,} runs: its {quantity}", fontsize=10)
     figure.colorbar(image, ax=axes, label="MFU, %" if by_mfu else "% of the row's best")
     return figure

@@ -1,4 +1,4 @@
-"""A memory budget as a picture, and as a calculator with sliders (notebook 01)."""
+"""A memory budget as a figure, and as a calculator with sliders (notebook 01)."""
 
 import io
 from collections.abc import Callable
@@ -19,12 +19,12 @@ GPUS_GIB = {
     "180 GB (B200)": 180,
     "192 GB (MI300X)": 192,
 }
-OWN = "own sizes"
+CUSTOM = "custom sizes"
 
 
-def memory_figure(cases: dict[str, dict[str, float]], gpu_gib: float):
-    """One horizontal stacked bar a case (name: bytes by category), in GiB, against a line at `gpu_gib`; returns a
-    matplotlib Figure.
+def memory_figure(cases: dict[str, dict[str, float]], gpu_gib: float) -> Figure:
+    """Return a matplotlib Figure: one horizontal stacked bar per case (name: bytes by category), in GiB, and a line at
+    `gpu_gib`.
     """
     figure = Figure(figsize=(7.6, 1.5 + 0.35 * len(cases)), dpi=100, layout="constrained")
     ax = figure.add_subplot()
@@ -45,7 +45,9 @@ def memory_figure(cases: dict[str, dict[str, float]], gpu_gib: float):
 
 
 def _calculator_controls():
-    """The widgets of the calculator by name; a preset moves the size sliders, and a size slider leaves the preset."""
+    """Return the widgets of the calculator by name; a preset moves the size sliders, and moving a size slider leaves
+    the preset.
+    """
     import ipywidgets as w
 
     style, lengths = (
@@ -53,7 +55,7 @@ def _calculator_controls():
         [2**n for n in range(9, 18)],
     )
     controls = {
-        "preset": w.Dropdown(options=[*PRESETS, OWN], value="llama3-8B", description="model", **style),
+        "preset": w.Dropdown(options=[*PRESETS, CUSTOM], value="llama3-8B", description="model", **style),
         "layers": w.IntSlider(min=1, max=160, description="layers L", **style),
         "hidden": w.IntSlider(min=64, max=20480, step=64, description="hidden h", **style),
         "ffn_hidden": w.IntSlider(min=88, max=65536, step=8, description="feed-forward f", **style),
@@ -69,35 +71,35 @@ def _calculator_controls():
     sizes = ("layers", "hidden", "ffn_hidden", "vocab")
 
     def from_preset(_=None):
-        if controls["preset"].value != OWN:
+        if controls["preset"].value != CUSTOM:
             for name in sizes:
                 controls[name].value = getattr(PRESETS[controls["preset"].value], name)
 
-    def to_own(change):
+    def to_custom(change):
         preset = controls["preset"]
-        if preset.value != OWN and change["new"] != getattr(PRESETS[preset.value], change["owner"].key):
-            preset.value = OWN
+        if preset.value != CUSTOM and change["new"] != getattr(PRESETS[preset.value], change["owner"].key):
+            preset.value = CUSTOM
 
     from_preset()
     controls["preset"].observe(from_preset, "value")
     for name in sizes:
         controls[name].key = name
-        controls[name].observe(to_own, "value")
+        controls[name].observe(to_custom, "value")
     return controls
 
 
 def memory_calculator(training_bytes: Callable[..., dict[str, float]] = memory.training_bytes):
-    """A widget: one GPU's memory for a model, batch, sequence, precision and recomputation of your choice, redrawn
-    while a slider moves. `training_bytes`: the formulas to use, as in notebook 01.
+    """Return a widget: the memory of one GPU for a choice of model, batch, sequence, precision and recomputation,
+    redrawn while a slider moves. training_bytes: the formulas, as in notebook 01.
     """
     import ipywidgets as w
 
     controls = _calculator_controls()
-    picture, words = w.Image(format="png"), w.HTML()
+    picture, summary = w.Image(format="png"), w.HTML()
 
     def draw(_=None):
         at = {name: control.value for name, control in controls.items()}
-        if at["preset"] == OWN:  # head size 64 or 128, one K/V head for four query heads
+        if at["preset"] == CUSTOM:  # head size 64 or 128, one K/V head for four query heads
             heads = at["hidden"] // (128 if at["hidden"] % 128 == 0 else 64)
             config = ModelConfig(
                 at["layers"],
@@ -120,10 +122,10 @@ def memory_calculator(training_bytes: Callable[..., dict[str, float]] = memory.t
             if spare > 0
             else f"does not fit, {-spare:,.1f} GiB too much"
         )
-        words.value = f"<b>{param_count(config) / 1e9:,.2f} billion parameters: {verdict}</b><br>GiB: {listed}"
+        summary.value = f"<b>{param_count(config) / 1e9:,.2f} billion parameters: {verdict}</b><br>GiB: {listed}"
 
     for control in controls.values():
         control.observe(draw, "value")
     draw()
     columns = list(controls.values())
-    return w.VBox([w.HBox([w.VBox(columns[:5]), w.VBox(columns[5:])]), picture, words])
+    return w.VBox([w.HBox([w.VBox(columns[:5]), w.VBox(columns[5:])]), picture, summary])

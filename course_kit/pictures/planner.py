@@ -1,11 +1,11 @@
-"""The planner as a widget: the best layouts for a model, a cluster and a batch of your choice.
+"""The planner as a widget: the best layouts for a choice of model, cluster and batch.
 
     planner()
 
-Every change is a search over all layouts (hundreds of thousands, within a second): the answer that
-`python -m course_lib.best_config` gives, with a figure of its layouts, and below it the best MFU of the model's whole
-family, from 1 to 2,048 nodes. That heatmap is twenty searches more, so it tries fewer settings, and is kept until the
-batch, the length, the cluster or the family changes.
+Every change starts a search over all layouts (hundreds of thousands, within a second): the widget shows the answer of
+`python -m course_lib.best_config` with a figure of its layouts, and below it the best MFU of the model's family, from 1
+to 2,048 nodes. The heatmap takes twenty more searches, so it tries fewer settings, and is cached until the batch, the
+length, the cluster or the family changes.
 """
 
 import functools
@@ -23,7 +23,7 @@ from course_lib.single_gpu.model import PRESETS
 
 NODES = tuple(2**n for n in range(12))
 HEATMAP_NODES = (1, 8, 64, 512, 2048)
-# Of the widget's heatmap: twenty searches in a second. The other settings are next to never the best.
+# For the widget's heatmap: twenty searches per second. The other settings are almost never the best.
 HEATMAP_SETTINGS = {
     "micro_batch": (1, 2, 4, 8, 16),
     "schedule": ("1f1b", "zb-h1", "zb-v"),
@@ -32,32 +32,34 @@ HEATMAP_SETTINGS = {
 
 
 def png(figure) -> bytes:
-    """A figure as a picture."""
+    """Return a figure as a PNG image."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def family(model: str) -> tuple[str, ...]:
-    """The presets whose names begin with the same letters: llama3-8B is with llama3.2-1B, llama3-70B, llama3-405B."""
-    first = re.match("[A-Za-z]+", model)[0]
-    return tuple(name for name in PRESETS if re.match("[A-Za-z]+", name)[0] == first)
+    """Return the presets whose names begin with the same letters: llama3-8B is with llama3.2-1B, llama3-70B,
+    llama3-405B.
+    """
+    letters = {name: re.split("[^A-Za-z]", name)[0] for name in (model, *PRESETS)}
+    return tuple(name for name in PRESETS if letters[name] == letters[model])
 
 
 @functools.lru_cache(maxsize=16)
 def family_heatmap(models: tuple[str, ...], cluster: str, batch: int, seq: int) -> bytes:
-    """The widget's heatmap, as a picture. It is drawn anew only where one of these has changed."""
+    """Return the widget's heatmap as a PNG image. It is redrawn only if an argument has changed."""
     configs = {name: PRESETS[name] for name in models}
     return png(mfu_heatmap(configs, HEATMAP_NODES, CLUSTERS[cluster], batch, seq, HEATMAP_SETTINGS))
 
 
 def answer_in_html(question: Question) -> str:
-    """The lines of the planner's program, as they are."""
+    """Return the output of the planner's program as HTML."""
     return f"<pre style='line-height:1.3'>{html.escape(as_text(answer(question)))}</pre>"
 
 
 def _planner_controls() -> dict:
-    """The widgets of the planner by name. Sliders tell when they are let go, for a search takes up to a second."""
+    """Return the widgets of the planner by name. Sliders update on release: a search takes up to a second."""
     import ipywidgets as w
 
     style = {"style": {"description_width": "140px"}, "layout": w.Layout(width="420px")}
@@ -76,18 +78,18 @@ def _planner_controls() -> dict:
 
 
 def planner():
-    """A widget: the best layouts for a model, cluster, number of nodes, batch and length of your choice, with the
-    answer of `python -m course_lib.best_config`; and the best MFU of the model's family from 1 to 2,048 nodes.
+    """Return a widget: the best layouts for a choice of model, cluster, number of nodes, batch and length, with the
+    answer of `python -m course_lib.best_config`, and the best MFU of the model's family from 1 to 2,048 nodes.
     """
     import ipywidgets as w
 
     controls = _planner_controls()
-    words, best, said = w.HTML(), w.Image(format="png"), w.HTML()
+    message, best, answer_text = w.HTML(), w.Image(format="png"), w.HTML()
     across, below = w.Image(format="png"), w.HTML()
     tried = f"The heatmap tries schedules {', '.join(HEATMAP_SETTINGS['schedule'])} and micro-batches up to 16."
 
     def show(picture, draw) -> str:
-        """Draw into a picture; returns what was wrong, and then the picture is hidden."""
+        """Draw into a picture. In case of an error, hide the picture and return the message."""
         try:
             picture.value, picture.layout.display = draw(), None
         except ValueError as error:
@@ -99,15 +101,15 @@ def planner():
         model, cluster, nodes, batch, seq = (control.value for control in controls.values())
         gpus = nodes * CLUSTERS[cluster].gpus_per_node
         title = f"{model} on {gpus:,} GPUs: {batch:,} sequences of {seq:,} tokens"
-        said.value = ""
+        answer_text.value = ""
 
         def draw_best() -> bytes:
             question = Question(model, PRESETS[model], CLUSTERS[cluster], gpus, batch, seq)
-            said.value = answer_in_html(question)
-            found = question.search()
-            return png(ranking_figure(found, title=title, rows=[row for row, _ in answer_rows(question, found, 8)]))
+            answer_text.value = answer_in_html(question)
+            ranking = question.search()
+            return png(ranking_figure(ranking, title=title, rows=[row for row, _ in answer_rows(question, ranking, 8)]))
 
-        words.value = f"<b>{show(best, draw_best)}</b>"
+        message.value = f"<b>{show(best, draw_best)}</b>"
         wrong = show(across, lambda: family_heatmap(family(model), cluster, batch, seq))
         below.value = "" if wrong else tried
 
@@ -115,4 +117,4 @@ def planner():
         control.observe(update, "value")
     update()
     columns = list(controls.values())
-    return w.VBox([w.HBox([w.VBox(columns[:3]), w.VBox(columns[3:])]), words, best, said, across, below])
+    return w.VBox([w.HBox([w.VBox(columns[:3]), w.VBox(columns[3:])]), message, best, answer_text, across, below])

@@ -1,18 +1,20 @@
-"""What a search found, in pictures: the best layouts and what each spends, why the others fell out, and where it leads.
+"""Figures of a search: the best layouts with their costs, the reasons why others were rejected, and MFU by size.
 
     ranking_figure(search(config, cluster, gpus=512, batch=1024))    seconds and GiB of the best, part by part
-    rejections_figure(ranking)                                       how many layouts each rule took out
+    rejections_figure(ranking)                                       how many layouts each rule rejected
     mfu_heatmap(models, (1, 8, 64), cluster, batch=1024)             best MFU by model and number of nodes
 
-Two layouts with the same degrees and the same time differ in what costs nothing here (a ZeRO stage whose traffic is
-hidden, say, or sequences for parts of them); `distinct` shows the first of them. The heatmap is the one of measured
-runs (`heatmaps`), its rows predicted instead.
+Two layouts with the same degrees and the same time differ in a setting that costs nothing here (such as a ZeRO stage
+whose traffic is hidden); `distinct` shows the first of them. The heatmap is that of measured runs (`heatmaps`), with
+predicted rows.
 """
 
 import dataclasses
 import math
 import re
 import textwrap
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
@@ -24,17 +26,18 @@ from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import ModelConfig
 
 GIB = 2**30
-SAME_TIME = 1e-3  # two predictions that are nearer than that, relative, are of the same time
-SMALL = 0.02  # parts that are less than this of every bar's length are drawn as one, "other"
+SAME_TIME = 1e-3  # two predictions within this relative difference count as the same time
+SMALL = 0.02  # parts below this share of every bar's length are drawn together as "other"
 OTHER_COLOR = "0.75"
 
 
 def distinct(ranking: Ranking, n: int) -> list[int]:
-    """Rows of the ranking's table: the n best layouts that differ. Of those with equal dp x cp, pp and tp, whose times
-    lie within 0.1% of each other, only the first.
+    """Return rows of the ranking's table: the n best layouts that differ. Of layouts with equal dp x cp, pp and tp
+    whose times lie within 0.1% of each other, only the first counts.
     """
     table, step_s = ranking.table, ranking.estimate.step_s
-    rows, slowest = [], {}  # by degrees: the time of the last layout that was chosen
+    rows: list[int] = []
+    slowest: dict[tuple, float] = {}  # by degrees: the time of the last selected layout
     for row in ranking.order:
         if len(rows) == n:
             break
@@ -46,49 +49,50 @@ def distinct(ranking: Ranking, n: int) -> list[int]:
 
 
 def two_lines(layout: Layout) -> str:
-    """A layout's words: the degrees, and below them the settings, where there are any."""
-    words = str(layout).split(",")
-    degrees = [word for word in words if re.fullmatch(r"(dp|pp|cp|tp|ep)\d+", word)] or ["dp1"]
-    settings = [word for word in words if word not in degrees]
+    """Return a layout's spec in two lines: the degrees, and the settings if there are any."""
+    tokens = str(layout).split(",")
+    degrees = [token for token in tokens if re.fullmatch(r"(dp|pp|cp|tp|ep)\d+", token)] or ["dp1"]
+    settings = [token for token in tokens if token not in degrees]
     return "\n".join(",".join(line) for line in (degrees, settings) if line)
 
 
 def reasons(ranking: Ranking) -> dict[str, int]:
-    """Why layouts were rejected, and how many, the most frequent reason first."""
+    """Return the reasons for rejected layouts with their counts, the most frequent reason first."""
     return dict(sorted(ranking.rejected.items(), key=lambda item: -item[1]))
 
 
 def large_parts(parts: dict[str, np.ndarray], rows: list[int]) -> dict[str, np.ndarray]:
-    """The parts of these rows [rows] that can be seen in a bar, and the rest of them as "other"."""
-    found = {name: np.asarray(values)[rows] for name, values in parts.items()}
-    longest = sum(found.values()).max()
-    large = {name: values for name, values in found.items() if values.max() >= SMALL * longest}
-    rest = sum((values for name, values in found.items() if name not in large), np.zeros(len(rows)))
+    """Return the parts of these rows [rows] that are visible in a bar, and the rest of them as "other"."""
+    selected = {name: np.asarray(values)[rows] for name, values in parts.items()}
+    longest = sum(selected.values(), np.zeros(len(rows))).max()
+    large = {name: values for name, values in selected.items() if values.max() >= SMALL * longest}
+    rest = sum((values for name, values in selected.items() if name not in large), np.zeros(len(rows)))
     return large | ({"other": rest} if rest.max() > 0 else {})
 
 
-def part_colors(names, fixed: dict[str, str]) -> dict[str, object]:
-    """A colour for each part, which it keeps from figure to figure: the fixed ones', and by its place among the rest
-    those of matplotlib's tab20 that are neither like them nor grey, the dark ones first.
+def part_colors(names: Iterable[str], fixed: dict[str, str]) -> dict[str, Any]:
+    """Return a color for each part, the same in every figure: the fixed colors, and for the other parts, by position,
+    the colors of matplotlib's tab20 that are neither similar to them nor gray, dark colors first.
     """
     from matplotlib import colormaps
 
-    dark, light = colormaps["tab20"].colors[::2], colormaps["tab20"].colors[1::2]
+    colors = [colormaps["tab20"](i) for i in range(20)]
+    dark, light = colors[::2], colors[1::2]
     free = [*dark[len(fixed) : 7], *dark[8:], *light[:7], *light[8:]]
     rest = [name for name in names if name not in fixed]
     return fixed | {name: free[i % len(free)] for i, name in enumerate(rest)} | {"other": OTHER_COLOR}
 
 
-def draw_bars(ax, parts: dict[str, np.ndarray], colors: dict[str, object]) -> np.ndarray:
-    """One stacked bar a row, from the top; returns their lengths [rows]. The legend comes above the bars."""
+def draw_bars(ax, parts: dict[str, np.ndarray], colors: dict[str, Any]) -> np.ndarray:
+    """Draw one stacked bar per row, from the top; return the lengths [rows]. The legend is above the bars."""
     left = np.zeros(len(next(iter(parts.values()))))
     for name, values in parts.items():
         ax.barh(range(len(left)), values, left=left, color=colors[name], label=name, height=0.7)
         left = left + values
     ax.spines[["top", "right"]].set_visible(False)
     ax.tick_params(labelsize=8)
-    look = {"frameon": False, "fontsize": 7.5, "handlelength": 1, "columnspacing": 1}
-    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, **look)
+    style = {"frameon": False, "fontsize": 7.5, "handlelength": 1, "columnspacing": 1}
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, **style)
     return left
 
 
@@ -96,12 +100,12 @@ def ranking_figure(ranking: Ranking, n: int = 8, title: str = "", rows: list[int
     """Draw the n fastest layouts that differ, or these `rows` of the ranking: seconds per step by part, with tokens/s
     per GPU and MFU; and GiB of the fullest GPU by part, beside its usable memory. Returns a matplotlib Figure.
 
-    Raises ValueError where no layout fits, or n is below 1.
+    Raises ValueError if no layout fits or n is below 1.
     """
     from matplotlib.figure import Figure
 
     if n < 1:
-        raise ValueError(f"n {n}: it is 1 or more")
+        raise ValueError(f"n={n}: expected 1 or more")
     if not len(ranking.order):
         raise ValueError("no layout fits: " + "; ".join(f"{n:,} {why}" for why, n in reasons(ranking).items()))
     rows, e = distinct(ranking, n) if rows is None else rows, ranking.estimate
@@ -109,8 +113,8 @@ def ranking_figure(ranking: Ranking, n: int = 8, title: str = "", rows: list[int
     time_ax, memory_ax = figure.subplots(1, 2, sharey=True, width_ratios=(1.15, 1))
     seconds = draw_bars(time_ax, large_parts(e.time, rows), part_colors(e.time, {}))
     for y, (row, length) in enumerate(zip(rows, seconds, strict=True)):
-        words = f" {e.tokens_per_s[row]:,.0f} tokens/s\n MFU {e.mfu[row]:.1%}"
-        time_ax.text(length, y, words, va="center", fontsize=7.5, linespacing=1.1)
+        label = f" {e.tokens_per_s[row]:,.0f} tokens/s\n MFU {e.mfu[row]:.1%}"
+        time_ax.text(length, y, label, va="center", fontsize=7.5, linespacing=1.1)
     time_ax.set_xlim(0, 1.5 * seconds.max())
     time_ax.set_xlabel("seconds per step; tokens/s per GPU", fontsize=8.5)
     gib = {name: size / GIB for name, size in large_parts(e.memory, rows).items()}
@@ -130,13 +134,13 @@ def ranking_figure(ranking: Ranking, n: int = 8, title: str = "", rows: list[int
 
 
 def rejections_figure(ranking: Ranking):
-    """How many layouts each reason took out, and how many fit: a bar each on a logarithmic scale, with its number. A
-    layout counts once, for the first rule that it breaks. Returns a matplotlib Figure.
+    """Return a matplotlib Figure: how many layouts each rule rejects and how many fit, one bar each on a logarithmic
+    scale. A layout counts once, for the first rule that it breaks.
     """
     from matplotlib.figure import Figure
 
-    found = {"fits": len(ranking.order)} | reasons(ranking)
-    names, counts = list(found), list(found.values())
+    counts_by_reason = {"fits": len(ranking.order)} | reasons(ranking)
+    names, counts = list(counts_by_reason), list(counts_by_reason.values())
     figure = Figure(figsize=(8.5, 0.9 + 0.36 * len(names)), dpi=100, layout="constrained")
     ax = figure.add_subplot()
     ax.barh(range(len(names)), counts, color=["#55A868", *[OTHER_COLOR] * len(ranking.rejected)])
@@ -152,7 +156,7 @@ def rejections_figure(ranking: Ranking):
 
 
 def with_degrees(ranking: Ranking, degrees: dict[str, tuple[int, ...]]) -> Ranking:
-    """The ranking's layouts that have these degrees, such as {"cp": (1,)}; `search` tries all."""
+    """Return the ranking without layouts of other degrees, such as {"cp": (1,)}; `search` tries all degrees."""
     allowed = np.ones(len(ranking.table), bool)
     for name, values in degrees.items():
         allowed &= np.isin(getattr(ranking.table, name), values)
@@ -161,7 +165,7 @@ def with_degrees(ranking: Ranking, degrees: dict[str, tuple[int, ...]]) -> Ranki
 
 
 def heatmap_row(name: str, ranking: Ranking, nodes: int, batch: int, seq: int) -> dict:
-    """The best layout of a search, as a row of a sweep; without numbers where none fits."""
+    """Return the best layout of a search as a row of a sweep; without numbers if none fits."""
     best = ranking.best(1)
     layout, tokens_per_s, mfu, _ = best[0] if best else (Layout(), math.nan, math.nan, math.nan)
     return {
@@ -177,7 +181,7 @@ def heatmap_row(name: str, ranking: Ranking, nodes: int, batch: int, seq: int) -
 
 
 def heatmap_figure(rows: list[dict], cluster: Cluster, batch: int, seq: int):
-    """The heatmap of measured runs, with the words for predictions."""
+    """Return the heatmap of measured runs, with the labels of predictions."""
     where = f"{cluster.name}; {batch:,} sequences of {seq:,} tokens per step"
     figure = heatmap(rows, where)
     figure.set_figwidth(2.2 + 1.3 * len({row["nodes"] for row in rows}))  # wider, for layouts with four degrees
@@ -197,11 +201,11 @@ def mfu_heatmap(
     settings: dict[str, tuple] | None = None,
     degrees: dict[str, tuple[int, ...]] | None = None,
 ):
-    """The best predicted MFU of each model (a row) on each number of nodes (a column), and its layout. Returns a
-    matplotlib Figure. settings: as of `search`, which takes up to a second a cell if it tries all. degrees: those
-    that a layout may have, such as {"cp": (1,)}; None: all.
+    """Return a matplotlib Figure: the best predicted MFU of each model (row) on each number of nodes (column), and its
+    layout. settings: as for `search`, which takes up to a second per cell if it tries all. degrees: the allowed
+    degrees, such as {"cp": (1,)}; None: all.
 
-    Raises ValueError where nothing fits anywhere, or `search` does.
+    Raises ValueError if nothing fits anywhere, and the errors of `search`.
     """
     rows = []
     for name, config in models.items():

@@ -1,4 +1,4 @@
-"""Pictures of a ring of ranks: whose keys and values each rank has, and which part of a causal mask it computes."""
+"""Pictures of a ring of ranks: the keys and values that each rank has, and the part of the causal mask it computes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 
 from course_kit.pictures.style import RANK_INK, RANKS
 from course_lib.context_parallel import blocks
@@ -17,7 +18,7 @@ from course_lib.sequence_parallel.shards import chunks_of
 
 
 def draw_ring(axes: Sequence[Axes], step: int, n: int = 4, order: str = "contiguous") -> None:
-    """Draw a step: on the first axes whose keys and values each rank has, on the second the part of the mask done."""
+    """Draw a step: each rank's keys and values on the first axes, the computed part of the mask on the second."""
     ring, mask = axes
     for ax in axes:
         ax.clear()
@@ -39,24 +40,30 @@ def draw_ring(axes: Sequence[Axes], step: int, n: int = 4, order: str = "contigu
 
 
 def mask_colors(n: int, order: str, step: int | None, tokens: int) -> np.ndarray:
-    """The colors of the cells of a causal mask, [tokens, tokens, 3]: white, or that of the rank that computes one."""
+    """Return the colors of the cells of a causal mask, [tokens, tokens, 3]: white, or the color of the computing
+    rank.
+    """
     colors = np.ones((tokens, tokens, 3))
     for rank, source in itertools.product(range(n), range(n)):
-        own, other = chunks_of(rank, n, order), chunks_of(source, n, order)
-        size, when = tokens // n // len(own), (rank - source) % n
-        place = lambda chunks, i: chunks[i // size] * size + i % size  # noqa: E731
-        for rows, columns, causal in blocks.in_tokens(blocks.visible(own, other), size):
+        local, other = chunks_of(rank, n, order), chunks_of(source, n, order)
+        size, when = tokens // n // len(local), (rank - source) % n
+        for rows, columns, causal in blocks.in_tokens(blocks.visible(local, other), size):
             for i, j in itertools.product(range(rows.start, rows.stop), range(columns.start, columns.stop)):
-                if causal and place(own, i) < place(other, j) or step is not None and when > step:
+                if causal and token(local, i, size) < token(other, j, size) or step is not None and when > step:
                     continue
-                color = np.array(plt.matplotlib.colors.to_rgb(RANKS[rank]))
+                color = np.array(to_rgb(RANKS[rank]))
                 pale = step is not None and when < step
-                colors[place(own, i), place(other, j)] = 0.3 * color + 0.7 if pale else color
+                colors[token(local, i, size), token(other, j, size)] = 0.3 * color + 0.7 if pale else color
     return colors
 
 
+def token(chunks: Sequence[int], i: int, size: int) -> int:
+    """Return the position in the sequence of element i of these chunks of `size` tokens."""
+    return chunks[i // size] * size + i % size
+
+
 def draw_mask(ax: Axes, n: int, order: str, step: int | None = None, tokens: int = 16) -> None:
-    """Draw the causal mask in the colors of the ranks; up to a step of the ring, earlier steps pale."""
+    """Draw the causal mask in the colors of the ranks, up to a step of the ring, with earlier steps paler."""
     ax.imshow(mask_colors(n, order, step, tokens))
     ax.set(xticks=range(0, tokens, 2), yticks=range(0, tokens, 2), xlabel="key", ylabel="query")
     ax.tick_params(labelsize=7)
@@ -67,7 +74,7 @@ def draw_mask(ax: Axes, n: int, order: str, step: int | None = None, tokens: int
 
 
 def ring_png(step: int, order: str) -> bytes:
-    """A step of the ring, as a PNG."""
+    """Return a step of the ring as a PNG image."""
     fig, axes = plt.subplots(1, 2, figsize=(7, 3.2))
     draw_ring(axes, step, order=order)
     png = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Pictures of pipeline schedules: for each rank a line of colored actions, simulated or measured."""
+"""Pictures of pipeline schedules: one line of colored actions per rank, simulated or measured."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ COLORS = {
     "W": PHASES["weights' backward"],
 }
 INK = {"W": "black"}  # of the numbers; else white
-Bar = tuple[str, bool, str, float, float]  # kind of the action, whether it is hatched, word, start, end
+Bar = tuple[str, bool, str, float, float]  # kind of the action, hatched or not, label, start, end
 
 
 def gantt(ax: Axes, rows: list[list[Bar]], title: str = "", numbers: bool = True, unit: str = "") -> None:
-    """Draw the bars of each rank, one line a rank, rank 0 on top. numbers: write the words into the bars, which are
-    wide enough for that; without them white edges are thin.
+    """Draw the bars of each rank, one line per rank, rank 0 on top. numbers: write the labels into the bars, which must
+    be wide enough; without labels the white edges are thin.
     """
     for rank, row in enumerate(rows):
         y = len(rows) - 1 - rank
@@ -43,10 +43,10 @@ def gantt(ax: Axes, rows: list[list[Bar]], title: str = "", numbers: bool = True
                     snap=None if numbers else False,  # a bar below a pixel is pale, not gone
                 )
         for kind, hatch, word, start, end in row if numbers else ():
-            box = {"facecolor": COLORS[kind], "edgecolor": "none", "pad": 1.2} if hatch else None
+            background = {"facecolor": COLORS[kind], "edgecolor": "none", "pad": 1.2} if hatch else None
             ink = INK.get(kind, "white")
-            place = (start + end) / 2, y + 0.5
-            ax.text(*place, word, ha="center", va="center", fontsize=6, color=ink, bbox=box, in_layout=False)
+            center = (start + end) / 2, y + 0.5
+            ax.text(*center, word, ha="center", va="center", fontsize=6, color=ink, bbox=background, in_layout=False)
     last = max(end for row in rows for *_, end in row)
     first = min(start for row in rows for *_, start, _ in row)
     ax.set(xlim=(first, last), ylim=(0, len(rows)), yticks=[i + 0.5 for i in range(len(rows))], title=title)
@@ -56,24 +56,26 @@ def gantt(ax: Axes, rows: list[list[Bar]], title: str = "", numbers: bool = True
 
 
 def bars_of(actions: list, ranks: int) -> list[Bar]:
-    """The bars of one rank's (kind, stage, micro-batch, start, end): stages beyond the first of each rank hatched."""
+    """Return the bars of one rank's (kind, stage, micro-batch, start, end): stages beyond the first of each rank
+    hatched.
+    """
     return [(kind, stage >= ranks, str(i), start, end) for kind, stage, i, start, end in actions]
 
 
-def rows_of(found: Simulation) -> list[list[Bar]]:
-    """The bars of a simulation, by rank."""
-    ranks = len(found.schedule)
-    return [bars_of([(*action, start, end) for action, start, end in row], ranks) for row in found.timeline]
+def rows_of(simulation: Simulation) -> list[list[Bar]]:
+    """Return the bars of a simulation, by rank."""
+    ranks = len(simulation.schedule)
+    return [bars_of([(*action, start, end) for action, start, end in row], ranks) for row in simulation.timeline]
 
 
 def draw_timed(timed: dict[str, tuple[Simulation, list]]) -> Figure:
-    """Each schedule, by its name, simulated and below it measured; see labs.pipeline.timed."""
+    """Return a figure of each schedule, by name, simulated and below it measured; see labs.pipeline.timed."""
     fig, axes = plt.subplots(2 * len(timed), 1, figsize=(7.8, 2.5 * len(timed)))
-    for k, (name, (found, real)) in enumerate(timed.items()):
+    for k, (name, (result, real)) in enumerate(timed.items()):
         busy = max(sum(end - start for *_, start, end in row) for row in real)
         span = max(row[-1][-1] - row[0][-2] for row in real)
-        share = float(found.bubble / found.cost)
-        gantt(axes[2 * k], rows_of(found), f"{name}, simulated: bubble {share:.0%} of {found.cost:.0f} ms")
+        share = float(result.bubble / result.cost)
+        gantt(axes[2 * k], rows_of(result), f"{name}, simulated: bubble {share:.0%} of {result.cost:.0f} ms")
         rows = [bars_of(row, len(real)) for row in real]
         gantt(axes[2 * k + 1], rows, f"{name}, measured: bubble {1 - busy / span:.0%} of {span:.0f} ms")
     axes[-1].set_xlabel("ms; numbers are micro-batches")
@@ -81,22 +83,21 @@ def draw_timed(timed: dict[str, tuple[Simulation, list]]) -> Figure:
     return fig
 
 
-def draw_two_ways(found: Simulation, real: list, m: int) -> Figure:
-    """DualPipe simulated, the two of a pair drawn one after the other, and measured; hatched: enters at rank 0."""
+def draw_two_ways(simulation: Simulation, real: list, m: int) -> Figure:
+    """Draw DualPipe simulated, with the two actions of a pair in sequence, and measured; hatched: enters at rank 0."""
     simulated = []
-    for row in found.timeline:
+    for row in simulation.timeline:
         drawn = []
-        for k, (action, start, end) in enumerate(row):
-            middle = start + (end - start) / 3  # a forward is a third of a pair
-            if isinstance(action, Overlapped):
-                end = middle
-            elif k and isinstance(row[k - 1][0], Overlapped):
-                start = middle
+        for k, (action, begin, finish) in enumerate(row):
+            middle = begin + (finish - begin) / 3  # a forward is a third of a pair
+            is_first = isinstance(action, Overlapped)
+            is_second = not is_first and k > 0 and isinstance(row[k - 1][0], Overlapped)
+            start, end = middle if is_second else begin, middle if is_first else finish
             drawn.append((action.kind, action.micro_batch < m // 2, str(action.micro_batch), start, end))
         simulated.append(drawn)
     rows = [[(kind, i < m // 2, str(i), start, end) for kind, _, i, start, end in row] for row in real]
     fig, axes = plt.subplots(2, 1, figsize=(7.8, 3.4))
-    gantt(axes[0], simulated, f"simulated: bubble {found.bubble:.0f} of {found.cost:.0f} ms")
+    gantt(axes[0], simulated, f"simulated: bubble {simulation.bubble:.0f} of {simulation.cost:.0f} ms")
     span = max(row[-1][-1] - row[0][-2] for row in real)
     gantt(axes[1], rows, f"measured: {span:.0f} ms", unit="ms; hatched: enters at rank 0; plain: enters at rank 3")
     fig.tight_layout()
@@ -104,18 +105,18 @@ def draw_two_ways(found: Simulation, real: list, m: int) -> Figure:
 
 
 def schedule_png(name: str, p: int, m: int, v: int, *times: float) -> bytes:
-    """A picture of a schedule of that name, simulated; where there is none, of the reason.
+    """Return an image of the schedule of that name, simulated; if there is no such schedule, of the reason.
 
     times: t_f, t_i, t_w, t_comm; name: one of SCHEDULES in any case, "interleaved, depth first" or "…, breadth first".
     """
     fig, ax = plt.subplots(figsize=(7.8, 0.8 + 0.32 * p))
     try:
         kind, _, order = name.lower().partition(",")
-        found = simulation.simulate(schedule_by_name(kind, p, m, v, m if "breadth" in order else None), *times)
-        most = max(found.peaks)
-        done = f"all done at {found.makespan:.0f}, holds up to {most} pass{'es' if most > 1 else ''}"
-        title = f"{name}: bubble {found.bubble / found.cost:.0%} of {found.cost:.0f}, {done}"
-        gantt(ax, rows_of(found), title, numbers=p * m <= 64)
+        result = simulation.simulate(schedule_by_name(kind, p, m, v, m if "breadth" in order else None), *times)
+        most = max(result.peaks)
+        done = f"all done at {result.makespan:.0f}, holds up to {most} pass{'es' if most > 1 else ''}"
+        title = f"{name}: bubble {result.bubble / result.cost:.0%} of {result.cost:.0f}, {done}"
+        gantt(ax, rows_of(result), title, numbers=p * m <= 64)
     except ValueError as error:
         ax.text(0.5, 0.5, str(error), ha="center", va="center")
         ax.axis("off")

@@ -1,22 +1,22 @@
-"""A walk through the tiles of FlashAttention's forward: after each tile, what is known, how wrong it is, what it cost.
+"""A walk through the tiles of FlashAttention's forward: after each tile, the state, its error and its cost.
 
-A row's state is three things: m, the highest score so far; l, the sum of exp(z - m); o, the sum of exp(z - m) v. With
-them o / l is attention over the keys seen so far: exact for those keys, wrong by the ones to come. Likewise the weight
-of key j is, for now,
+The state of a row has three parts: m, the highest score so far; l, the sum of exp(z - m); o, the sum of exp(z - m) v.
+With them o / l is attention over the keys seen so far: exact for those keys, wrong by the keys to come. Likewise the
+weight of key j is, for now,
 
     p_j = exp(z_j - m) / l
 
-No step changes a score z_j of an earlier tile, and none is loaded again; but m and l move on, and so p_j falls with
-every further tile, fast where the tile has a higher score. The sums o and l are put right by one factor a row,
-e^(m - m'), though their terms are long gone. In the figures those terms are kept, so that one sees it.
+No step changes a score z_j of an earlier tile, and no tile is loaded again; but m and l change, so p_j falls with every
+further tile, and falls fast if the tile has a higher score. One factor per row, e^(m - m'), corrects the sums o and l,
+although their terms are gone. The figures keep these terms to show the effect.
 
-Memory, in numbers (times the bytes of one): on chip are a block of q, one of k, one of v, a tile of scores and the
-state of block_q rows, however long the sequences are. Between the chip and slow memory move, for one head,
+Memory, in elements: the chip holds a block of q, one of k, one of v, a tile of scores and the state of block_q rows,
+whatever the length of the sequences. Between the chip and slow memory move, for one head,
 
     tiled       s d + 2 d sum over the rows of tiles of the keys each visits + s (d + 1)
     standard    2 s d + 2 s' d + 4 s s'
 
-with S = scale q k^T written, read for the softmax, and P written and read for the product with v. Dao et al. 2022,
+with S = scale q k^T written, read for the softmax, and P written and read for the matmul with v. Dao et al. 2022,
 §2.2 (algorithm 0, standard attention) and §3.1 (algorithm 1); Dao 2023, §3.1 (one division, at the end of a row).
 """
 
@@ -32,7 +32,7 @@ from course_lib.flash_attention.tiles import Tile, check_blocks, row_of_tiles, t
 
 
 class WalkShape(NamedTuple):
-    """Of one head: q [s_q, head_dim], k and v [s_k, head_dim]."""
+    """The sizes of one head: q [s_q, head_dim], k and v [s_k, head_dim]."""
 
     s_q: int
     s_k: int
@@ -44,7 +44,7 @@ class WalkShape(NamedTuple):
 
 @dataclass(frozen=True)
 class WalkStep:
-    """What is known after a tile. The state is that of the tile's rows; sizes are in numbers, not in bytes."""
+    """The record after a tile. The state is that of the tile's rows; sizes are in elements, not in bytes."""
 
     shape: WalkShape
     tile: Tile
@@ -52,33 +52,33 @@ class WalkStep:
     highest: torch.Tensor  # [rows]
     total: torch.Tensor  # [rows]
     out: torch.Tensor  # [rows, d], not yet divided by total
-    errors: torch.Tensor  # [s]: of each row of out / total, the largest; NaN for rows not yet begun
+    errors: torch.Tensor  # [s]: the largest error of each row of out / total; NaN for rows not yet begun
     on_chip: dict[str, int]
     read: int  # so far
     written: int
 
     @property
     def largest_error(self) -> float:
-        """Of all rows that have begun."""
+        """The largest error of all rows that have begun."""
         return self.errors.nan_to_num(0.0).max().item()
 
 
 class WalkState(NamedTuple):
-    """All rows after a step, NaN where no tile was visited yet."""
+    """The state of all rows after a step; NaN for rows without a visited tile."""
 
-    p: torch.Tensor  # [s, s'], float64: each key's weight, by its row's maximum and sum of now
+    p: torch.Tensor  # [s, s'], float64: each key's weight by the present maximum and sum of its row
     highest: torch.Tensor  # [s]
     total: torch.Tensor  # [s]
 
 
 def standard_numbers(shape: WalkShape) -> int:
-    """Numbers that attention with a stored S and P reads and writes, of one head, masked or not."""
+    """Return the elements that attention with a stored S and P reads and writes for one head, masked or not."""
     s_q, s_k, d = shape[:3]
     return 2 * (s_q + s_k) * d + 4 * s_q * s_k
 
 
 def exact_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
-    """softmax(scale q k^T) v of one head, in float64: [s, d]."""
+    """Return softmax(scale q k^T) v of one head, in float64: [s, d]."""
     z = q.double() @ k.double().T * scale
     if causal:
         z = z.masked_fill(torch.ones_like(z).triu(1).bool(), -math.inf)
@@ -86,10 +86,12 @@ def exact_head(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, 
 
 
 def check_walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *blocks: int) -> None:
-    """Raises ValueError as check_attention and check_blocks, or where these aren't one head's, or have no tokens."""
+    """Raise ValueError as check_attention and check_blocks do, or if the tensors are not of one head or have no
+    tokens.
+    """
     if any(x.dim() != 2 for x in (q, k, v)):
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: expected [tokens, head_dim] each")
-    check_attention(*(x[None, :, None] for x in (q, k, v)), scale)
+    check_attention(q[None, :, None], k[None, :, None], v[None, :, None], scale)
     check_blocks(len(q), len(k), *blocks)
     if not len(q) or not len(k):
         raise ValueError(f"{len(q)} queries and {len(k)} keys: no tile to walk through")
@@ -98,13 +100,15 @@ def check_walk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float |
 def record_walk(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None, block_q: int, block_k: int
 ) -> list[WalkStep]:
-    """A record after each tile of one head, in the order of forward. q: [s, d]; k, v: [s', d]; scale None: 1 / sqrt(d).
+    """Return a record for each tile of one head, in the order of forward. q: [s, d]; k, v: [s', d]; scale None: 1 /
+    sqrt(d).
 
-    Each record holds a number a row, so that a walk is meant for tens of tokens. Raises ValueError as check_walk.
+    Each record holds one number per row, so use a walk for tens of tokens. Raises ValueError as check_walk does.
     """
     check_walk(q, k, v, scale, block_q, block_k)
     q, k, v = (x.detach().cpu() for x in (q, k, v))
-    shape, scale = WalkShape(len(q), *k.shape, block_q, block_k, causal), scale_or_default(scale, q.shape[1])
+    shape = WalkShape(len(q), len(k), k.shape[1], block_q, block_k, causal)
+    scale = scale_or_default(scale, q.shape[1])
     exact = exact_head(q, k, v, causal, scale)
     steps, errors, read, written = [], torch.full_like(exact[:, 0], math.nan), 0, 0
     for first_row in range(0, len(q), block_q):
@@ -130,13 +134,15 @@ def record_walk(
 
 
 def check_step_number(steps: Sequence[WalkStep], number: int) -> None:
-    """Raises ValueError unless the walk has a number-th step, counted from 1."""
+    """Raise ValueError unless the walk has a number-th step, counted from 1."""
     if not 1 <= number <= len(steps):
         raise ValueError(f"step {number} of a walk of {len(steps)}: steps are counted from 1")
 
 
 def walk_state(steps: Sequence[WalkStep], number: int) -> WalkState:
-    """All rows after `number` tiles, 1 to len(steps); p after the last is the softmax. ValueError for other numbers."""
+    """Return all rows after `number` tiles, 1 to len(steps); p after the last is the softmax. ValueError for other
+    numbers.
+    """
     check_step_number(steps, number)
     shape = steps[0].shape
     z = torch.full((shape.s_q, shape.s_k), math.nan, dtype=torch.float64)
@@ -149,9 +155,8 @@ def walk_state(steps: Sequence[WalkStep], number: int) -> WalkState:
 
 
 def rows_that_rose(steps: Sequence[WalkStep], number: int) -> int:
-    """In how many rows the number-th tile raised a maximum that earlier tiles had set: there weights are rescaled.
-
-    Raises ValueError as walk_state.
+    """Return the number of rows in which the number-th tile raised the maximum of earlier tiles, so that their weights
+    are rescaled. Raises ValueError as walk_state does.
     """
     check_step_number(steps, number)
     if steps[number - 1].tile.column == 0:
@@ -160,7 +165,7 @@ def rows_that_rose(steps: Sequence[WalkStep], number: int) -> int:
 
 
 def skipped_tiles(s_q: int, s_k: int, block_q: int, block_k: int, causal: bool) -> list[Tile]:
-    """The tiles that `tiles` leaves out, cut at the ends of the sequences."""
+    """Return the tiles that `tiles` leaves out, cut at the ends of the sequences."""
     visited = {(tile.row, tile.column) for tile in tiles(s_q, s_k, block_q, block_k, causal)}
     return [
         Tile(row, min(row + block_q, s_q), column, min(column + block_k, s_k), "skipped")

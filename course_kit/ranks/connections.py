@@ -1,26 +1,27 @@
-"""The connections of a process: which it has, how gloo's are served by one thread, how NCCL's come first, and how they
-are cut under another thread that waits.
+"""The connections of a process: list them, serve gloo's by one thread, give NCCL's streams priority, and cut them while
+another thread waits on them.
 """
 
 import contextlib
 import os
 import socket
 import stat
+from typing import Any
 
 
 def sockets() -> dict[int, int]:
-    """The open sockets of this process: file descriptor and inode."""
-    found = {}
+    """Return the open sockets of this process: inode by file descriptor."""
+    inodes = {}
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):
-                found[int(name)] = status.st_ino
-    return found
+                inodes[int(name)] = status.st_ino
+    return inodes
 
 
 def cut_connections(spared: set[int]) -> None:
-    """Shut every TCP connection of this process down, save for the inodes of `spared`: whoever waits on it wakes up."""
+    """Shut down every TCP connection of this process but the inodes in `spared`, which wakes up waiting threads."""
     for descriptor, inode in sockets().items():
         with contextlib.suppress(OSError):  # closed meanwhile, or a listening socket, which has no peer
             connection = socket.socket(fileno=os.dup(descriptor))
@@ -31,8 +32,9 @@ def cut_connections(spared: set[int]) -> None:
 
 
 def prepare_backend(backend: str) -> None:
-    """Before the default group is made. NCCL's streams get a high priority, unless TORCH_NCCL_HIGH_PRIORITY is set: a
-    collective then takes the multiprocessors that become free before the computation that is to hide it.
+    """Prepare a backend before the default group is made. NCCL's streams get a high priority, unless
+    TORCH_NCCL_HIGH_PRIORITY is set: a collective then takes the multiprocessors that become free before the computation
+    that overlaps it does.
     """
     if backend == "gloo":
         share_gloo_device()
@@ -41,23 +43,23 @@ def prepare_backend(backend: str) -> None:
 
 
 def share_gloo_device() -> None:
-    """Give all gloo groups that this process makes from now on one device. PyTorch gives each its own, whose thread
-    wakes up a hundred times a second: with ten groups on 8 ranks, a tenth of a core for nothing. Raises ValueError
-    where GLOO_SOCKET_IFNAME names a network interface that is not there.
+    """Give all gloo groups that this process makes from now on one device. PyTorch gives each group a device, whose
+    thread wakes up 100 times per second: with ten groups on 8 ranks, a tenth of a core for nothing. Raises ValueError
+    if GLOO_SOCKET_IFNAME names a network interface that this machine does not have.
     """
     import torch.distributed as dist
 
-    gloo = dist.ProcessGroupGloo
+    gloo: Any = dist.ProcessGroupGloo  # its stub lacks the options
     if hasattr(gloo, "shared_devices"):
         return
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]  # as PyTorch reads it
-    there = [name for _, name in socket.if_nameindex()]
-    if missing := [name for name in names if name not in there]:
-        raise ValueError(f"GLOO_SOCKET_IFNAME names {missing[0]}, and this machine has {', '.join(there)}")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    if missing := [name for name in names if name not in interfaces]:
+        raise ValueError(f"GLOO_SOCKET_IFNAME names {missing[0]}, and this machine has {', '.join(interfaces)}")
     gloo.shared_devices = [gloo.create_device(interface=name) for name in names] or [gloo.create_default_device()]
     of_torch = gloo.__init__
 
-    def init(self, store, rank: int, size: int, timeout):
+    def init(self, store, rank: int, size: int, timeout) -> None:
         options = gloo._Options()
         options._timeout, options._devices = timeout, gloo.shared_devices
         of_torch(self, store, rank, size, options)

@@ -1,4 +1,4 @@
-"""What a rank sends back of a call: the pickled result, or a report of its error and of where it was."""
+"""The outcome that a rank sends back: the pickled result, or a report of its error and of where the error occurred."""
 
 import os
 import re
@@ -14,7 +14,7 @@ HERE = os.path.dirname(__file__)
 
 
 def pickled_result(result) -> bytes:
-    """The result as bytes. Raises ValueError where it can't be pickled or is larger than MAX_RESULT_MIB."""
+    """Return the result as bytes. Raises ValueError if it cannot be pickled or is larger than MAX_RESULT_MIB."""
     import cloudpickle
 
     try:
@@ -23,35 +23,42 @@ def pickled_result(result) -> bytes:
         raise ValueError(f"the result (of type {type(result).__name__}) can't be sent back: {error}") from None
     if len(pickled) > MAX_RESULT_MIB * 2**20:
         size = f"{len(pickled) / 2**20:.0f} MiB"
-        raise ValueError(f"the result is too large: {size}, at most {MAX_RESULT_MIB} go back; return a part or a sum")
+        raise ValueError(
+            f"the result is too large: {size}, and the limit is {MAX_RESULT_MIB} MiB; return a slice or a sum"
+        )
     return pickled
 
 
 def frames_of(thread: int) -> list[traceback.FrameSummary]:
-    """The frames of a thread that runs, the outermost first. Reads no file: each read would give it the lock back."""
+    """Return the frames of a running thread, outermost first. Reads no file: each read would give the thread the lock
+    back.
+    """
     walk = list(traceback.walk_stack(sys._current_frames()[thread]))
     return [traceback.FrameSummary(f.f_code.co_filename, n, f.f_code.co_name, lookup_line=False) for f, n in walk[::-1]]
 
 
 def stack(frames: list[traceback.FrameSummary]) -> list:
-    """File, line and function of each frame that is not of this folder, the outermost first, from the call on."""
-    own = [os.path.dirname(frame.filename) == HERE for frame in frames]
-    called = range(own.index(True) if any(own) else 0, len(frames))
-    return [[frames[i].filename, frames[i].lineno, frames[i].name] for i in called if not own[i]]
+    """Return [file, line, function] of each frame outside this folder, outermost first, from the call on."""
+    in_here = [os.path.dirname(frame.filename) == HERE for frame in frames]
+    called = range(in_here.index(True) if any(in_here) else 0, len(frames))
+    return [[frames[i].filename, frames[i].lineno, frames[i].name] for i in called if not in_here[i]]
 
 
 def frames_to(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of an error, the outermost first; of one that was raised `from` another, to where that one came up."""
+    """Return the frames of an error, outermost first. For an error that was raised `from` another, they lead to where
+    the other one was raised.
+    """
     frames = list(traceback.extract_tb(error.__traceback__))
-    while (error := error.__cause__) and (before := traceback.extract_tb(error.__traceback__)):
+    while (cause := error.__cause__) and (before := traceback.extract_tb(cause.__traceback__)):
         caught_in = before[0].filename, before[0].name
         same = [i for i, frame in enumerate(frames) if (frame.filename, frame.name) == caught_in]
         frames[same[-1] if same else len(frames) :] = before
+        error = cause
     return frames
 
 
 def describe(error: BaseException) -> dict:
-    """What a rank reports of its error."""
+    """Return a rank's report of its error."""
     import cloudpickle
 
     try:

@@ -1,4 +1,4 @@
-"""The processes behind `Ranks`: ipyparallel's controller, an engine for each rank, and a folder they share."""
+"""The processes behind `Ranks`: ipyparallel's controller, one engine per rank, and a folder that they share."""
 
 import contextlib
 import json
@@ -17,38 +17,41 @@ from pathlib import Path
 from course_kit.ranks import worker
 
 START_S = 120.0  # at most, for all processes to start
-PING_S = 2.0  # until an engine is asked again whether it is there
+PING_S = 2.0  # until an engine is pinged again
 JOIN_S = 30.0  # at most, to form a process group
-ANSWER_S = 4.0  # at most, for the ranks to say where they are: on a busy machine their threads wait for their turn
-STATUS_S = 2.0  # at most, until the parent of a process that has died says of what
+ANSWER_S = 4.0  # at most, for the ranks to report their stacks: on a busy machine their threads wait for their turn
+STATUS_S = 2.0  # at most, until the parent of a dead process reports its exit status
 DEATHS = {
     signal.SIGKILL: "killed, as by a machine that is out of memory",
     signal.SIGABRT: "compiled code gave up, as gloo does where a message does not fit the tensor it should go into",
 }
 NO_ANSWER = [["", 0, "no answer: it has just ended, or is busy in compiled code"]]
 
-PORTS = 24  # that the controller takes, or some fewer
+PORTS = 24  # at least as many as the controller takes
 
 
 def free_ports(n: int) -> tuple[int, socket.socket]:
-    """The first of n ports in a row that nobody listens at, and a socket at the port before them, to be held until the
-    controller has bound them, which is a while after it is told of them: until then another kernel that looks passes
-    over this row. They are none that a system gives to a connection meanwhile (Linux: from 32768 on, macOS: from
-    49152). Raises RuntimeError where there are none.
+    """Return the first of n free consecutive ports, and a socket bound to the port before them.
+
+    Keep the socket open until the controller has bound the ports, a while after it starts: another kernel that looks
+    for ports meanwhile passes over this row. The system gives none of these ports to a connection (Linux: from 32768
+    on, macOS: from 49152). Raises RuntimeError if there are none.
     """
-    places = (30_000 - 20_000) // (n + 1)
-    for place in range(os.getpid(), os.getpid() + places):
-        mark = 20_000 + place % places * (n + 1)
+    rows = (30_000 - 20_000) // (n + 1)
+    for row in range(os.getpid(), os.getpid() + rows):
+        port_before = 20_000 + row % rows * (n + 1)
         with contextlib.suppress(OSError), contextlib.ExitStack() as tried:
-            held = tried.enter_context(socket.socket())
-            for port in range(mark, mark + n + 1):
-                (held if port == mark else tried.enter_context(socket.socket())).bind(("127.0.0.1", port))
-            return mark + 1, held.dup()
+            socket_before = tried.enter_context(socket.socket())
+            for port in range(port_before, port_before + n + 1):
+                (socket_before if port == port_before else tried.enter_context(socket.socket())).bind(
+                    ("127.0.0.1", port)
+                )
+            return port_before + 1, socket_before.dup()
     raise RuntimeError(f"no {n} free ports in a row between 20000 and 30000")
 
 
 class Processes:
-    """ipyparallel's controller and `n` engines, and the folder over which the kernel asks them for things."""
+    """ipyparallel's controller and `n` engines, and the folder through which the kernel sends them requests."""
 
     def __init__(self, n: int, backend: str):
         import ipyparallel
@@ -56,7 +59,7 @@ class Processes:
         from traitlets.config import Config
 
         class AllEngines(LocalEngineLauncher):
-            """One process, which forks the engines."""
+            """One process that forks the engines."""
 
             def start(self, n: int):
                 return super().start()
@@ -68,7 +71,7 @@ class Processes:
         config = Config()
         config.ControllerLauncher.controller_cmd = [*command, "1", "ipyparallel.controller"]
         config.EngineLauncher.engine_cmd = [*command, str(n), "ipyparallel.engine", "--IPEngine.enable_nanny=False"]
-        # An engine counts as registered after a heartbeat, which comes every 3 s unless told otherwise.
+        # An engine counts as registered after a heartbeat, which comes every 3 s by default.
         beats = ["--IPController.use_threads=True", "--HeartMonitor.period=500"]
         beats += ["--HeartMonitor.max_heartmonitor_misses=1000"]
         first, mark = free_ports(PORTS)
@@ -78,7 +81,7 @@ class Processes:
             log_level=logging.CRITICAL, engine_launcher_class=AllEngines,
             controller_args=beats + ports, shutdown_atexit=False,
         )  # fmt: skip
-        self.clients = []
+        self.clients: list = []
         self.close = weakref.finalize(self, end_processes, os.getpid(), cluster, self.clients, self.folder)
         try:
             self._connect(cluster, n, backend)
@@ -103,11 +106,11 @@ class Processes:
         self.outputs = [Output(self.folder / f"rank-{rank}.out", rank) for rank in range(n)]
 
     def apply(self, function: Callable, *args) -> list:
-        """Start `function(*args)` on every rank; ipyparallel's AsyncResults, by rank."""
+        """Start `function(*args)` on every rank; return ipyparallel's AsyncResults by rank."""
         return [view.apply_async(function, *args) for view in self.views]
 
     def join(self, number: int) -> bool:
-        """Whether all ranks could join a new default group."""
+        """Return True if all ranks could join a new default group."""
         results = self.apply(worker.join, number)
         deadline = time.monotonic() + JOIN_S
         return all(result.wait(max(0, deadline - time.monotonic())) and result.successful() for result in results)
@@ -121,11 +124,11 @@ class Processes:
             return False
 
     def death(self, rank: int) -> str:
-        """Of what a rank's process has died."""
+        """Return the cause of death of a rank's process."""
         file, deadline = self.folder / f"{self.pids[rank]}.status", time.monotonic() + STATUS_S
         while not (text := file.read_text() if file.exists() else "").endswith("\n"):
             if time.monotonic() > deadline:
-                return "of what is not known"
+                return "cause unknown"
             time.sleep(0.02)
         if int(text) >= 0:
             return f"it ended itself, with exit status {int(text)}"
@@ -133,11 +136,11 @@ class Processes:
         return f"{number.name}, {DEATHS.get(number, 'a crash in compiled code')}"
 
     def ask(self, what: str) -> None:
-        """Leave a request for the ranks' watching threads."""
+        """Leave a request for the threads that watch over the ranks."""
         (self.folder / what).touch()
 
     def where(self, call: int, ranks: list[int]) -> dict[int, list]:
-        """The stack of each of `ranks`, by rank."""
+        """Return the stack of each of `ranks`, by rank."""
         self.ask(f"where-{call}")
         answers = {rank: self.folder / f"where-{call}-rank-{rank}" for rank in ranks}
         deadline = time.monotonic() + ANSWER_S
@@ -148,7 +151,7 @@ class Processes:
         }
 
     def show_output(self, rest: bool = False) -> None:
-        """Print what the ranks have printed since the last time: whole lines, or with `rest` an unfinished one too."""
+        """Print the ranks' new output: complete lines, and with `rest` also an unfinished line."""
         for output in self.outputs:
             output.show(rest)
 
@@ -157,7 +160,7 @@ CR = "\r"
 
 
 class Output:
-    """What one rank prints, as it comes."""
+    """The output of one rank."""
 
     def __init__(self, file: Path, rank: int):
         self.file, self.rank, self.at = file, rank, 0
@@ -174,8 +177,8 @@ class Output:
 
 
 def wait_until_connected(engine) -> None:
-    """Ask an engine, for START_S at most, until it answers. It registers over one connection and takes calls over
-    another: a call that comes before that one is there is dropped without a word.
+    """Ping an engine until it answers, for at most START_S. An engine registers over one connection and takes calls
+    over another: a call that comes before the second connection exists is dropped silently.
     """
     deadline = time.monotonic() + START_S
     while not engine.apply_async(os.getpid).wait(PING_S) and time.monotonic() < deadline:
@@ -183,8 +186,8 @@ def wait_until_connected(engine) -> None:
 
 
 def end_processes(kernel: int, cluster, clients: list, folder: Path) -> None:
-    """Kill the controller and the engines, and what they have started: two sessions."""
-    if os.getpid() != kernel:  # a child that the kernel has forked
+    """Kill the controller and the engines with their child processes: two sessions."""
+    if os.getpid() != kernel:  # a forked child of the kernel
         return
     launchers = [cluster.controller, *cluster.engines.values()]
     launchers = [launcher for launcher in launchers if launcher and launcher.state == "running"]

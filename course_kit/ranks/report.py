@@ -1,4 +1,4 @@
-"""What `Ranks` raises and says: errors by rank, and places by cell and line."""
+"""The errors that `Ranks` raises, with their reports: errors by rank, locations by cell and line."""
 
 import contextlib
 import importlib
@@ -12,15 +12,18 @@ import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from course_kit.exercises.splice import locate
 
 MOST_CALLERS = 6  # that a report shows
-PASSES_ON = "__torch_dispatch__"  # of a mode that counts operators: it calls what the line before it has called
+PASSES_ON = (
+    "__torch_dispatch__"  # of a mode that counts operators: it runs the operator that the frame before it has called
+)
 
 
-class Report:
-    """Mix-in for errors: a notebook shows the message alone, without the stack of these modules."""
+class Report(BaseException):
+    """Mix-in for errors: a notebook shows only the message, without the stack of these modules."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -31,11 +34,11 @@ class Report:
 
 
 class RankError(Report, RuntimeError):
-    """A call on ranks that went wrong."""
+    """A call on ranks that failed."""
 
 
 class Interrupted(Report, KeyboardInterrupt):
-    """The interrupt button, during a call on ranks."""
+    """An interrupt of a call on ranks by the interrupt button."""
 
 
 class RanksHung(RankError, TimeoutError):
@@ -43,27 +46,27 @@ class RanksHung(RankError, TimeoutError):
 
 
 class BadCall(RankError, ValueError):
-    """Something that `Ranks` can't do; nothing was run."""
+    """A request that `Ranks` cannot serve; nothing was run."""
 
 
 def failed(kind: type, message: str) -> RankError:
-    """A RankError that `except` finds by the type of the rank's own error as well."""
+    """Return a RankError that `except` also catches by the type of the rank's error."""
     plain = {"__init__": lambda self, *args: Exception.__init__(self, *args), "__str__": Report.__str__}
     try:
         both = type(f"RankFailed({kind.__name__})", (RankError, kind), plain)(message)
-    except Exception:  # a type that can't be a base
+    except Exception:  # a type that cannot be a base class
         return RankError(message)
     return both if issubclass(kind, Exception) else RankError(message)  # a rank's SystemExit must not end the kernel
 
 
 def is_course_code(file: str) -> bool:
-    """Whether a frame is of a notebook, the course or a learner's file, and not of a library or a check's tool."""
+    """Return True for a file of a notebook, the course or a learner, and False for a library or a check's tool."""
     library = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<frozen", "<string>", "<__array")
     return bool(file) and not any(part in file for part in (*library, "course_kit/checks/", "course_kit/labs/"))
 
 
-def place(file: str, line: int) -> str:
-    """A line as the reader knows it: by its cell, or by its file, and the text that stands there."""
+def describe_line(file: str, line: int) -> str:
+    """Return a line as the reader knows it: its cell or its file, its number and its text."""
     name = os.path.relpath(file) if file.startswith(os.getcwd()) else file
     if sys.modules.get("IPython"):
         shell = sys.modules["IPython"].get_ipython()
@@ -77,10 +80,12 @@ def place(file: str, line: int) -> str:
 
 
 def exported_from(file: str, line: int) -> str:
-    """The exercise, or the notebook and the cell's id, that a line of `course_lib` comes from, as its module says."""
+    """Return the exercise, or the notebook and the cell's id, that a line of `course_lib` comes from according to the
+    comments in its module.
+    """
     text = "".join(linecache.getlines(file))
-    if found := locate(text, line):
-        return f" ({found[0].owner})"
+    if definition := locate(text, line):
+        return f" ({definition[0].owner})"
     for above in range(line, 0, -1):
         if mark := re.match(r"# %% \S*/(\S+\.ipynb) #(\S+)", linecache.getline(file, above)):
             return " ({}, cell {})".format(*mark.groups())
@@ -88,7 +93,9 @@ def exported_from(file: str, line: int) -> str:
 
 
 def where(stack: list) -> str:
-    """Where a rank is: the innermost line of our own, what it waits in, and the lines that led there."""
+    """Return the location of a rank: the innermost line of course code, the function in which it waits, and its
+    callers.
+    """
     ours = [i for i, (file, _, _) in enumerate(stack) if is_course_code(file)]
     if not ours:
         if stack and "course_kit/checks/" in stack[-1][0]:
@@ -99,30 +106,32 @@ def where(stack: list) -> str:
     inner = ours[-1]
     called = [function for _, _, function in stack[inner + 1 :] if function not in ("wrapper", "inner")]
     called = called[: called.index(PASSES_ON)] if PASSES_ON in called else called
-    text = (f"in {called[0]}, " if called else "") + place(*stack[inner][:2])
-    callers = [f"\n      called from {place(*stack[i][:2])}" for i in reversed(ours[:-1])]
+    text = (f"in {called[0]}, " if called else "") + describe_line(*stack[inner][:2])
+    callers = [f"\n      called from {describe_line(*stack[i][:2])}" for i in reversed(ours[:-1])]
     if len(callers) > MOST_CALLERS:  # a recursion
         callers[MOST_CALLERS // 2 : -MOST_CALLERS // 2] = [f"\n      ... {len(callers) - MOST_CALLERS} more ..."]
     return "".join([text, *callers])
 
 
-def told_by(report: dict, before: str) -> str:
-    """`before` and where a rank's error came up; "" where that says nothing: a check's verdict has all in its words."""
+def location_of(report: dict, prefix: str) -> str:
+    """Return `prefix` and the location of a rank's error; "" for a check's verdict, whose message is complete."""
     stack = report["stack"]
     if not stack or is_verdict(report):
         return ""
-    return before + where(stack)
+    return prefix + where(stack)
 
 
 def is_verdict(report: dict) -> bool:
-    """Whether an error is an assertion of a check, and no line of the reader's led to it."""
+    """Return True if an error is an assertion of a check and no line of the reader's code led to it."""
     stack = report["stack"]
     asserted = report["error"].startswith("AssertionError") and "course_kit/checks/" in stack[-1][0]
     return asserted and not any(is_course_code(file) for file, _, _ in stack)
 
 
 def pickled(value) -> bytes:
-    """As cloudpickle.dumps; modules of a type of their own (torch.distributed.config is one) go by name too."""
+    """Pickle as cloudpickle.dumps does, and by name also the modules of a special type, such as
+    torch.distributed.config.
+    """
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
@@ -137,25 +146,25 @@ def pickled(value) -> bytes:
 
 
 def pickled_call(function: Callable, args: tuple, kwargs: dict) -> bytes:
-    """The call as bytes. Raises BadCall, which names the object that can't be pickled."""
+    """Return the call as bytes. Raises BadCall, which names the object that cannot be pickled."""
     if not callable(function):
-        raise BadCall(f"ranks(function, ...) runs a function, and {function!r} is none")
+        raise BadCall(f"ranks(function, ...) runs a function, and {function!r} is not callable")
     try:
         return pickled((function, args, kwargs))
     except Exception as error:
         named = {f"argument {i}": arg for i, arg in enumerate(args, 1)} | kwargs
-        found = next((path for name, value in named.items() if (path := culprit(name, value))), None)
-        found = found or culprit(getattr(function, "__name__", "the function"), function)
-        raise BadCall(f"{found} can't be sent to another process: {error}") from None
+        path = next((reached for name, value in named.items() if (reached := culprit(name, value))), None)
+        path = path or culprit(getattr(function, "__name__", "the function"), function)
+        raise BadCall(f"{path} can't be sent to another process: {error}") from None
 
 
 def culprit(name: str, value, seen: tuple = ()) -> str | None:
-    """Which object keeps `value` from being pickled, and how it is reached; None where nothing does."""
+    """Return the object that keeps `value` from being pickled and the path to it; None if `value` can be pickled."""
     try:
         pickled(value)
         return None
     except Exception:
-        used = {}
+        used: dict[str, Any] = {}
         if isinstance(value, types.FunctionType) and value not in seen:
             used = used_by(value)
         elif isinstance(value, dict):
@@ -168,9 +177,9 @@ def culprit(name: str, value, seen: tuple = ()) -> str | None:
 
 
 def used_by(function: types.FunctionType) -> dict:
-    """What a function uses of the world around it, by name: defaults, variables of outer functions, globals."""
+    """Return the objects that a function uses, by name: its defaults, variables of outer functions, globals."""
     codes, names = [function.__code__], set()
-    for code in codes:  # grows: comprehensions and inner functions are constants of the code round them
+    for code in codes:  # grows: comprehensions and inner functions are constants of the enclosing code
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
         names |= set(code.co_names)
     parameters = inspect.signature(function).parameters.items()

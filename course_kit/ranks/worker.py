@@ -1,8 +1,10 @@
-"""What runs in each process of `Ranks`: the rank's side of a call, and a thread that watches over it.
+"""The program of each process of `Ranks`: it runs calls, and a thread watches over it.
 
-The kernel asks for things by leaving files in a folder: `where-7` (say which line call 7 is at), `cut-7` (cut this
-rank's connections), `interrupt-7`. A polled file needs no connection, so a rank that hangs has nothing to block.
+The kernel sends requests as files in a folder: `where-7` (report the line that call 7 is at), `cut-7` (cut this rank's
+connections), `interrupt-7`. A polled file needs no connection, so a hanging rank cannot block it.
 """
+
+from __future__ import annotations
 
 import contextlib
 import gc
@@ -15,20 +17,25 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import course_lib
 from course_kit.exercises.install import sync
 from course_kit.ranks.connections import cut_connections, prepare_backend, sockets
 from course_kit.ranks.outcome import describe, frames_of, pickled_result, stack
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 POLL_S = 0.1
 
 
 def main() -> None:
-    """Run copies of one of ipyparallel's programs, until the kernel ends: `KERNEL_PID FOLDER BACKEND COPIES MODULE …`.
+    """Run copies of one of ipyparallel's programs until the kernel ends: `KERNEL_PID FOLDER BACKEND COPIES MODULE …`.
 
-    Copies are forked, so all engines share one import of PyTorch: it is most of the time that a start takes.
+    The copies are forked, so all engines share one import of PyTorch, which is most of the start-up time.
     """
     kernel, folder, backend, copies, module = sys.argv[1:6]
     sys.argv = sys.argv[5:]
@@ -48,33 +55,34 @@ def main() -> None:
 
 
 def get_ready(backend: str) -> None:
-    """What engines have in common, before they are forked."""
+    """Prepare the state that all engines share, before they are forked."""
     os.environ["OMP_NUM_THREADS"] = "1"
     if backend != "gloo":
-        return  # a GPU's driver does not outlive a fork
+        return  # a GPU driver's state does not survive a fork
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    course_lib.interpret_kernels()  # also where there is a GPU
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # the peers are on this machine
-    if sys.platform != "darwin":  # nor do Apple's frameworks
-        # A thread that wakes up waits for its turn. Gloo's would take the core from one that holds its lock, and spin.
+    course_lib.interpret_kernels()  # also on a machine with a GPU
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"  # all peers are on this machine
+    if sys.platform != "darwin":  # Apple's frameworks do not survive a fork either
+        # A thread that wakes up waits for its turn. Otherwise gloo's thread would preempt the holder of its lock and
+        # spin.
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         gc.disable()
-        import ipykernel.debugger  # noqa: F401  each engine would import it, as it starts
+        import ipykernel.debugger  # noqa: F401  otherwise each engine imports it as it starts
         import ipyparallel.engine.app  # noqa: F401
-        import torch._dynamo  # every optimizer's first step wants it
+        import torch._dynamo  # every optimizer's first step imports it
         import torch.distributed  # noqa: F401
 
-        gc.freeze()  # no collection, of the engines either, looks at what is imported
+        gc.freeze()  # no collection, in the engines either, traverses the imported objects
         gc.enable()
 
 
 @contextlib.contextmanager
-def ended_with(parent: int, folder: Path):
-    """Meanwhile a thread ends all processes of the folder, and what they have started, once the parent or the folder is
-    gone. Each process does it for all, since one that is stuck in compiled code can't even do it for itself.
+def ended_with(parent: int, folder: Path) -> Iterator[None]:
+    """Run a thread that ends all processes of the folder, with their child processes, once the parent or the folder is
+    gone. Each process does it for all of them, since a process that is stuck in compiled code cannot end itself.
 
-    No such thread may run at a fork, which would copy its locks without the thread that frees them.
+    No such thread may run during a fork, which would copy its locks but not the thread that releases them.
     """
     over = threading.Event()
     thread = threading.Thread(target=end_with_parent, args=(parent, folder, over), daemon=True)
@@ -87,39 +95,42 @@ def ended_with(parent: int, folder: Path):
 
 
 def end_with_parent(parent: int, folder: Path, over: threading.Event) -> None:
-    own, others = os.getpgrp(), set()
+    session, others = os.getpgrp(), set[int]()
     while os.getppid() == parent and os.path.isdir(folder):
         with contextlib.suppress(OSError):  # removed meanwhile
             marks = [name for name in os.listdir(folder) if name.endswith(".process")]
-            others |= {int(mark.removesuffix(".process")) for mark in marks} - {own}
+            others |= {int(mark.removesuffix(".process")) for mark in marks} - {session}
         if over.wait(0.5):
             return
     for process in others:
         with contextlib.suppress(OSError):
-            os.killpg(process, signal.SIGKILL)  # ipyparallel makes each process that it starts the head of a session
-    for _ in range(10):  # meanwhile this process's main thread may be writing there, if it has just started
+            os.killpg(process, signal.SIGKILL)  # ipyparallel starts each process as the leader of a session
+    for _ in range(10):  # a main thread that has just started may be writing to it meanwhile
         shutil.rmtree(folder, ignore_errors=True)
         time.sleep(0.1)
-    os.killpg(own, signal.SIGKILL)
+    os.killpg(session, signal.SIGKILL)
 
 
 class Worker:
-    """One rank: its process group, the call it is in, and the thread that answers for it while it is in a call."""
+    """One rank: its process group, its current call, and the thread that answers for it during a call."""
 
     def __init__(self, rank: int, world_size: int, backend: str, folder: str):
         self.rank, self.world_size, self.backend, self.folder = rank, world_size, backend, Path(folder)
-        self.call, self.interruptible = None, False  # the number of the call that runs; whether SIGINT ends it
-        self.group = None  # the default one, as this module made it
-        # Open for good: loggers keep the stream that they find in a call.
-        self.out = open(self.folder / f"rank-{rank}.out", "a", encoding="utf-8", errors="replace", buffering=1)
-        self.lock = threading.Lock()  # held while that number changes, and while a call is broken off
+        self.call: int | None = None  # the number of the running call
+        self.interruptible = False  # SIGINT ends the call
+        self.group: ProcessGroup | None = None  # the default group that this module has made
+        # Never closed: loggers keep the stream that they find in a call.
+        self.out = open(  # noqa: SIM115
+            self.folder / f"rank-{rank}.out", "a", encoding="utf-8", errors="replace", buffering=1
+        )
+        self.lock = threading.Lock()  # held while `call` changes and while a call is broken off
         self.in_call = threading.Event()  # an idle rank costs nothing
-        self.own_sockets = set(sockets().values())  # of ipyparallel
-        self.main_thread = threading.main_thread().ident
+        self.spared_sockets = set(sockets().values())  # ipyparallel's
+        self.main_thread = threading.main_thread().ident or 0
         threading.Thread(target=self.watch, daemon=True).start()
 
     def join(self, attempt: int) -> None:
-        """Join a new default process group on this rank's device; a group that is there is left."""
+        """Join a new default process group on this rank's device, after leaving the present one."""
         import torch
         import torch.distributed as dist
 
@@ -134,11 +145,11 @@ class Worker:
         self.group = dist.group.WORLD
 
     def run(self, call: int, payload: bytes, seed: int, answers: list) -> dict:
-        """Call the pickled function; the library runs these answers to exercises. Returns {"result": its pickled
-        result} or, whatever happens, a report.
+        """Call the pickled function; the library runs these answers to exercises. Return {"result": the pickled result}
+        or the report of an error.
 
-        In both "sequence": how often this rank has used the default group; None if it is no longer the same group. And
-        "groups": how many it is in.
+        Both contain "sequence", how often this rank has used the default group (None if the group has changed), and
+        "groups", the number of groups that the rank is in.
         """
         import torch.distributed as dist
 
@@ -155,13 +166,14 @@ class Worker:
                     self.call = None
                 self.out.flush()
         same_group = dist.is_initialized() and dist.group.WORLD is self.group
+        group: Any = self.group  # its stub lacks the method
         return outcome | {
-            "sequence": self.group._get_sequence_number_for_group() if same_group else None,
+            "sequence": group._get_sequence_number_for_group() if same_group else None,
             "groups": len(dist.distributed_c10d._world.pg_map),
         }
 
     def attempt(self, call: int, payload: bytes, seed: int, answers: list) -> dict:
-        """What `run` returns, unless an interrupt comes at a bad moment."""
+        """Return the outcome of a call, unless an interrupt comes at a bad moment."""
         import cloudpickle
         import torch
 
@@ -179,27 +191,27 @@ class Worker:
             return describe(error)
 
     def interrupt(self, *_) -> None:
-        """Handle SIGINT: raise in the function that runs, once."""
+        """Handle SIGINT: raise in the running function, once."""
         if self.interruptible:
             self.interruptible = False
             raise KeyboardInterrupt
 
     def watch(self) -> None:
-        """Answer for the rank while it is in a call: say where it is, or break the call off."""
-        answered = set()
+        """Answer for the rank during a call: report its stack, or break the call off."""
+        answered: set[str] = set()
 
         def asked(what: str) -> bool:
-            """Whether the kernel asks this of the call that runs, for the first time."""
+            """Return True if the kernel sends this request to the running call for the first time."""
             name = f"{what}-{self.call}"
-            there = os.path.exists(self.folder / name)  # False, not an error, while the rank may not look there
-            new = self.call is not None and name not in answered and there
+            exists = os.path.exists(self.folder / name)  # False, not an error, if the rank may not read the folder
+            new = self.call is not None and name not in answered and exists
             answered.update([name] if new else [])
             return new
 
         while True:
             self.in_call.wait()
             time.sleep(POLL_S)
-            with self.lock:  # the call can't end, and the next one begin, in the middle of this
+            with self.lock:  # the call cannot end, and the next one cannot begin, meanwhile
                 if asked("where"):
                     self.answer(f"where-{self.call}", stack(frames_of(self.main_thread)))
                 if asked("cut"):
@@ -208,23 +220,23 @@ class Worker:
                     signal.pthread_kill(self.main_thread, signal.SIGINT)
 
     def answer(self, name: str, content: list) -> None:
-        """Leave an answer for the kernel, whole or not at all."""
+        """Leave an answer for the kernel, atomically."""
         part = self.folder / f"{name}-rank-{self.rank}.part"
         part.write_text(json.dumps(content))
         part.replace(part.with_suffix(""))
 
     def cut(self) -> None:
-        """Wake up a main thread that waits for other ranks."""
+        """Wake up the main thread if it waits for other ranks."""
         import torch.distributed as dist
 
         with contextlib.suppress(Exception):
             if self.backend != "gloo":
                 dist.distributed_c10d._get_default_group().abort()
-        cut_connections(self.own_sockets)
+        cut_connections(self.spared_sockets)
 
 
 def set_seeds(seed: int) -> None:
-    """Seed Python, NumPy and PyTorch, the same on every rank."""
+    """Seed Python, NumPy and PyTorch with the same number on every rank."""
     import numpy
     import torch
 
@@ -234,9 +246,9 @@ def set_seeds(seed: int) -> None:
 
 
 def leave_other_groups() -> None:
-    """Destroy the groups that a call has made, so that the next one starts with the default group alone.
+    """Destroy the groups that a call has made, so that the next call starts with only the default group.
 
-    Each has threads and connections. A DeviceMesh is a reference cycle, so they are collected.
+    Each group has threads and connections. A DeviceMesh is a reference cycle, hence the garbage collection.
     """
     import torch.distributed as dist
 
@@ -247,19 +259,19 @@ def leave_other_groups() -> None:
     gc.collect()
 
 
-_here = []  # the worker of this process; ipyparallel's calls come one at a time and find it here
+_worker: list[Worker] = []  # the worker of this process; ipyparallel's calls come one at a time and find it here
 
 
 def start(*args) -> int:
-    """Make the worker of this process. Returns the process's number."""
-    _here[:] = [Worker(*args)]
-    gc.freeze()  # a collection then looks at what calls have made, not at PyTorch's million objects
+    """Make the worker of this process. Returns the process id."""
+    _worker[:] = [Worker(*args)]
+    gc.freeze()  # a collection then traverses objects of calls, not PyTorch's million objects
     return os.getpid()
 
 
 def join(attempt: int) -> None:
-    _here[0].join(attempt)
+    _worker[0].join(attempt)
 
 
 def run(call: int, payload: bytes, seed: int, answers: list) -> dict:
-    return _here[0].run(call, payload, seed, answers)
+    return _worker[0].run(call, payload, seed, answers)

@@ -1,4 +1,4 @@
-"""Shards of a sequence: which tokens a rank holds, and how to split and to join a sequence.
+"""Shards of a sequence: the tokens of each rank, and how to split and to join a sequence.
 
 "contiguous": rank r has the r-th of n chunks. "zigzag": the sequence is cut into 2n chunks, and rank r has the chunks r
 and 2n - 1 - r, an early and a late one, so that causal attention is the same work on every rank (the split of Llama 3,

@@ -680,7 +680,7 @@ def test_main_refuses_a_layout_of_other_ranks(ranks):
 @pytest.mark.parametrize(
     "argv, text",
     [
-        (["--layout", "dp2,qp2"], "'qp2' is none of"),
+        (["--layout", "dp2,qp2"], "'qp2' is not one of"),
         (["--layout", "dp2,dp2"], "sets dp again"),
         (["--layout", "dp3", "--batch", "8"], "make it 9"),
         (["--layout", "cp8"], "seq 24 is not a multiple of 16"),

@@ -35,7 +35,7 @@ RECIPE = next(recipe for recipe in RECIPES.values() if recipe.casts)
 CALLS = {
     "apply_tensor_parallel": (apply_tensor_parallel, "ColumnParallelLinear(linear, group)"),
     "apply_partitioned_recompute": (apply_partitioned_recompute, "apply_recompute takes an nn.ModuleList"),
-    "apply_sequence_parallel": (apply_sequence_parallel, "gather_sequence(part, group)"),
+    "apply_sequence_parallel": (apply_sequence_parallel, "gather_sequence(local, group)"),
     "apply_context_parallel": (apply_context_parallel, "ring_attention(q, k, v, group)"),
     "apply_moe": (lambda model: apply_moe(model, 4, 2), "MoE(config, experts, top_k)"),
     "apply_expert_parallel": (apply_expert_parallel, "dispatch_and_combine(x, gates, ..., group, compute)"),

@@ -61,7 +61,7 @@ def turn(made: Compiled) -> list[Instruction]:
     """The shortest loop with products: what each warp that multiplies executes for a piece of k."""
     instructions, labels = parse(machine_code(made))
     loops = [instructions[start : end + 1] for end, start in find_jumps(instructions, labels) if start < end]
-    return min((loop for loop in loops if any(kind_of(each) == "products" for each in loop)), key=len)
+    return min((loop for loop in loops if any(kind_of(each) == "matmuls" for each in loop)), key=len)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_nothing_spills_and_every_block_fits(products):
 def test_a_piece_is_four_products_from_zero_on_fp8_tensor_cores(products, turns):
     """The first takes no sum (RZ), the others that of the one before; none waits for another."""
     for use, made in products.items():
-        found = [each for each in turns[use] if kind_of(each) == "products"]
+        found = [each for each in turns[use] if kind_of(each) == "matmuls"]
         assert use.meta["block_m"] == 64 * multiplying_warps(use) // 4  # 64 rows for four warps together
         words = f".64x{use.meta['block_n']}x32.F32.E4M3.E4M3"
         assert [(each.operation, each.variant) for each in found] == [("QGMMA", words)] * (PIECE // 32), use

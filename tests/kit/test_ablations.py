@@ -67,7 +67,7 @@ def test_what_is_not_there_once_is_refused(old):
 
 
 def test_what_is_no_python_is_refused():
-    with pytest.raises(ValueError, match="no Python"):
+    with pytest.raises(ValueError, match="no longer valid Python"):
         undone(twice_kernel, {"doubled(value)": "doubled(value"})
 
 

@@ -41,7 +41,7 @@ def inputs(shape: AttentionShape) -> list[torch.Tensor]:
 
 
 def standard_inputs(shape: AttentionShape) -> list[torch.Tensor]:
-    """The same sizes, the query heads of a key head as its rows: q [b kv, a/kv s, d], k and v [b kv, s', d]."""
+    """Return the same sizes, the query heads of a key head as its rows: q [b kv, a/kv s, d], k and v [b kv, s', d]."""
     b, s_q, s_k, heads, kv_heads, d, size = shape
     sizes = (b * kv_heads, heads // kv_heads * s_q, d), (b * kv_heads, s_k, d), (b * kv_heads, s_k, d)
     return [torch.randn(size_, dtype=DTYPES[size], device=DEVICE).requires_grad_() for size_ in sizes]
@@ -52,7 +52,7 @@ def standard(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def retained_bytes(run, leaves: list[torch.Tensor]) -> int:
-    """Bytes of all memory that autograd keeps for backward."""
+    """Return the bytes of all memory that autograd keeps for backward."""
     kept = {}
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def test_the_least_is_every_input_and_output_once(shape):
 
 
 def counted(shape: AttentionShape, causal: bool, block_q: int, block_k: int) -> int:
-    """Bytes of all sectors that the kernel's loads and stores touch, program by program."""
+    """Return the bytes of all sectors that the kernel's loads and stores touch, program by program."""
     q, k, v = (x.detach() for x in inputs(shape))
     out, lse = torch.empty_like(q), torch.empty(shape.batch, shape.heads, shape.queries)
     group, strides = shape.heads // shape.kv_heads, flash_forward.strides_of(q, k, v)

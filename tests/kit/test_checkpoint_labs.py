@@ -7,7 +7,7 @@ from course_lib.checkpoint.chunks import Chunk
 
 
 def halves(full: torch.Tensor) -> list[dict[str, list[Chunk]]]:
-    """The upper and the lower rows of a tensor [4, n], each of one rank."""
+    """Return the upper and the lower rows of a tensor [4, n], each of one rank."""
     chunks = [Chunk((first, 0), tuple(full.shape), full[first : first + 2].clone()) for first in (0, 2)]
     return [{"a": [chunk]} for chunk in chunks]
 

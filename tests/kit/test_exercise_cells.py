@@ -56,7 +56,7 @@ LAST = double(1)
 
 
 def definition(text: str, name: str) -> str:
-    """The source of a definition, wherever it is in a module."""
+    """Return the source of a definition, wherever it is in a module."""
     return next(ast.unparse(node) for node in ast.walk(ast.parse(text)) if getattr(node, "name", None) == name)
 
 
@@ -143,9 +143,9 @@ def test_a_learners_imports_constants_and_helpers_stand_above_what_uses_them():
     [
         ("x = 1\n#| export a.b\ndef double(n): pass", "line 2: '#| export a.b' must be the first line"),
         ("\n#| export a.b\ndef double(n): pass", "line 2: '#| export a.b' must be the first line"),
-        ("#| export a.b  # double\ndef double(n): pass", "is no directive such as"),
-        ("#|export a.b\ndef double(n): pass", "is no directive such as"),
-        ("#| export double\ndef double(n): pass", "is no directive such as"),
+        ("#| export a.b  # double\ndef double(n): pass", "is not a directive such as"),
+        ("#|export a.b\ndef double(n): pass", "is not a directive such as"),
+        ("#| export double\ndef double(n): pass", "is not a directive such as"),
         ("#| export a.b\ndef double(n)\n    pass", "line 2: syntax error: expected ':'"),
         ("#| export a.b\ndef double(n): return '\u2028'", "line 2 holds U+2028"),
         ("#| export a.b\ndef double(n): return '\f'", "line 2 holds U+000C"),
@@ -166,24 +166,24 @@ def test_a_cell_that_cannot_be_exported_is_told_in_one_line(source, words):
     "source, learners, words",
     [
         ("#| export a.b\ndef triple(n): pass", False, "has no triple to replace"),
-        ("#| export a.b\ndef triple(n): pass", True, "nothing of that name to replace"),
+        ("#| export a.b\ndef triple(n): pass", True, "no definition of that name to replace"),
         ("#| export a.b:Counter\ndef plus(self: Counter): pass", False, "has no Counter.plus to replace"),
         ("#| export a.b:Adder\ndef add(self: Adder): pass", True, "has no class Adder"),
         ("#| export a.b\nimport os\ndef double(n): return os", False, "line 2: an exported cell of a notebook holds"),
-        ("#| export a.b\nTWO = 3\ndef double(n): return TWO", True, "has a TWO of its own"),
-        ("#| export a.b\nimport cmath as math\ndef double(n): return math", True, "has a math of its own"),
+        ("#| export a.b\nTWO = 3\ndef double(n): return TWO", True, "already has TWO"),
+        ("#| export a.b\nimport cmath as math\ndef double(n): return math", True, "already has math"),
         ("#| export a.b\nfrom os import *\ndef double(n): return name", True, "import names, not *"),
         (
             "#| export a.b\ndef double(n):\n    return np.add(n, n)",
             True,
             "line 3: course_lib.a.b, where your code runs",
         ),
-        ("#| export a.b\ndef double(n):\n    def f():\n        return np\n    return f()", True, "has no np: a slip"),
-        ("#| export a.b\ndef double(n, k=KEY): return n", True, "has no KEY: a slip"),
+        ("#| export a.b\ndef double(n):\n    def f():\n        return np\n    return f()", True, "has no np: a typo"),
+        ("#| export a.b\ndef double(n, k=KEY): return n", True, "has no KEY: a typo"),
         (
             "#| export a.b:Counter\ndef cache(n): return n\ndef add(self: Counter): return cache(1)",
             True,
-            "cache of its own",
+            "already has cache",
         ),
     ],
     ids=lambda value: None,
@@ -262,7 +262,7 @@ def test_a_notebooks_answers_as_saved(tmp_path):
 
 
 def exercise_cell(source: str, name: str | None = None, graded: str | None = None) -> dict:
-    """A code cell as an editor saves it."""
+    """Return a code cell as an editor saves it."""
     metadata = {"nbgrader": {"grade_id": graded}} if graded else {}
     return {"cell_type": "code", "source": source, "metadata": metadata} | ({"id": name} if name else {})
 

@@ -82,7 +82,7 @@ def test_an_answer_that_passes_stays_in_the_library(folder, capsys):
         ("return 1 / 0", "your code raised ZeroDivisionError: division by zero"),
         (
             "return np.add(logits, targets)",
-            "line 3: course_lib.single_gpu.model, where your code runs, has no np: a slip",
+            "line 3: course_lib.single_gpu.model, where your code runs, has no np: a typo",
         ),
         ("return loss(logits, targets)", "calls itself without end"),
         ("return logits +", "line 3: syntax error"),
@@ -189,7 +189,7 @@ def test_the_last_cell_that_was_run_for_a_target_is_the_answer(monkeypatch, caps
         ),
         (
             [LOSS.format("return 1").replace("#| export", "#|export")],
-            "In[1]: '#|export single_gpu.model' is no directive",
+            "In[1]: '#|export single_gpu.model' is not a directive",
         ),
         (
             ["#| export single_gpu.model\nloss = lambda a, b: a + b"],

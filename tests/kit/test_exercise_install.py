@@ -36,7 +36,7 @@ def nothing_left():
 
 
 def snapshot() -> dict:
-    """The objects of the modules used here, and what lies in them."""
+    """Return the objects of the modules used here, and what lies in them."""
     found = {}
     for module in (model, regions, rounding_module()):
         for name, value in list(vars(module).items()):
@@ -143,7 +143,7 @@ def test_a_class_changes_attribute_by_attribute_and_stays_the_same_class():
             "ref = types.FunctionType(globals()['apply_rope'].__code__, globals())\n"
             "def apply_rope(*a): return ref(*a)\n",
             AssertionError,
-            "kept under another name",
+            "stored under another name",
         ),
         (
             "#| export single_gpu.model\nref = globals()['apply_rope']\ndef apply_rope(*a): return ref(*a)\n",
@@ -177,7 +177,7 @@ def test_a_method_that_calls_the_reference_does_not_get_there(how):
         f"#| export single_gpu.model:Transformer\nref = {how}\ndef forward(self: Transformer, *a, **k):\n"
         f"    return ref(self, *a, **k)\n"
     )
-    with pytest.raises(AssertionError, match="forward calls the library's own forward"):
+    with pytest.raises(AssertionError, match="forward calls the library's forward"):
         model.Transformer(model.PRESETS["debug"])(torch.zeros(1, 3, dtype=torch.long))
 
 
@@ -186,7 +186,7 @@ def test_a_class_that_calls_the_reference_does_not_get_there(how):
     how = how.format("globals()['CopyToGroup']")
     text = FUNCTION.format(base="torch.autograd.Function").replace("class Copy", f"ref = {how}\nclass Copy")
     put(text.replace("return x.view_as(x)", "return ref(ctx, x, group)"))
-    with pytest.raises(AssertionError, match="CopyToGroup calls the library's own"):
+    with pytest.raises(AssertionError, match="CopyToGroup calls the library's"):
         regions.CopyToGroup.apply(torch.ones(2), None)
 
 
@@ -256,7 +256,7 @@ def test_two_answers_do_not_get_in_each_others_way():
     assert alias(1) == 2
     for more, words in (
         ("import operator\ndef apply_rope(a):\n    return a\n", "apply_rope is exercise 01.1's"),
-        ("def operator(a):\n    return a\n", "your answer to 01.1 has brought another operator"),
+        ("def operator(a):\n    return a\n", "your answer to 01.1 has added another operator"),
     ):
         with pytest.raises(CellError, match=words):
             install(Answer("01.2", ((second.replace("import operator\n", "") + more, "<second>"),)))
@@ -300,7 +300,7 @@ def tripled_or_not() -> float:
 
 
 def kernel_of_library():
-    """A kernel in the library's namespace that calls `widen`."""
+    """Return a kernel in the library's namespace that calls `widen`."""
     if not hasattr(ROUNDING, "_test_caller"):
         source = "@triton.jit\ndef _test_caller(x_ptr, out_ptr):\n    tl.store(out_ptr, widen(tl.load(x_ptr)))\n"
         import linecache

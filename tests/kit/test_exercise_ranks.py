@@ -30,7 +30,7 @@ def put(exercise: str, source: str) -> None:
 
 
 def seen():
-    """What a rank's library does."""
+    """Return what a rank's library does."""
     import torch
 
     x = torch.ones(2, requires_grad=True)

@@ -73,7 +73,7 @@ def after(number):
 
 
 def module_of(text: str, folder, name: str = NAME) -> types.ModuleType:
-    """A module with this text."""
+    """Return a module with this text."""
     file = folder / f"module_{len([*folder.iterdir()])}.py"
     file.write_text(text)
     spec = importlib.util.spec_from_file_location(name, file)
@@ -96,7 +96,7 @@ def made_up(tmp_path, monkeypatch):
 
 
 def snapshot(module: types.ModuleType) -> dict:
-    """The objects of a module, and what lies in them."""
+    """Return the objects of a module, and what lies in them."""
     found = {name: value for name, value in vars(module).items() if name != "__builtins__"}
     for name, value in list(found.items()):
         function = inspect.unwrap(value) if callable(value) else None
@@ -223,14 +223,14 @@ def test_a_function_with_type_parameters(made_up, tmp_path):
 @pytest.mark.parametrize(
     "source, words",
     [
-        (FUNCTIONS + "STEP = after(1)\n\n\ndef double(n):\n    return STEP\n", "line 2: .* has after further down"),
-        (FUNCTIONS + "def double(number, more=KEPT):\n    return more\n", "line 2: .* has KEPT further down"),
-        (FUNCTIONS + "STEP = [after(n) for n in (1, 2)]\ndef double(n):\n    return STEP\n", "has after further"),
-        (FUNCTIONS + "class Mine(Counter):\n    pass\ndef double(n):\n    return Mine()\n", "has Counter further"),
-        (FUNCTIONS + "def double(number):\n    return STEP\n\n\nSTEP = double(1)\n", "line 6: .* has double further"),
-        (CLASSES + "def add(self: Counter, more=Counter.zero):\n    return more\n", "has Counter further down"),
-        (FUNCTIONS + "class Counter(Base):\n    __slots__ = ()\n", "no __slots__"),
-        (FUNCTIONS + "import abc\nclass Counter(Base, metaclass=abc.ABCMeta):\n    pass\n", "no other metaclass"),
+        (FUNCTIONS + "STEP = after(1)\n\n\ndef double(n):\n    return STEP\n", "line 2: .* defines after further down"),
+        (FUNCTIONS + "def double(number, more=KEPT):\n    return more\n", "line 2: .* defines KEPT further down"),
+        (FUNCTIONS + "STEP = [after(n) for n in (1, 2)]\ndef double(n):\n    return STEP\n", "defines after further"),
+        (FUNCTIONS + "class Mine(Counter):\n    pass\ndef double(n):\n    return Mine()\n", "defines Counter further"),
+        (FUNCTIONS + "def double(number):\n    return STEP\n\n\nSTEP = double(1)\n", "line 6: .* defines double further"),
+        (CLASSES + "def add(self: Counter, more=Counter.zero):\n    return more\n", "defines Counter further down"),
+        (FUNCTIONS + "class Counter(Base):\n    __slots__ = ()\n", "or __slots__"),
+        (FUNCTIONS + "import abc\nclass Counter(Base, metaclass=abc.ABCMeta):\n    pass\n", "another metaclass"),
     ],
     ids=range(8),
 )  # fmt: skip

@@ -16,8 +16,8 @@ from course_lib.expert_parallel.experts import loop_experts
 @pytest.mark.parametrize("fault", routers.FAULTS)
 def test_each_fault_of_the_lab_shows_in_gradients_or_counts(fault):
     _, counts, norms = routers.counted_training(steps=2, **routers.FAULTS[fault])
-    assert (norms.mean() < 1e-6) == (fault in ("detached", "normalised"))
-    assert (counts[0, 1].sum() == 1024) == (fault == "normalised")
+    assert (norms.mean() < 1e-6) == (fault in ("detached", "normalized"))
+    assert (counts[0, 1].sum() == 1024) == (fault == "normalized")
 
 
 def test_the_letters_have_each_fault_once():

@@ -41,5 +41,5 @@ def test_a_comparison_has_the_largest_difference_and_the_middle_ratio(capsys):
     numbers = [[[2.0, 1.0]], [[2.0, 1.01], [1.9, 1.0]]]
     rivals.compare(numbers, [[1.0, 2.0, 2.0], [1.0, 4.0, 4.0], [3.0, 4.0, 4.0]])
     first, ours, theirs = capsys.readouterr().out.splitlines()
-    assert first == "1 steps: losses and norms apart at most 1e-02"
+    assert first == "1 steps: losses and norms differ by at most 1e-02"
     assert "1000 ms, ratio 0.50 (0.25 to 0.75)" in ours and "ratio 1.00" in theirs

@@ -11,9 +11,9 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 
 from course_kit.pictures.formats import (
-    EXPONENT_COLOUR,
-    MANTISSA_COLOUR,
-    SIGN_COLOUR,
+    EXPONENT_COLOR,
+    MANTISSA_COLOR,
+    SIGN_COLOR,
     bits_figure,
     format_explorer,
     number_in_text,
@@ -28,7 +28,7 @@ SOME = [0.1, -70000.3, 448.0, 1.2345678e-7, -1.2345678e-38, 0.0, -0.0, 1e300, ma
 
 
 def drawn(figure: Figure) -> bytes:
-    """The figure as a picture, where every warning is an error."""
+    """Return the figure as a picture, where every warning is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return png(figure)
@@ -90,7 +90,7 @@ def test_remarks_say_what_happened(number, fmt, remark):
 
 
 @pytest.mark.parametrize("number", SOME)
-def test_the_figure_shows_every_bit_in_its_colour_and_the_numbers(number):
+def test_the_figure_shows_every_bit_in_its_color_and_the_numbers(number):
     figure = bits_figure(number)
     assert drawn(figure).startswith(b"\x89PNG")
     (axes,) = figure.axes
@@ -101,9 +101,9 @@ def test_the_figure_shows_every_bit_in_its_colour_and_the_numbers(number):
     for row, fmt in enumerate(FORMATS.values()):
         stored = stored_number(number, fmt)
         assert "".join(digits[place, row] for place in range(fmt.bits)) == "".join(stored.fields)
-        colours = [SIGN_COLOUR] + [EXPONENT_COLOUR] * fmt.exponent_bits + [MANTISSA_COLOUR] * fmt.mantissa_bits
-        for place, colour in enumerate(colours):
-            assert squares[place, row].get_facecolor()[:3] == to_rgba(colour)[:3]
+        colors = [SIGN_COLOR] + [EXPONENT_COLOR] * fmt.exponent_bits + [MANTISSA_COLOR] * fmt.mantissa_bits
+        for place, color in enumerate(colors):
+            assert squares[place, row].get_facecolor()[:3] == to_rgba(color)[:3]
             assert (squares[place, row].get_alpha() == 1) == (digits[place, row] == "1")
         cells = [t.get_text() for t in axes.texts if t.get_position()[1] == row + 0.5 and t.get_position()[0] > 35]
         assert len(cells) == 4 and cells[-1] == stored.remark

@@ -61,10 +61,10 @@ def kernels():
 def test_each_instruction_counts_in_its_innermost_loop():
     with mock.patch.object(instructions, "machine_code", return_value=NESTED):
         outer, inner = instruction_mix(None)
-    assert outer.always == Counter(other=2, memory=1) and not outer.sometimes and not outer.product_flops
-    assert inner.always == Counter(products=1, float32=1, special=1, other=2)
+    assert outer.always == Counter(other=2, memory=1) and not outer.sometimes and not outer.matmul_flops
+    assert inner.always == Counter(matmuls=1, float32=1, special=1, other=2)
     assert inner.sometimes == Counter(choices=2)
-    assert inner.product_flops == 2 * 16 * 8 * 16
+    assert inner.matmul_flops == 2 * 16 * 8 * 16
 
 
 def test_loops_that_cross_are_refused(kernels):
@@ -80,7 +80,7 @@ def test_products_and_powers_are_those_of_a_tile(kernels, capability, head_dim):
     """A turn of attention's loop: 4 d FLOPs and a power of 2 for each score, and one more for each row a thread has."""
     mix = main_loop(kernels[capability, head_dim])
     scores = TILES["BLOCK_Q"] * TILES["BLOCK_K"]
-    assert mix.product_flops * TILES["num_warps"] == 4 * head_dim * scores
+    assert mix.matmul_flops * TILES["num_warps"] == 4 * head_dim * scores
     rows = 2 * TILES["num_warps"] * WARP  # two a thread: 4 threads share a row
     assert 0 <= mix.always["special"] * TILES["num_warps"] * WARP - scores - rows <= rows
     assert 1 <= mix.per_score("special", TILES["num_warps"], scores) <= 1.2
@@ -119,5 +119,5 @@ def test_table_has_a_row_for_each_kernel(kernels):
 
 def test_a_kernel_without_products_has_no_main_loop(kernels):
     with mock.patch.object(instructions, "machine_code", return_value=NESTED.replace("HMMA.16816", "FMUL")):
-        with pytest.raises(ValueError, match="no loop"):
+        with pytest.raises(ValueError, match="none of its loops"):
             main_loop(kernels[90, 64])

@@ -87,7 +87,7 @@ def test_both_halves_have_the_flops_of_a_backward():
 
 
 def test_times_are_by_kind_and_stage():
-    times = labs.times_of(split_stages(Transformer(labs.TINY), 4), *labs.batch_of(1), rounds=1)
+    times = labs.times_of(split_stages(Transformer(labs.TINY), 4), *labs.batch_of(1), repeats=1)
     assert list(times) == ["F", "I", "W"] and all(len(spans) == 4 for spans in times.values())
 
 

@@ -47,7 +47,7 @@ def rankings() -> dict[str, Ranking]:
 
 
 def bars(ax) -> dict[int, float]:
-    """The length of each row's bar: the sum of its parts, which must lie end to end."""
+    """Return the length of each row's bar: the sum of its parts, which must lie end to end."""
     ends = {}
     for patch in ax.patches:
         y = round(patch.get_y() + patch.get_height() / 2)
@@ -57,13 +57,13 @@ def bars(ax) -> dict[int, float]:
 
 
 def tick_labels(axis) -> list:
-    """Those that are shown: the ticks of an axis go on beyond its ends."""
+    """Return those that are shown: the ticks of an axis go on beyond its ends."""
     low, high = sorted(axis.get_view_interval())
     return [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
 
 
 def boxes(figure) -> list:
-    """The places, in pixels, of all texts that a figure shows."""
+    """Return the places, in pixels, of all texts that a figure shows."""
     figure.draw_without_rendering()
     texts = list(figure.texts)
     for ax in figure.axes:
@@ -146,7 +146,7 @@ def test_each_bar_is_as_long_as_the_step_and_the_memory(rankings, case):
     assert time_ax.yaxis_inverted()  # the best on top
 
 
-def test_a_part_has_its_length_and_its_colour(rankings):
+def test_a_part_has_its_length_and_its_color(rankings):
     ranking = rankings["8B"]
     rows = distinct(ranking, 8)
     time_ax, memory_ax = ranking_figure(ranking).axes
@@ -163,7 +163,7 @@ def test_a_part_has_its_length_and_its_colour(rankings):
     assert len(known) == 4 and known.items() <= shown.items()
 
 
-def test_a_part_keeps_its_colour_in_every_figure(rankings):
+def test_a_part_keeps_its_color_in_every_figure(rankings):
     found = {}
     for ranking in rankings.values():
         for panel, ax in enumerate(ranking_figure(ranking).axes):

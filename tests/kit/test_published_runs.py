@@ -43,7 +43,7 @@ def ids(run) -> str:
 
 
 def first(model: str, **columns: str) -> dict[str, str]:
-    """The first used row of a model, some columns changed."""
+    """Return the first used row of a model, some columns changed."""
     return next(row for row in USED if row["model"] == model) | columns
 
 

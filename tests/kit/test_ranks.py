@@ -32,7 +32,7 @@ from course_kit.ranks import Ranks, choose_backend
 from course_kit.ranks.calls import Call
 from course_kit.ranks.connections import prepare_backend
 from course_kit.ranks.processes import free_ports, wait_until_connected
-from course_kit.ranks.report import place
+from course_kit.ranks.report import describe_line
 from course_kit.sweep import rank as sweep_rank
 
 psutil = pytest.importorskip("psutil")  # a GPU node may have neither
@@ -67,19 +67,19 @@ def temporary(tmp_path, monkeypatch):
 
 
 def total() -> float:
-    """What all ranks add up to."""
+    """Return what all ranks add up to."""
     mine = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(mine)
     return mine.item()
 
 
 def line(function, number: int) -> str:
-    """Where a report sees a line of this file, counted from the function's `def`."""
+    """Return where a report sees a line of this file, counted from the function's `def`."""
     return f"{HERE}, line {function.__code__.co_firstlineno + number}: "
 
 
 def started(pid: int | None = None) -> list[psutil.Process]:
-    """The processes that a process, or this one, has started and that still run."""
+    """Return the processes that a process, or this one, has started and that still run."""
     return still_running(psutil.Process(pid).children(recursive=True))
 
 
@@ -121,7 +121,7 @@ def test_results_come_by_rank(ranks):
 
 
 def how_kernels_run() -> tuple:
-    """Whether Triton interprets here, and what a child process would inherit of it."""
+    """Return whether Triton interprets here, and what a child process would inherit of it."""
     import triton
 
     child = subprocess.run(["env"], capture_output=True, text=True).stdout.splitlines()
@@ -347,7 +347,7 @@ def test_an_error_in_other_words_names_the_line_of_the_first_one(ranks):
 def test_a_line_of_the_library_has_its_whole_path():
     count_traffic = importlib.import_module("course_lib.collectives.traffic").count_traffic
     code, first = inspect.getsourcelines(count_traffic)
-    told = place(inspect.getsourcefile(count_traffic), first)
+    told = describe_line(inspect.getsourcefile(count_traffic), first)
     expected = f"course_lib/collectives/traffic.py, line {first}: "
     assert told == expected + code[0].strip()
 
@@ -467,7 +467,7 @@ def test_an_endless_recursion_is_told_in_a_page(ranks):
 @pytest.mark.parametrize(
     "result, expected",
     [
-        (lambda: torch.zeros(129, 2**18), "129 MiB, at most 128 go back"),
+        (lambda: torch.zeros(129, 2**18), "129 MiB, and the limit is 128 MiB"),
         (lambda: (i for i in range(3)), "(of type generator) can't be sent back"),
     ],
 )
@@ -777,7 +777,7 @@ print(before, kept())
 
 
 def gloo_threads(groups: int) -> int:
-    """How many threads of this process serve connections, with so many more groups."""
+    """Return how many threads of this process serve connections, with so many more groups."""
     made = [dist.new_group() for _ in range(groups)]
     assert all(int(together(group)) == 2 for group in made)
     names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
@@ -901,7 +901,7 @@ def test_a_notebook_shows_bad_use_in_one_line(notebook):
     for code, expected in (
         ("Ranks(0)", "BadCall: Ranks(0): the number of ranks is 1 or more"),
         ("lock = __import__('threading').Lock()\nranks(lambda: lock)", "BadCall: lock (of type lock) in <lambda> "),
-        ("ranks(3)", "BadCall: ranks(function, ...) runs a function, and 3 is none"),
+        ("ranks(3)", "BadCall: ranks(function, ...) runs a function, and 3 is not callable"),
     ):
         shown = "\n".join(notebook.run(code).error["traceback"])
         assert shown.startswith(expected) and "\n" not in shown

@@ -37,8 +37,8 @@ def test_with_other_dice_the_loss_is_right_and_the_gradients_are_not():
             results.append(labs.gradients_of(noisy, *words))
     losses, found = zip(*results, strict=True)
     assert losses[0] == losses[1] == losses[2]
-    assert labs.apart(found[0].values(), found[1].values()) > 0.05
-    assert labs.apart(found[0].values(), found[2].values()) == 0
+    assert labs.relative_difference(found[0].values(), found[1].values()) > 0.05
+    assert labs.relative_difference(found[0].values(), found[2].values()) == 0
 
 
 def test_the_mean_of_means_is_right_for_equal_counts_alone():
@@ -72,6 +72,6 @@ def test_the_slow_loop_learns_what_the_repaired_one_learns_and_has_three_faults(
 
 
 def test_all_checkpoints_give_the_same_bits_and_one_stops_early():
-    rows = labs.against_checkpoint(rounds=0)
+    rows = labs.against_checkpoint(repeats=0)
     assert all(row["equal"] for row in rows.values()) and len({row["kept"] for row in rows.values()}) == 1
     assert rows["ours"]["gflop"] == rows["reentrant"]["gflop"] > rows["checkpoint"]["gflop"]

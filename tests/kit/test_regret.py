@@ -32,14 +32,14 @@ RUNS = load_runs(Path(__file__).parents[2] / "data" / "layout_runs_h100.csv")
 
 
 def a_run(step_s: float | None, layout: str = "dp8", peak: float = 20 * GIB, config=CONFIG, nodes=1) -> MeasuredRun:
-    """A run of the 1B model that took so long, or failed if None."""
+    """Return a run of the 1B model that took so long, or failed if None."""
     ok = step_s is not None
     times = (step_s, peak) if ok else (math.nan, math.nan)
     return MeasuredRun("1B", config, nodes, Layout.parse(layout), 256, 4096, ok, *times)
 
 
 def split(runs: list[MeasuredRun], step_s: list[float], risk: list[float] | None = None):
-    """The split of the only cell, given predictions."""
+    """Return the split of the only cell, given predictions."""
     risks = np.zeros(len(runs)) if risk is None else np.array(risk)
     predicted = Predicted(np.array(step_s), np.ones(len(runs)), risks)
     found = split_regret(runs, predicted, CLUSTER)

@@ -43,6 +43,6 @@ def test_a_large_vocabulary_makes_temporaries_that_no_formula_counts():
 
 def test_memory_tools_agree_but_for_the_text_that_one_of_them_counts():
     tokens = labs.text_tokens()
-    found = {name: size for name, (_, size) in labs.memory_tools(tokens, rounds=2).items()}
+    found = {name: size for name, (_, size) in labs.memory_tools(tokens, repeats=2).items()}
     assert found["MemoryProfile"] == pytest.approx(found["torch.profiler"], abs=0.01) and found["no tool"] is None
     assert found["MemTracker"] - found["MemoryProfile"] == pytest.approx(tokens.nbytes / labs.MiB, abs=0.01)

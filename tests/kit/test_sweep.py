@@ -72,7 +72,7 @@ sweep_rank.main(sys.argv[2:])
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """The processes that carry a folder in their command line."""
+    """Return the processes that carry a folder in their command line."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -82,7 +82,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def all_gone(folder: Path, within_s: float) -> bool:
-    """Whether all processes of a folder end in time."""
+    """Return whether all processes of a folder end in time."""
     deadline = time.monotonic() + within_s
     while processes_of(folder):
         if time.monotonic() > deadline:
@@ -106,7 +106,7 @@ def run_of(layout: str, **changes) -> Run:
 
 
 def faulty(folder: Path, fault: str) -> tuple[str, str]:
-    """What torchrun starts on each rank, a fault planted."""
+    """Return what torchrun starts on each rank, a fault planted."""
     file = folder / "planted.py"
     file.write_text(PLANTED)
     return str(file), fault
@@ -128,7 +128,7 @@ time.sleep(600)
 
 
 def stubborn(folder: Path) -> list[str]:
-    """A command whose processes ignore SIGTERM, one of them an orphan in a session of its own."""
+    """Return a command whose processes ignore SIGTERM, one of them an orphan in a session of its own."""
     (folder / "stubborn.py").write_text(STUBBORN)
     return [sys.executable, str(folder / "stubborn.py"), str(folder), "x"]
 
@@ -355,7 +355,7 @@ for node in $(seq 0 {nodes - 1}); do wait -n || status=1; done; exit ${{status:-
 
 
 def free_port() -> int:
-    """A port that a job's number can stand for."""
+    """Return a port that a job's number can stand for."""
     for port in range(20000 + os.getpid() % 9000, 30000):
         with contextlib.suppress(OSError), socket.create_server(("", port)):
             return port
@@ -466,7 +466,7 @@ def test_a_node_that_says_nothing(tmp_path):
 
 
 def published(**changes) -> dict:
-    """A row as the published runs have it."""
+    """Return a row as the published runs have it."""
     numbers = dict(zip(PUBLISHED, ["1B", 1, 8, 1, 1, 0, 2, 16, 256, 1, 39.2, 40150.0, 50.2], strict=True))
     return numbers | changes
 
@@ -496,7 +496,7 @@ def test_the_heatmap_of_published_rows():
 
 
 def test_the_heatmap_of_own_rows(tmp_path):
-    """Where MFU is not known: tokens/s, coloured by the share of the row's best."""
+    """Where MFU is not known: tokens/s, colored by the share of the row's best."""
     with Rows(tmp_path / "a.csv") as file:
         rows = [
             file.add(settings(run_of(layout)) | {"ok": 1, "tokens_per_s_per_gpu": speed})

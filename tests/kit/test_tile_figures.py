@@ -19,7 +19,7 @@ from course_kit.pictures.tiles import (
     draw_walk,
     draw_walk_strip,
     walk_slider,
-    weight_colours,
+    weight_colors,
 )
 
 
@@ -30,14 +30,14 @@ def walk(s_q: int = 6, s_k: int = 6, block_q: int = 3, block_k: int = 2, causal:
 
 
 def drawn(figure: Figure) -> bytes:
-    """The figure as a picture, where every warning is an error."""
+    """Return the figure as a picture, where every warning is an error."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         return png(figure)
 
 
 def kinds_by_pairs(s_q: int, s_k: int, block_q: int, block_k: int, causal: bool) -> dict[str, int]:
-    """How many tiles are full, partial, skipped, by looking at each pair of a query and a key."""
+    """Return how many tiles are full, partial, skipped, by looking at each pair of a query and a key."""
     seen = np.ones((s_q, s_k), dtype=bool)
     if causal:
         seen = np.tril(seen)
@@ -133,12 +133,12 @@ def test_every_step_of_a_walk_is_drawn_as_it_was_recorded(cut):
         assert all(frame.get_bbox().bounds == sizes for frame in frames) and len(frames) == 2
 
 
-def test_colours_are_those_of_the_weights_grey_where_masked_white_where_not_visited():
+def test_colors_are_those_of_the_weights_grey_where_masked_white_where_not_visited():
     steps = walk()
     number = 3  # of 2 + 3 tiles: the first row of tiles, and one tile of the second
     picture = draw_walk(steps, number).axes[0].images[0].get_array()
     p = walk_state(steps, number).p
-    colours = weight_colours().to_rgba(p.nan_to_num(0.0).numpy())
+    colors = weight_colors().to_rgba(p.nan_to_num(0.0).numpy())
     for query in range(6):
         for key in range(6):
             visited = key < (4 if query < 3 else 2)
@@ -148,9 +148,9 @@ def test_colours_are_those_of_the_weights_grey_where_masked_white_where_not_visi
             elif key > query:
                 wanted = [0.82, 0.82, 0.82, 1]
             else:
-                wanted = colours[query, key]
+                wanted = colors[query, key]
             np.testing.assert_allclose(picture[query, key], wanted)
-    light = weight_colours().to_rgba([0.0, 0.05, 0.2, 1.0]) @ [0.3, 0.6, 0.1, 0]
+    light = weight_colors().to_rgba([0.0, 0.05, 0.2, 1.0]) @ [0.3, 0.6, 0.1, 0]
     assert (np.diff(light) > 0.05).all()  # a weight that falls is drawn darker
 
 
@@ -174,16 +174,16 @@ def test_a_strip_shows_the_steps_that_were_named():
         frames = [patch for patch in axes.patches if patch.get_zorder() == 3]
         assert {frame.get_xy() for frame in frames} == {(steps[number - 1].tile.column, steps[number - 1].tile.row)}
         assert matched(frames[-1].get_edgecolor(), THIS_TILE)
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(ValueError, match="at least one step"):
         draw_walk_strip(steps, ())
     with pytest.raises(ValueError, match="step 6 of a walk of 5"):
         draw_walk_strip(steps, (1, 6))
 
 
-def matched(colour, name: str) -> bool:
+def matched(color, name: str) -> bool:
     from matplotlib.colors import to_rgba
 
-    return to_rgba(colour) == to_rgba(name)
+    return to_rgba(color) == to_rgba(name)
 
 
 @pytest.mark.parametrize("number", [0, 6])
@@ -206,5 +206,5 @@ def test_the_slider_redraws_and_the_play_button_moves_it(monkeypatch):
     assert first == png(draw_walk(steps, 1))
     slider.value = 4
     assert picture.value == png(draw_walk(steps, 4)) != first
-    with pytest.raises(ValueError, match="no steps"):
+    with pytest.raises(ValueError, match="at least one step"):
         walk_slider([])

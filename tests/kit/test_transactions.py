@@ -156,7 +156,7 @@ def cell_kernel(x, out, n, BLOCK: tl.constexpr):
 
 
 def kernel_of_a_cell():
-    """A kernel as a notebook has it: its source is in no file."""
+    """Return a kernel as a notebook has it: its source is in no file."""
     shell = InteractiveShell(config=Config(HistoryManager={"enabled": False}))
     shell.run_cell(CELL).raise_error()
     return shell.user_ns["cell_kernel"]

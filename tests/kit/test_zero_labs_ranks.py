@@ -31,7 +31,7 @@ def test_only_the_right_run_of_the_clipping_lab_updates_along_the_gradient(ranks
     runs = labs.clipped_runs(ranks)
     assert labs.clipped_runs(ranks) is runs, "the same runs every time"
     for fault, run in zip(labs.FAULTS, runs, strict=True):
-        pieces, used, cosine = (np.array([told[name] for told, _ in run]) for name in ("piece", "used", "cosine"))
+        pieces, used, cosine = (np.array([told[name] for told, _ in run]) for name in ("shard", "used", "cosine"))
         whole = np.sqrt((pieces**2).sum(axis=0))
         expected = {None: whole[None], "own part": pieces, "sum of norms": pieces.sum(axis=0)[None]}[fault]
         np.testing.assert_allclose(used, np.broadcast_to(expected, used.shape), rtol=1e-5)

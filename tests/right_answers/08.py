@@ -103,7 +103,7 @@ def mixture_params(
     return total(experts), total(top_k)
 
 # %% 08.7 read off by hand
-# Set diagnosis: for each letter one of "sound", "detached", "rewarded", "normalised".
+# Set diagnosis: for each letter one of "sound", "detached", "rewarded", "normalized".
 diagnosis = {"A": None, "B": None, "C": None, "D": None}
 diagnosis = {}
 for letter in lab_runs:
@@ -112,7 +112,7 @@ for letter in lab_runs:
     share = counts[-10:, 1].mean(axis=0).max() / tokens.max()
     still = bool((norms < 1e-6).all())
     diagnosis[letter] = (
-        ("normalised" if tokens.max() == 1024 else "detached") if still else ("rewarded" if share > 0.4 else "sound")
+        ("normalized" if tokens.max() == 1024 else "detached") if still else ("rewarded" if share > 0.4 else "sound")
     )
 
 # %% 08.8 by a product of vectors

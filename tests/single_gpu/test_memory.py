@@ -449,7 +449,7 @@ def test_the_verdict_changes_sides(reset):
 def test_a_moved_size_makes_own_sizes_and_a_preset_moves_the_sizes(reset):
     controls, _, words = reset
     controls["layers L"].value = 16
-    assert controls["model"].value == "own sizes"
+    assert controls["model"].value == "custom sizes"
     assert f"{param_count(ModelConfig(16, 4096, 32, 8, 14336, 128256)) / 1e9:,.2f} billion" in words.value
     controls["model"].value = "llama3-70B"
     assert [controls[name].value for name in ("layers L", "hidden h", "feed-forward f", "vocabulary v")] == [
@@ -459,7 +459,7 @@ def test_a_moved_size_makes_own_sizes_and_a_preset_moves_the_sizes(reset):
         128256,
     ]
     assert "70.55 billion" in words.value
-    controls["model"].value = "own sizes"
+    controls["model"].value = "custom sizes"
     assert controls["hidden h"].value == 8192, "the sizes stay where the preset left them"
 
 
@@ -467,7 +467,7 @@ def test_a_moved_size_makes_own_sizes_and_a_preset_moves_the_sizes(reset):
 def test_own_sizes_work_at_every_width(reset, hidden):
     controls, _, words = reset
     controls["hidden h"].value = hidden
-    assert controls["model"].value == "own sizes" and "GiB" in words.value
+    assert controls["model"].value == "custom sizes" and "GiB" in words.value
 
 
 def test_every_preset_fits_the_sliders():

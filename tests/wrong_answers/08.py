@@ -408,10 +408,10 @@ def mixture_params(config, experts, top_k, ffn_hidden=None, shared=0, dense_laye
 # %% 08.6 the embedding is not active
 return total, active => return total, active - count["embedding"]
 
-# %% 08.7 detached and normalised confused
+# %% 08.7 detached and normalized confused
 from course_kit.labs.expert_parallel.routers import LETTERS
 
-others = {"detached": "normalised", "normalised": "detached"}
+others = {"detached": "normalized", "normalized": "detached"}
 diagnosis = {letter: others.get(name, name) for letter, name in LETTERS.items()}
 
 # %% 08.7 sound and rewarded confused

@@ -22,7 +22,7 @@ def check() -> None:
 
 
 def steps_with_work(rank: int, n: int, order: str, causal: bool) -> int:
-    """The number of steps but the last in which a rank's queries see some of the keys at hand."""
+    """Return the number of steps but the last in which a rank's queries see some of the keys at hand."""
     last = max(chunks_of(rank, n, order))
     return sum(not causal or min(chunks_of((rank - step) % n, n, order)) <= last for step in range(n - 1))
 

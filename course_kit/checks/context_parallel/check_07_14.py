@@ -29,7 +29,7 @@ def measured() -> dict[str, int]:
 
 
 def factor(method: str, n: int, heads: int, kv_heads: int) -> float:
-    """Bytes that a rank of n sends in forward, in sizes of its keys."""
+    """Return the bytes that a rank of n sends in forward, in sizes of its keys."""
     if method == "ulysses":
         return (n - 1) / n * (2 * heads + 2 * kv_heads) / kv_heads
     return 2 * (n - 1)

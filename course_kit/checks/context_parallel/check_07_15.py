@@ -16,6 +16,7 @@ from course_kit.checks.sequence_parallel.diary import Diary
 from course_kit.labs.sequence_parallel.models import ONE_LAYER, Training, batch_of, one_process
 from course_kit.labs.tensor_parallel.models import TINY, in_groups, relative_error, sgd
 from course_kit.ranks import shared
+from course_kit.typed import grad_of, transformer_blocks
 from course_lib.collectives.traffic import count_traffic
 from course_lib.context_parallel import model as context
 from course_lib.data_parallel.replicas import DataParallel, parallel_accumulate
@@ -50,7 +51,7 @@ def context_trial(group: dist.ProcessGroup, method: str, order: str, config: Mod
     for _ in range(steps):
         optimizer.zero_grad()
         losses.append(parallel_accumulate(dp, [batch]).item())
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients = gradients or {name: grad_of(p).clone() for name, p in model.named_parameters()}
         optimizer.step()
     with torch.no_grad():
         given = batch[0], local_positions(batch[0].shape[1], group, order)
@@ -70,7 +71,7 @@ def context_refusals(group: dist.ProcessGroup) -> tuple[list[str], bool]:
     """On 4 ranks: the impossible wishes that are granted; and whether a model that was refused is as it was before."""
     model, said = Transformer(ONE_LAYER), []
     split = context.apply_context_parallel(Transformer(ONE_LAYER), group)
-    cores = [block.attention.core for block in split.blocks]
+    cores = [block.attention.core for block in transformer_blocks(split)]
     six = Transformer(ModelConfig(1, 48, 6, 6, 100, 97))
     stage = context.apply_context_parallel(Transformer(ONE_LAYER), group)
     stage.embedding = None
@@ -87,14 +88,14 @@ def context_refusals(group: dist.ProcessGroup) -> tuple[list[str], bool]:
             said.append(wish)
         except ValueError:
             pass
-    return said, cores == [block.attention.core for block in split.blocks]
+    return said, cores == [block.attention.core for block in transformer_blocks(split)]
 
 
 def wrong_cores(group: dist.ProcessGroup) -> str | None:
     """On a rank: what is wrong with the cores, for each method and order, or None."""
     for method, order in itertools.product(context.METHODS, ORDERS):
         model = context.apply_context_parallel(Transformer(TINY), group, method, order)
-        for number, block in enumerate(model.blocks):
+        for number, block in enumerate(transformer_blocks(model)):
             core = block.attention.core
             settings = {"order": "zigzag", "group": None} | getattr(core, "keywords", {})
             where = f"{method}, {order}: core {number}"

@@ -19,7 +19,7 @@ SEQ = 16  # tokens of the sequence
 
 
 def own_tokens(whole: torch.Tensor, group: dist.ProcessGroup, order: str) -> torch.Tensor:
-    """This rank's tokens of a tensor [b, s, ...]."""
+    """Return this rank's tokens of a tensor [b, s, ...]."""
     own = chunks_of(group.rank(), group.size(), order)
     parts = whole.chunk(len(own) * group.size(), 1)
     return torch.cat([parts[c] for c in own], 1)
@@ -130,12 +130,12 @@ def method_trial(
 
 
 def part_bytes(n: int) -> int:
-    """Bytes of a rank's k and v in float64, [b, s/n, kv, d] each."""
+    """Return the bytes of a rank's k and v in float64, [b, s/n, kv, d] each."""
     return 2 * 2 * SEQ // n * 2 * 8 * 8
 
 
 def hidden(events: list[Event], word: str) -> int:
-    """The number of transfers of this name that have attention between their start and the first wait for them."""
+    """Return the number of transfers of this name that have attention between their start and the first wait for them."""
     count = 0
     for place, (what, _) in enumerate(events):
         if what == f"start {word}":

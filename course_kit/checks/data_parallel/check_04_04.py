@@ -9,6 +9,7 @@ from torch import nn
 from course_kit.checks.data_parallel.comparing import TINY, cause, farthest, in_group, one_process
 from course_kit.checks.data_parallel.watched import Watched
 from course_kit.labs.data_parallel import batch_of, sgd_step
+from course_kit.typed import grad_of
 from course_lib.data_parallel import naive
 from course_lib.single_gpu.model import Transformer, loss
 
@@ -34,7 +35,7 @@ def overlap_trial(group: dist.ProcessGroup | None, steps: int) -> tuple:
             finish()
         changed += [name for (name, p), was in zip(named, before, strict=True) if not torch.equal(p, was)]
         changed += [name for name, p in named if p.untyped_storage().data_ptr() in watched.sent]
-        first = first or {name: p.grad.clone() for name, p in named}
+        first = first or {name: grad_of(p).clone() for name, p in named}
         sgd_step(model)
     weights = {name: p.detach() for name, p in named}
     as_before = not frozen.requires_grad and unused.grad is None and old.grad.eq(1).all().item()

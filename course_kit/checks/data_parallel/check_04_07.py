@@ -11,6 +11,7 @@ from torch import nn
 from course_kit.checks.data_parallel.comparing import TINY, bucket_count, cause, farthest, in_group, one_process
 from course_kit.checks.data_parallel.watched import Watched
 from course_kit.labs.data_parallel import batch_of, sgd_step
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.data_parallel import buckets, replicas
 from course_lib.single_gpu.model import Transformer, loss
@@ -92,10 +93,10 @@ def dp_trial(
             step_loss.backward()
         with count_traffic() as late:
             dp.finish()
-        first = first or {name: p.grad.clone() for name, p in dp.module.named_parameters()}
+        first = first or {name: grad_of(p).clone() for name, p in dp.module.named_parameters()}
         sgd_step(dp)
     named = list(dp.module.named_parameters())
-    storages = {p.grad.untyped_storage().data_ptr() for _, p in named}
+    storages = {grad_of(p).untyped_storage().data_ptr() for _, p in named}
     return first, {name: p.detach() for name, p in named}, watched.seen, early, late, quiet, len(storages)
 
 

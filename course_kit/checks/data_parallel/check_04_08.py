@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from course_kit.checks.data_parallel.comparing import TINY, Tensors, bucket_count, farthest, in_group
 from course_kit.labs.data_parallel import batch_of
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel import replicas
 from course_lib.recompute.modes import IGNORED
@@ -47,7 +48,7 @@ def in_one_process(lengths: Lengths, dtype: torch.dtype) -> tuple[Tensors, torch
         part_loss = summed(logits, targets) / tokens
         part_loss.backward()
         mean += part_loss.detach()
-    return {name: p.grad for name, p in single.named_parameters()}, mean
+    return {name: grad_of(p) for name, p in single.named_parameters()}, mean
 
 
 def uneven_trial(group: dist.ProcessGroup | None, cases: tuple[Lengths, ...], dtype: torch.dtype) -> tuple:
@@ -73,7 +74,7 @@ def uneven_trial(group: dist.ProcessGroup | None, cases: tuple[Lengths, ...], dt
             except RuntimeError as error:
                 raise AssertionError(f"{error}; all micro-batches but the last belong into no_sync()") from error
         assert not dp.reducer.unfinished, "finish() is missing: gradients are still in flight when you return"
-        told.append(({name: p.grad.clone() for name, p in dp.module.named_parameters()}, mean, traffic))
+        told.append(({name: grad_of(p).clone() for name, p in dp.module.named_parameters()}, mean, traffic))
     return told, dtypes, asked
 
 

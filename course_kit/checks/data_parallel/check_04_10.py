@@ -1,4 +1,6 @@
-"""Check of exercise 04.10: `find_diverged_params` names what differs between the ranks, and sends 16 bytes for each tensor."""
+"""Check of exercise 04.10: `find_diverged_params` names what differs between the ranks, and sends 16 bytes for each
+tensor.
+"""
 
 from __future__ import annotations
 

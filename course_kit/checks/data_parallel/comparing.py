@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from course_kit.labs.data_parallel import batch_of, sgd_step
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 
@@ -26,7 +27,7 @@ def one_process(world: int, steps: int = 1) -> tuple[Tensors, Tensors]:
         loss(model(inputs), targets).backward()
         sgd_step(model)
     named = list(model.named_parameters())
-    return {name: p.grad for name, p in named}, {name: p.detach() for name, p in named}
+    return {name: grad_of(p) for name, p in named}, {name: p.detach() for name, p in named}
 
 
 def farthest(got: Tensors, expected: Tensors) -> tuple[str, float]:

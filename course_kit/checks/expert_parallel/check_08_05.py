@@ -16,7 +16,7 @@ OPTIONS = ({}, {"ffn_hidden": 12, "shared": 2}, {"score": "sigmoid", "scale": 2.
 
 
 def from_parts(layer: MoE, x: torch.Tensor) -> torch.Tensor:
-    """The output of a mixture for x [b, s, h], one token at a time."""
+    """Return the output of a mixture for x [b, s, h], one token at a time."""
     gates = layer.router(x)
     rows = by_token(layer.experts, x.flatten(0, 1), gates.flatten(0, 1)).view_as(x)
     return rows if layer.shared is None else rows + layer.shared(x)

@@ -5,21 +5,22 @@ from __future__ import annotations
 import torch
 
 from course_kit.labs.expert_parallel.models import TINY
+from course_kit.typed import transformer_blocks
 from course_lib.expert_parallel import mixture
 from course_lib.expert_parallel.mixture import MoE
 from course_lib.single_gpu.model import Transformer
 
 
 def numbers(module: torch.nn.Module) -> int:
-    """The numbers in a module's parameters."""
+    """Return the numbers in a module's parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def total_of(experts: int, top_k: int, options: dict) -> int:
-    """The parameters of TINY with mixtures in place of its MLPs."""
+    """Return the parameters of TINY with mixtures in place of its MLPs."""
     with torch.device("meta"):
         model, layer = Transformer(TINY), MoE(TINY, experts, top_k, **options)
-    return numbers(model) + TINY.layers * (numbers(layer) - numbers(model.blocks[0].mlp))
+    return numbers(model) + TINY.layers * (numbers(layer) - numbers(transformer_blocks(model)[0].mlp))
 
 
 def check() -> None:

@@ -7,7 +7,7 @@ from course_kit.labs.expert_parallel.routers import FAULTS, LETTERS, lab_runs
 HINTS = {
     "sound": "its choices stay spread, and its router learns",
     "detached": "its router has no gradient, and each token makes two choices",
-    "normalised": "its router has no gradient, and each token makes one choice",
+    "normalized": "its router has no gradient, and each token makes one choice",
     "rewarded": "its router learns, and to prefer the same experts",
 }
 
@@ -19,6 +19,6 @@ def check(diagnosis: dict[str, str | None]) -> None:
         assert said in FAULTS, f"run {letter}: {said!r} is none of {', '.join(FAULTS)}"
         silent, top_one = norms.mean() < 1e-6, counts[0, 1].sum() == 1024
         assert said == truth, f"run {letter} is not {said}: " + HINTS[truth]
-        assert silent == (truth in ("detached", "normalised")) and top_one == (truth == "normalised"), (
+        assert silent == (truth in ("detached", "normalized")) and top_one == (truth == "normalized"), (
             f"run {letter} does not show what makes it {truth} on this machine: not your fault"
         )

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from course_kit.checks.expert_parallel import formulas
 from course_kit.labs.expert_parallel.models import TINY, batch_of
 from course_kit.labs.tensor_parallel.models import relative_error
+from course_kit.typed import transformer_blocks
 from course_lib.expert_parallel.mixture import apply_moe
 from course_lib.recompute.modes import apply_recompute
 from course_lib.single_gpu.model import Transformer, loss
@@ -24,7 +25,7 @@ Found = tuple[list[torch.Tensor | None], list[list[int] | None]]  # by router: g
 def as_trained(micro_batches: int, recompute: str, routing: dict) -> Found:
     """Gradients and counts of the routers over some micro-batches."""
     model, (inputs, targets) = apply_recompute(apply_moe(Transformer(TINY), 8, 2, **routing), recompute), batch_of()
-    routers = [block.mlp.router for block in model.blocks]
+    routers = [block.mlp.router for block in transformer_blocks(model)]
     for own, right in zip(inputs.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
         part = loss(model(own), right) / micro_batches
         for router in routers:
@@ -34,7 +35,7 @@ def as_trained(micro_batches: int, recompute: str, routing: dict) -> Found:
 
 
 def by_formula(micro_batches: int, routing: dict) -> Found:
-    """The same of a model whose routers add nothing (as in evaluation), with their losses added to the model's."""
+    """Return the same of a model whose routers add nothing (as in evaluation), with their losses added to the model's."""
     model, (inputs, targets) = apply_moe(Transformer(TINY), 8, 2).eval(), batch_of()
     extras, counts = [], []
 
@@ -51,7 +52,7 @@ def by_formula(micro_batches: int, routing: dict) -> Found:
         part = loss(model(own), right) / micro_batches
         (part + sum(extras)).backward()
     layers = TINY.layers
-    gradients = [block.mlp.router.weight.grad for block in model.blocks]
+    gradients = [block.mlp.router.weight.grad for block in transformer_blocks(model)]
     return gradients, [sum(counts[layer::layers]).tolist() for layer in range(layers)]
 
 

@@ -43,7 +43,7 @@ class Told(NamedTuple):
 
 
 def rows_of(sizes: list[list[int]], source: int, to: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of two tensors from a rank to another: the same on both."""
+    """Return the rows of two tensors from a rank to another: the same on both."""
     generator = torch.Generator().manual_seed(100 * seed + 10 * source + to)
     rows = sizes[source][to]
     return torch.randn(rows, 3, generator=generator), torch.randn(rows, generator=generator)

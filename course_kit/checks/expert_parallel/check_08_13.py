@@ -15,6 +15,7 @@ from course_kit.checks.expert_parallel.work import Additions, Work, noted_exchan
 from course_kit.labs.expert_parallel.experts import by_token, some_choices, some_experts
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.expert_parallel import exchange
 from course_lib.expert_parallel.experts import Experts
@@ -29,7 +30,7 @@ def all_by_all(experts: Experts, x: torch.Tensor, gates: torch.Tensor, choices: 
 
 
 def own_experts(group: dist.ProcessGroup, module: Experts) -> Experts:
-    """This rank's part of some experts."""
+    """Return this rank's part of some experts."""
     own = Experts(len(module.gate_proj.weight) // group.size(), 32, 24, all_by_all)
     for mine, whole in zip(own.parameters(), module.parameters(), strict=True):
         mine.data = cut(whole.detach(), group, 0).clone()
@@ -60,7 +61,7 @@ def rounding_trial(group: dist.ProcessGroup) -> tuple[dict[str, torch.Tensor], s
                 x, torch.ones(3, 8), None, group, lambda rows, gates, choices: factor * rows, beside
             )
         out.backward(torch.ones_like(out))
-    return {"out": out.detach(), "x's gradient": x.grad}, additions.dtypes, events
+    return {"out": out.detach(), "x's gradient": grad_of(x)}, additions.dtypes, events
 
 
 class Told(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from course_kit.labs.expert_parallel.models import LAYOUTS, Layout, Told, one_process, parallel_trial
+from course_kit.labs.expert_parallel.models import LAYOUTS, Layout, RankResult, one_process, parallel_trial
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_kit.ranks import shared
 
@@ -25,7 +25,7 @@ def check() -> None:
                 judge(rank, layout, told)
 
 
-def judge(rank: int, layout: Layout, told: Told) -> None:
+def judge(rank: int, layout: Layout, told: RankResult) -> None:
     """Judge one rank's training in one layout."""
     expected = one_process(layout.routing, layout.rate, layout.steps)
     copies, nodes, inside, tp = layout.sizes

@@ -14,5 +14,5 @@ def balance(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def z(logits: torch.Tensor) -> torch.Tensor:
-    """Mean (log sum exp)² of logits that are small."""
+    """Return the mean (log sum exp)² of logits that are small."""
     return torch.stack([row.exp().sum().log() ** 2 for row in logits.flatten(0, -2)]).mean()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from course_kit.labs.five_d.models import MOE, SHALLOW
 from course_kit.ranks import shared
+from course_kit.typed import transformer_blocks
 from course_lib.five_d import meshes, model
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.placement import placement_of
@@ -28,7 +29,7 @@ def split_trial(text: str, moe: dict | None) -> Told:
     layout, called = Layout.parse(text), []
     mesh = meshes.build_mesh(layout)
     split = model.split_model(SHALLOW, layout, mesh, [lambda each: called.append(type(each).__name__)], moe)
-    block, weights = split.blocks[1], {}
+    block, weights = transformer_blocks(split)[1], {}
     for name, weight in split.named_parameters():
         group = placement_of(weight).reduce_group
         weights[name] = tuple(weight.shape), group and dist.get_process_group_ranks(group)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from course_kit.labs.five_d.models import MOE, SHALLOW, TINY, apart, built, local_batch, one_process
+from course_kit.labs.five_d.models import MOE, SHALLOW, TINY, built, local_batch, one_process, relative_difference
 from course_kit.ranks import shared
 from course_lib.collectives.traffic import count_traffic
 from course_lib.five_d.layouts import Layout
@@ -81,7 +81,7 @@ def check() -> None:
             )
             for name, gradient in found.items():
                 name = "embedding.weight" if name == "head.weight" else name
-                off = apart(gradient, wanted[name])
+                off = relative_difference(gradient, wanted[name])
                 assert off < 1e-5, f"{at}: the gradient of {name} is {off:.1e} away from one process's{hint}"
             assert abs(norm - numbers[0][1]) < 1e-5 * numbers[0][1], (
                 f"{at}: the loss is right, and the norm of all gradients is {norm}, not {numbers[0][1]}"

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from course_kit.checks.watchers import NoHostReads, refused, two_more_ranks
+from course_kit.typed import grad_of
 from course_lib.mixed_precision.masters import LossScaler
 
 # Gradients of the first parameter, by step; the second one's are 1.
@@ -27,7 +28,7 @@ def check_against_torch() -> None:
         with NoHostReads():
             ours.unscale(pairs[0])
         if math.isfinite(value):
-            grads = [pair[0].grad[0].item() for pair in pairs]
+            grads = [grad_of(pair[0])[0].item() for pair in pairs]
             assert grads[0] == grads[1], f"step {number}: a gradient of {grads[1]} comes as {grads[0]}: 1/S, in float32"
         with NoHostReads():
             ours.step(optimizers[0])
@@ -55,7 +56,7 @@ def check_settings() -> None:
     except AttributeError as error:
         raise AssertionError(f"a parameter without a gradient is left out ({error})") from None
     assert (layer.weight.grad == 1).all() and (layer.bias.grad == 1).all(), (
-        f"given a generator, as model.parameters() is, a gradient of S comes as {layer.bias.grad[0]:g} and not as 1: "
+        f"given a generator, as model.parameters() is, a gradient of S comes as {grad_of(layer.bias)[0]:g} and not as 1: "
         "it is empty when you walk it a second time"
     )
     factors = []

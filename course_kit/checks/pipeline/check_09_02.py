@@ -7,19 +7,20 @@ import dataclasses
 import torch
 
 from course_kit.labs.pipeline.models import TINY, batch_of
+from course_kit.typed import transformer_blocks
 from course_lib.pipeline import stages
 from course_lib.single_gpu.model import Transformer
 from course_lib.single_gpu.placement import placement_of
 
 
 def layers_of(number: int, count: int) -> list[str]:
-    """The names of a stage's layers where 6 of them, embedding and head divide evenly."""
+    """Return the names of a stage's layers where 6 of them, embedding and head divide evenly."""
     each = 8 // count
     return [str(thing - 1) for thing in range(number * each, (number + 1) * each) if 0 < thing < 7]
 
 
 def hooks_elsewhere(own: list, model: Transformer, tokens: torch.Tensor) -> int:
-    """How often hooks that are set on the last stage alone run when the first one, or the model, runs."""
+    """Return how often hooks that are set on the last stage alone run when the first one, or the model, runs."""
     calls, last = [], own[-1]
     add = last.register_forward_pre_hook, last.register_forward_hook
     handles = [register(lambda *_: calls.append(1)) for register in add]
@@ -47,7 +48,7 @@ def check() -> None:
             f"p = {p}, v = {v}: the stages' names are not the model's: {sorted(found)[:3]} …"
         )
         for number, stage in enumerate(own):
-            has, wanted = [name for name, _ in stage.blocks.named_children()], layers_of(number, p * v)
+            has, wanted = [name for name, _ in transformer_blocks(stage).named_children()], layers_of(number, p * v)
             assert has == wanted, f"p = {p}, v = {v}: stage {number} has layers {has}, and split_layers says {wanted}"
         with torch.no_grad():
             x = tokens

@@ -10,6 +10,7 @@ from torch import nn
 
 from course_kit.labs.pipeline.models import TINY, batch_of, one_process
 from course_kit.labs.tensor_parallel.models import relative_error
+from course_kit.typed import transformer_blocks
 from course_lib.pipeline import stages
 from course_lib.single_gpu.model import Transformer, loss
 from course_lib.single_gpu.profile import MemoryProfile
@@ -76,7 +77,7 @@ def check_three_stages() -> None:
     expected_loss, expected = one_process()
     first, middle, last = stages.split_stages(model, 3)
     calls, marks = [], []
-    next(middle.blocks.children()).register_forward_hook(lambda *_: calls.append(1))
+    next(transformer_blocks(middle).children()).register_forward_hook(lambda *_: calls.append(1))
     a = stages.StagePass(first, tokens, lambda out: marked(out, marks))
     b = stages.StagePass(middle, a.out, lambda out: marked(out, marks))
     c = stages.StagePass(last, b.out, lambda out: loss(out, targets))

@@ -32,7 +32,7 @@ WRONG = {
 
 
 def refused(schedule: list, m: int | None) -> str:
-    """What validate says of a wrong schedule; "" where it accepts it."""
+    """Return what validate says of a wrong schedule; "" where it accepts it."""
     try:
         actions.validate(schedule, m)
     except ValueError as error:

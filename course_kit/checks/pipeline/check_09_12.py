@@ -8,6 +8,7 @@ from torch import nn
 from course_kit.labs.pipeline.halves import two_ways
 from course_kit.labs.pipeline.models import TINY
 from course_kit.labs.tensor_parallel.models import relative_error
+from course_kit.typed import grad_of
 from course_lib.pipeline import split_backward
 from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import Transformer
@@ -68,7 +69,7 @@ def check() -> None:
     x = cases["two layers"][1]
     of_b, of_i, of_w = two_ways(middle, x).flops
     assert of_i == of_w == of_b // 2, f"two layers: I has {of_i} FLOPs and W {of_w}: half of B each"
-    first = {name: weight.grad.clone() for name, weight in middle.named_parameters()}
+    first = {name: grad_of(weight).clone() for name, weight in middle.named_parameters()}
     done = split_backward.SplitPass(middle, x, lambda out: out.square())
     done.input_gradient(torch.ones_like(done.out))
     done.weight_gradients()

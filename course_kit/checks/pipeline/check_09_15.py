@@ -12,7 +12,7 @@ BOTH = [[Action("F", 0, 0), Action("F", 1, 1)], [Action("F", 1, 0), Action("F", 
 
 
 def linears(*stages: int) -> nn.ModuleDict:
-    """A small layer for each stage."""
+    """Return a small layer for each stage."""
     return nn.ModuleDict({str(stage): nn.Linear(2, 2) for stage in stages})
 
 

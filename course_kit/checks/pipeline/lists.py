@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import collections
 
-from course_kit.labs.pipeline.same import held_by
+from course_kit.labs.pipeline.same import open_passes
 
 KINDS = (["B", "F"], ["F", "I", "W"])  # what a stage does with a micro-batch
 
@@ -18,12 +18,12 @@ def words(actions: list) -> str:
 
 
 def held(schedule: list) -> list[int]:
-    """How many passes each rank has open at most."""
-    return [held_by(actions) for actions in schedule]
+    """Return how many passes each rank has open at most."""
+    return [open_passes(actions) for actions in schedule]
 
 
 def times_of(kind: str, t_f, t_i, t_w):
-    """How long an action takes."""
+    """Return how long an action takes."""
     return {"F": t_f, "I": t_i, "W": t_w, "B": t_i + t_w}[kind]
 
 
@@ -61,20 +61,20 @@ def replayed(schedule: list, t_f=1, t_i=1, t_w=1) -> tuple[list[list[tuple]], st
 
 
 def bubble(schedule: list, t_f=1, t_i=1, t_w=1):
-    """The longest time of a rank from its first to its last action, above the work of the busiest rank."""
+    """Return the longest time of a rank from its first to its last action, above the work of the busiest rank."""
     spans, _ = replayed(schedule, t_f, t_i, t_w)
     busy = max(sum(end - start for start, end in own) for own in spans)
     return cost(schedule, t_f, t_i, t_w) - busy
 
 
 def cost(schedule: list, t_f=1, t_i=1, t_w=1):
-    """The longest time of a rank from its first to its last action."""
+    """Return the longest time of a rank from its first to its last action."""
     spans, _ = replayed(schedule, t_f, t_i, t_w)
     return max(own[-1][1] - own[0][0] for own in spans)
 
 
 def fault(schedule: list, stages: int, m: int) -> str:
-    """What is wrong: an action too many or too few, a micro-batch on two ranks, a deadlock; "" for nothing."""
+    """Return what is wrong: an action too many or too few, a micro-batch on two ranks, a deadlock; "" for nothing."""
     done = collections.defaultdict(list)
     for rank, actions in enumerate(schedule):
         for kind, stage, i in actions:

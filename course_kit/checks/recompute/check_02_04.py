@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from course_kit.labs.recompute.gradients import gradients_of
 from course_kit.labs.recompute.measures import plain_core, with_core
+from course_kit.typed import transformer_blocks
 from course_lib.recompute import modes
 from course_lib.recompute.modes import aten, retained_bytes
 from course_lib.single_gpu.memory import activation_bytes
@@ -34,7 +35,7 @@ def check_modes(probe: nn.Module, core: Callable, words: torch.Tensor) -> None:
         names = list(probe.state_dict())
         assert names == list(Transformer(CONFIG).state_dict()), f"{mode}: names of parameters must not change"
         if mode != "selective":
-            assert probe.blocks[0].attention.core is core, f"{mode} must take off what selective put on"
+            assert transformer_blocks(probe)[0].attention.core is core, f"{mode} must take off what selective put on"
         _, grads[mode] = gradients_of(probe, *words)
         for name in grads[mode]:
             assert torch.equal(grads[mode][name], grads["none"][name]), f"{mode}: the gradient of {name} changes"
@@ -46,8 +47,10 @@ def check_modes(probe: nn.Module, core: Callable, words: torch.Tensor) -> None:
             f"{mode}, flash {flash}: {kept[mode]} kB kept, {counted:.0f} expected; is the right thing wrapped, "
             "with the policy keep_fused_attention for the core?"
         )
-    core_now = probe.blocks[0].attention.core
-    assert core_now is core and "forward" not in vars(probe.blocks[0]), "none must take off what selective put on"
+    core_now = transformer_blocks(probe)[0].attention.core
+    assert core_now is core and "forward" not in vars(transformer_blocks(probe)[0]), (
+        "none must take off what selective put on"
+    )
     for mode in ("full", "full"):
         modes.apply_recompute(probe, mode)
     assert checkpoints_around(probe, words) < 2, "full, asked for twice, is wrapped twice: take off the first one"
@@ -63,7 +66,7 @@ def checkpoints_around(probe: nn.Module, words: torch.Tensor) -> int:
         inside = [code for code in callers if code.co_name == "checkpoint" and "torch" in code.co_filename]
         around.append(len(inside))
 
-    hook = probe.blocks[0].attention_norm.register_forward_hook(note_checkpoints)
+    hook = transformer_blocks(probe)[0].attention_norm.register_forward_hook(note_checkpoints)
     gradients_of(probe, *words)
     hook.remove()
     return max(around)

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from course_kit.labs.recompute.gradients import apart, micro_batches, uneven, whole_batch
+from course_kit.labs.recompute.gradients import full_batch, micro_batches, relative_difference, uneven
+from course_kit.typed import grad_of, transformer_blocks
 from course_lib.recompute import modes
 from course_lib.recompute.modes import IGNORED
 from course_lib.single_gpu.model import ModelConfig, Transformer
@@ -22,7 +23,7 @@ def check() -> None:
         expected, mine = check_batch(probe, inputs, targets, lengths, size)
     before = [g.clone() for g in mine]
     modes.accumulate(probe, [(inputs, targets)])
-    assert apart([2 * g for g in before], [p.grad for p in probe.parameters()]) < 1e-5, (
+    assert relative_difference([2 * g for g in before], [grad_of(p) for p in probe.parameters()]) < 1e-5, (
         "add to .grad, do not replace it"
     )
     nothing = modes.accumulate(probe, [uneven(2, 24, [0, 0])])
@@ -30,7 +31,9 @@ def check() -> None:
     half = modes.accumulate(probe, [(inputs, targets)], tokens=2 * (targets != IGNORED).sum())
     assert abs(half.item() - expected.item() / 2) < 1e-5, "divide by `tokens` where it is given"
     dtypes = []
-    hook = probe.blocks[0].mlp.up_proj.register_forward_hook(lambda module, args, out: dtypes.append(out.dtype))
+    hook = transformer_blocks(probe)[0].mlp.up_proj.register_forward_hook(
+        lambda module, args, out: dtypes.append(out.dtype)
+    )
     mixed = modes.accumulate(probe, [(inputs, targets)], torch.bfloat16)
     hook.remove()
     assert dtypes == [torch.bfloat16], "run the model under autocast, in the precision `dtype`"
@@ -53,7 +56,7 @@ def check_batch(
 
     Returns the expected loss, and the gradients of the answer.
     """
-    expected, whole = whole_batch(probe, inputs, targets)
+    expected, whole = full_batch(probe, inputs, targets)
     probe.zero_grad()
     calls, kept = [], []
 
@@ -64,14 +67,14 @@ def check_batch(
         )
         kept.append(weakref.ref(args[0].untyped_storage()))
 
-    hook = probe.blocks[0].mlp.down_proj.register_forward_hook(note)
+    hook = transformer_blocks(probe)[0].mlp.down_proj.register_forward_hook(note)
     got = modes.accumulate(probe, micro_batches(inputs, targets, size))
     hook.remove()
     mine = [p.grad for p in probe.parameters()]
     assert max(calls) <= size, f"the model was called with {max(calls)} sequences at once; a micro-batch has {size}"
     assert all(torch.isfinite(g).all() for g in mine), "a gradient is not finite: a micro-batch without a target?"
-    assert apart(whole, mine) < 1e-5, (
-        f"{lengths} targets a row, {size} a micro-batch: gradient {apart(whole, mine):.1%} off. Weigh by tokens"
+    assert relative_difference(whole, mine) < 1e-5, (
+        f"{lengths} targets a row, {size} a micro-batch: gradient {relative_difference(whole, mine):.1%} off. Weigh by tokens"
     )
     assert isinstance(got, torch.Tensor) and not got.requires_grad, "return the loss as a detached tensor"
     assert abs(got.item() - expected.item()) < 1e-5, f"the mean loss is {expected:.4f}, you return {got:.4f}"

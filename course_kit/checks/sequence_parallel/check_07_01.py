@@ -55,7 +55,7 @@ def gates_trial(group: dist.ProcessGroup) -> str | None:
 
 
 def gates_gradcheck(group: dist.ProcessGroup) -> str | None:
-    """The error message of gradcheck on an MLP between g and g*, or None."""
+    """Return the error message of gradcheck on an MLP between g and g*, or None."""
     generator = torch.Generator().manual_seed(2)
     x, a, b = (torch.randn(s, generator=generator, dtype=torch.float64) for s in ((1, 4, 3), (4, 3), (3, 4)))
     own_a, own_b, shard = cut(a, group, 0), cut(b, group, 1), TensorShard.of(4, group, 1)

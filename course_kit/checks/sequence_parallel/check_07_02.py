@@ -10,6 +10,7 @@ from course_kit.checks.sequence_parallel.cases import told_of
 from course_kit.checks.sequence_parallel.diary import Diary, Event, total, unfinished
 from course_kit.labs.tensor_parallel.models import relative_error
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import count_traffic
 from course_lib.sequence_parallel import model as sequence
 from course_lib.tensor_parallel.by_hand import cut
@@ -30,7 +31,7 @@ def gathered_trial(
     grads = [torch.randn(2, 8, len(weight), generator=generator) for weight in weights]
     whole = [t.clone().requires_grad_() for t in (x, *weights)]
     torch.autograd.backward([F.linear(whole[0], w) for w in whole[1:]], grads)
-    expected = [cut(whole[0].grad, group, 1), *(cut(w.grad, group, 0) for w in whole[1:])]
+    expected = [cut(grad_of(whole[0]), group, 1), *(cut(grad_of(w), group, 0) for w in whole[1:])]
     own = [cut(x, group, 1).clone(), *(cut(w, group, 0).clone() for w in weights)]
     wanted = [t.requires_grad_() for t, want in zip(own, (wants_x, *wants), strict=True) if want]
     outs = sequence.GatheredMatmul.apply(own[0], group, *own[1:])

@@ -14,12 +14,13 @@ from course_kit.labs.sequence_parallel.models import (
     ONE_LAYER,
     Training,
     batch_of,
+    full_gradients,
     one_process,
     split_model,
-    whole_gradients,
 )
 from course_kit.labs.tensor_parallel.models import TINY, in_groups, relative_error, sgd
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.data_parallel.replicas import DataParallel
 from course_lib.sequence_parallel import model as sequence
@@ -49,7 +50,7 @@ def sequence_trial(group: dist.ProcessGroup, config: ModelConfig, meta: bool, st
         with count_traffic() as forward:
             step_loss = vocab_parallel_cross_entropy(model(inputs), targets, group, config.vocab)
         step_loss.backward()
-        gradients = gradients or whole_gradients(model)
+        gradients = gradients or full_gradients(model)
         losses.append(step_loss.item())
         optimizer.step()
     return Told(losses, gradients, gather_state_dict(model), forward, differing(model, group))
@@ -65,11 +66,13 @@ def later_trial(group: dist.ProcessGroup, config: ModelConfig = TINY) -> tuple[d
         step_loss.backward()
         dp.finish()
     of_tp = backward.select("all_reduce", tuple(dist.get_process_group_ranks(group)))
-    return {name: p.grad.clone() for name, p in model.named_parameters() if "norm" in name}, of_tp.calls
+    return {name: grad_of(p).clone() for name, p in model.named_parameters() if "norm" in name}, of_tp.calls
 
 
 def refusals(group: dist.ProcessGroup) -> list[str | None]:
-    """The errors of models that can't be split, and of a sequence that does not divide; None where there is none."""
+    """Return the errors of models that can't be split, and of a sequence that does not divide; None where there is
+    none.
+    """
     said, split = [], split_model(ONE_LAYER, group)
     in_chunks = apply_tensor_parallel(Transformer(ONE_LAYER), group, chunks=2)
     odd = torch.zeros(1, 7, dtype=torch.long)

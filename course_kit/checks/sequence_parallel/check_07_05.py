@@ -10,6 +10,7 @@ import torch.distributed as dist
 from course_kit.labs.sequence_parallel.models import batch_of, split_model
 from course_kit.labs.tensor_parallel.models import TINY, in_groups
 from course_kit.ranks import shared
+from course_kit.typed import transformer_blocks
 from course_lib.single_gpu.model import ModelConfig
 
 Shape = tuple[int, int, int]
@@ -18,7 +19,7 @@ RANKS, BATCH, SEQ = 4, 2, 16
 
 
 def expected_shapes(config: ModelConfig, sequence_parallel: bool) -> dict[str, Shape]:
-    """The shapes at PLACES on rank 0."""
+    """Return the shapes at PLACES on rank 0."""
     tokens = SEQ // RANKS if sequence_parallel else SEQ  # outside of g and g*
     vocab = -(-config.vocab // RANKS)
     between, gathered = (BATCH, tokens, config.hidden), (BATCH, SEQ, config.hidden)
@@ -27,9 +28,9 @@ def expected_shapes(config: ModelConfig, sequence_parallel: bool) -> dict[str, S
 
 
 def seen_shapes(group: dist.ProcessGroup, sequence_parallel: bool, config: ModelConfig = TINY) -> dict[str, Shape]:
-    """The shapes at PLACES on this rank, from the running model."""
+    """Return the shapes at PLACES on this rank, from the running model."""
     model, (inputs, _) = split_model(config, group, sequence_parallel), batch_of(config, BATCH, SEQ)
-    block, seen = model.blocks[0], {}
+    block, seen = transformer_blocks(model)[0], {}
 
     def note(place):
         def hook(module, args, out):

@@ -50,7 +50,7 @@ class Diary(TorchDispatchMode):
         return out
 
     def sender(self, name: str):
-        """A function of torch.distributed that notes its start, and its waiting."""
+        """Return a function of torch.distributed that notes its start, and its waiting."""
         plain, word = self.plain[name], self.SENDS[name]
 
         def send(*args, **kwargs):
@@ -77,11 +77,11 @@ class Diary(TorchDispatchMode):
 
 
 def unfinished(events: list[Event]) -> int:
-    """The number of works that have been started and never waited for."""
+    """Return the number of works that have been started and never waited for."""
     starts = [(place, word, works) for place, (word, works) in enumerate(events) if word.startswith("start")]
     return sum(max(0, works - events.count((word.replace("start", "wait"), place))) for place, word, works in starts)
 
 
 def total(events: list[Event], word: str) -> int:
-    """The sum of the numbers of all events with this word."""
+    """Return the sum of the numbers of all events with this word."""
     return sum(number for event, number in events if event == word)

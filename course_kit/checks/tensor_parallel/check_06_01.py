@@ -16,7 +16,7 @@ WAYS = {"columns": [{"all_gather"}], "rows": [{"all_reduce"}, {"reduce_scatter",
 
 
 def product_trial(group: dist.ProcessGroup, how: str, dtype: torch.dtype) -> tuple[float, torch.dtype, int, Traffic]:
-    """The error, the result's dtype, the multiplications, the traffic by collective."""
+    """Return the error, the result's dtype, the multiplications, the traffic by collective."""
     generator = torch.Generator().manual_seed(1)
     x, weight = (torch.randn(rows, 16, generator=generator).to(dtype) for rows in (6, 24))
     copies = x.clone(), weight.clone()

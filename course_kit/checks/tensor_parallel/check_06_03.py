@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from course_kit.checks.tensor_parallel.cases import counted
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.tensor_parallel import by_hand
 from course_lib.tensor_parallel.by_hand import cut
@@ -20,7 +21,7 @@ def backward_trial(group: dist.ProcessGroup) -> tuple[list[float], Traffic]:
     x, a, b, grad_y = (torch.randn(s, generator=generator) for s in ((5, 12), (16, 12), (12, 16), (5, 12)))
     whole = [tensor.clone().requires_grad_() for tensor in (x, a, b)]
     F.linear(F.silu(F.linear(*whole[:2])), whole[2]).backward(grad_y)
-    expected = whole[0].grad, cut(whole[1].grad, group, 0), cut(whole[2].grad, group, 1)
+    expected = grad_of(whole[0]), cut(grad_of(whole[1]), group, 0), cut(grad_of(whole[2]), group, 1)
     with count_traffic() as traffic:
         got = by_hand.mlp_backward(x, cut(a, group, 0), cut(b, group, 1), grad_y, group)
     return [relative_error(g, e) for g, e in zip(got, expected, strict=True)], traffic

@@ -12,6 +12,7 @@ from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, counted, i
 from course_kit.checks.tensor_parallel.diary import Diary
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.tensor_parallel import linear
 from course_lib.tensor_parallel.by_hand import cut
@@ -46,7 +47,7 @@ def column_trial(
     whole = [t.clone().requires_grad_() for t in (x, *weights)]
     whole_outs = [F.linear(whole[0], w) for w in whole[1:]]
     torch.autograd.backward(whole_outs, grads)
-    expected = [whole[0].grad, *(cut(w.grad, group, 0) for w in whole[1:])]
+    expected = [grad_of(whole[0]), *(cut(grad_of(w), group, 0) for w in whole[1:])]
     own = [x.clone(), *(cut(w, group, 0).clone() for w in weights)]
     wanted = [t.requires_grad_() for t, want in zip(own, (wants_x, *wants), strict=True) if want]
     given = [cut(g, group, -1).clone() for g in grads]
@@ -63,7 +64,7 @@ def column_trial(
 
 
 def multiplications(events: list[tuple[str, int]]) -> int:
-    """The multiplications of some events."""
+    """Return the multiplications of some events."""
     return sum(number for word, number in events if word == "product")
 
 

@@ -13,6 +13,7 @@ from course_kit.checks.tensor_parallel.cases import all_cases, counted
 from course_kit.checks.tensor_parallel.memory import kept_by
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.tensor_parallel import linear
 from course_lib.tensor_parallel.by_hand import cut
@@ -42,8 +43,8 @@ def row_trial(group: dist.ProcessGroup, bias: bool) -> Told:
         out.backward(given)
     expected = whole_layer(whole)
     expected.backward(given)
-    pairs = {"the output": (out, expected), "the gradient of x": (own.grad, cut(whole.grad, group, -1))}
-    pairs["the gradient of the weight"] = (layer.weight.grad, cut(whole_layer.weight.grad, group, 1))
+    pairs = {"the output": (out, expected), "the gradient of x": (grad_of(own), cut(grad_of(whole), group, -1))}
+    pairs["the gradient of the weight"] = (grad_of(layer.weight), cut(grad_of(whole_layer.weight), group, 1))
     if bias:
         pairs["the gradient of the bias"] = (layer.bias.grad, whole_layer.bias.grad)
     summed = []

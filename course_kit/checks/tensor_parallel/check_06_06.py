@@ -14,6 +14,7 @@ from course_kit.checks.tensor_parallel.cases import all_cases, counted
 from course_kit.checks.tensor_parallel.diary import Diary
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.tensor_parallel import linear
 from course_lib.tensor_parallel.by_hand import cut
@@ -59,14 +60,14 @@ def projection_trial(group: dist.ProcessGroup, copies: int, bias: bool) -> Told:
     torch.autograd.backward(expected, (grad_q, torch.cat(of_heads, dim=-1)))
     head = rank // copies
     pairs = {"q": (outs[0], cut(expected[0], group, -1)), "k": (outs[1], expected[1][..., 4 * head : 4 * head + 4])}
-    pairs |= {"the gradient of x": (own.grad, whole.grad)}
+    pairs |= {"the gradient of x": (grad_of(own), grad_of(whole))}
     for name, layer, full, of, number in (("q", layers[0], q, n, rank), ("k", layers[1], k, n // copies, head)):
         for kind in ("weight", "bias")[: 1 + bias]:
             one_process = getattr(full, kind).grad.chunk(of)[number]
             pairs[f"the gradient of {name}'s {kind}"] = (getattr(layer, kind).grad, one_process)
     members = tuple(dist.get_process_group_ranks(replicas.copies)) if replicas else ()
     errors = {name: relative_error(*pair) for name, pair in pairs.items()}
-    return Told(errors, layers[1].weight.grad, forward, backward, members, type(outs), " ".join(diary.words()))
+    return Told(errors, grad_of(layers[1].weight), forward, backward, members, type(outs), " ".join(diary.words()))
 
 
 class Zeros:
@@ -89,8 +90,10 @@ def autocast_trial(group: dist.ProcessGroup) -> ToldInAutocast:
     with contextlib.suppress(RuntimeError):  # dtypes that do not fit: no gradients
         torch.autograd.backward(outs, [cut(g, group, -1).to(out.dtype) for g, out in zip(given, outs, strict=True)])
     torch.autograd.backward([full(whole) for full in wholes], list(given))
-    pairs = [(layer.weight.grad, cut(each.weight.grad, group, 0)) for layer, each in zip(layers, wholes, strict=True)]
-    pairs += [(own.grad, whole.grad), (layers[1].bias.grad, cut(wholes[1].bias.grad, group, 0))]
+    pairs = [
+        (grad_of(layer.weight), cut(grad_of(each.weight), group, 0)) for layer, each in zip(layers, wholes, strict=True)
+    ]
+    pairs += [(grad_of(own), grad_of(whole)), (grad_of(layers[1].bias), cut(grad_of(wholes[1].bias), group, 0))]
     for layer in layers:
         layer.matmul = Zeros
     first, second = linear.project_together(own, layers)
@@ -99,7 +102,7 @@ def autocast_trial(group: dist.ProcessGroup) -> ToldInAutocast:
 
 
 def projections(group: dist.ProcessGroup) -> tuple[list[Told], ToldInAutocast]:
-    """The trials of this group's numbers of copies, and that in autocast."""
+    """Return the trials of this group's numbers of copies, and that in autocast."""
     return all_cases(group, projection_trial, COPIES[group.size()]), autocast_trial(group)
 
 

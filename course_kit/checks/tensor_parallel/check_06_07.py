@@ -13,6 +13,7 @@ from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, counted, i
 from course_kit.checks.tensor_parallel.memory import kept_by
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.tensor_parallel import vocabulary
 
@@ -48,7 +49,10 @@ def embedding_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, sh
     outside = (tokens < 0) | (tokens >= vocab)
     expected = whole(tokens.masked_fill(outside, 0)).masked_fill(outside[..., None], 0.0)
     expected.backward(given)
-    errors = relative_error(out, expected), relative_error(layer.weight.grad, layer.shard.cut(whole.weight.grad))
+    errors = (
+        relative_error(out, expected),
+        relative_error(grad_of(layer.weight), layer.shard.cut(grad_of(whole.weight))),
+    )
     layer.output_reduce = lambda summand, group: torch.zeros_like(summand)
     return Told(*errors, out.dtype, forward, backward, kept, layer(tokens).abs().max().item())
 

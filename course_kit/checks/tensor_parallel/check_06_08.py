@@ -12,6 +12,7 @@ from course_kit.checks.tensor_parallel.cases import all_cases, counted, in_case
 from course_kit.checks.tensor_parallel.memory import AtOnce
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.recompute.modes import IGNORED
 from course_lib.tensor_parallel import vocabulary
@@ -63,7 +64,7 @@ def loss_trial(group: dist.ProcessGroup, vocab: int, dtype: torch.dtype, scale: 
     whole.requires_grad_()
     expected = F.cross_entropy(whole.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
     expected.backward()
-    errors = relative_error(got, expected), relative_error(own.grad.float(), shard.cut(whole.grad).float())
+    errors = relative_error(got, expected), relative_error(grad_of(own).float(), shard.cut(grad_of(whole)).float())
     enough, unchanged = 4 * tokens * 3 * 2 * (n - 1) / n, torch.equal(own, before)
     again = vocabulary.vocab_parallel_cross_entropy(own, targets, group, vocab)
     gradient = torch.autograd.grad(again, own, retain_graph=True)[0].clone()

@@ -25,6 +25,7 @@ from course_kit.labs.tensor_parallel.models import (
     split_model,
 )
 from course_kit.ranks import shared
+from course_kit.typed import transformer_blocks
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.single_gpu.memory import param_count
 from course_lib.single_gpu.model import MLP, ModelConfig, Transformer, loss
@@ -130,7 +131,7 @@ def stepping_over(what: str) -> Iterator[None]:
 
 def wrong_project(model: nn.Module) -> str | None:
     """Say of which block `project` does not return the outputs of its own layers; None where all do."""
-    for number, block in enumerate(model.blocks):
+    for number, block in enumerate(transformer_blocks(model)):
         for part, names in PROJECTED.items():
             owner, x = getattr(block, part), torch.randn(2, 3, TINY.hidden)
             outs = owner.project(x)
@@ -155,7 +156,7 @@ def wrong_mixtures(group: dist.ProcessGroup) -> str | None:
             block.mlp = Mixture(block.mlp if always else None)
     with stepping_over(f"{what}: {advice}"):
         program.apply_tensor_parallel(split, group)
-    rows = split.blocks[0].mlp.always.up_proj.weight.shape[0]
+    rows = transformer_blocks(split)[0].mlp.always.up_proj.weight.shape[0]
     if rows != TINY.ffn_hidden // group.size():
         return f"{what}: up of the one inside has {rows} rows of {TINY.ffn_hidden}: {advice}"
     if relative_error(split(inputs), TensorShard.of(TINY.vocab, group, -1).cut(whole(inputs))) > 1e-5:
@@ -169,7 +170,7 @@ def wrong_head_norms(group: dist.ProcessGroup) -> str | None:
     loss(whole(inputs), targets).backward()
     vocabulary.vocab_parallel_cross_entropy(split(inputs), targets, group, HEAD_NORMS.vocab).backward()
     for name in ("q_norm", "k_norm"):
-        got, expected = (getattr(model.blocks[0].attention, name).weight.grad for model in (split, whole))
+        got, expected = (getattr(transformer_blocks(model)[0].attention, name).weight.grad for model in (split, whole))
         if relative_error(got, expected) > 1e-5:
             return f"a model with qk_norm: the gradient of {name} is not one process's; call share_head_norms"
     return None
@@ -185,7 +186,7 @@ def wrong_default() -> str | None:
 
 
 def refusal(group: dist.ProcessGroup, config: ModelConfig) -> tuple[str, bool] | None:
-    """The message with which a model is refused, and whether it is as before; None where it is not refused."""
+    """Return the message with which a model is refused, and whether it is as before; None where it is not refused."""
     model = Transformer(config)
     before = list(model.modules())
     try:
@@ -196,7 +197,7 @@ def refusal(group: dist.ProcessGroup, config: ModelConfig) -> tuple[str, bool] |
 
 
 def refusals(group: dist.ProcessGroup) -> list[tuple[str, bool] | None]:
-    """The refusals of all models that can't be split."""
+    """Return the refusals of all models that can't be split."""
     return [refusal(group, config) for config in CANNOT.values()]
 
 

@@ -10,7 +10,7 @@ LAYERS, HIDDEN, TOKENS, GPUS = 32, 4096, 8192, 8  # Llama-3 8B
 
 
 def all_reduces(layers: int) -> int:
-    """All-reduces of [b, s, h] in a forward and backward: four per layer, and one at each end of the model."""
+    """Return all-reduces of [b, s, h] in a forward and backward: four per layer, and one at each end of the model."""
     return 4 * layers + 2
 
 

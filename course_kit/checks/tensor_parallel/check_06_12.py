@@ -13,6 +13,7 @@ from course_kit.checks.tensor_parallel.cases import CLOSE, all_cases, counted, i
 from course_kit.checks.tensor_parallel.diary import Diary
 from course_kit.labs.tensor_parallel.models import in_groups, relative_error
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import count_traffic
 from course_lib.tensor_parallel import linear
 from course_lib.tensor_parallel.by_hand import cut
@@ -52,8 +53,8 @@ def chunk_trial(
     full(whole).backward(given)
     pairs = {"the output": (out, F.linear(x, full.weight))}
     if wants_x:
-        pairs["x's gradient"] = (own.grad, cut(whole.grad, group, -1))
-    pairs["the weight's gradient"] = (layer.weight.grad, cut(full.weight.grad, group, 1))
+        pairs["x's gradient"] = (grad_of(own), cut(grad_of(whole), group, -1))
+    pairs["the weight's gradient"] = (grad_of(layer.weight), cut(grad_of(full.weight), group, 1))
     errors = {name: relative_error(*pair) for name, pair in pairs.items()}
     enough = out.nbytes + (0 if own.is_contiguous() else own.nbytes)
     return Told(errors, out.dtype, diary.events, traffic.bytes, sum(diary.sizes()), enough, later.events)

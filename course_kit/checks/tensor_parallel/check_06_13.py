@@ -12,6 +12,7 @@ from torch import nn
 from course_kit.checks.tensor_parallel.cases import counted
 from course_kit.labs.tensor_parallel.models import in_groups
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import count_traffic
 from course_lib.tensor_parallel import regions
 
@@ -38,7 +39,7 @@ def drawn(group: dist.ProcessGroup | None, second: torch.Generator) -> dict[str,
 
 
 def is_salted(value) -> bool:
-    """Whether hash(value) is another number in each process that is started."""
+    """Return whether hash(value) is another number in each process that is started."""
     return isinstance(value, (str, bytes, memoryview)) or isinstance(value, tuple) and any(map(is_salted, value))
 
 
@@ -55,9 +56,9 @@ def in_group(group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def randomness_trial(group: dist.ProcessGroup) -> tuple[dict, int]:
-    """What two generators draw, as if the second were a GPU's; again, from the same seeds and with the default group,
-    which is the same; once more with other salts of hash(); whether they go on alike after an error, and a checkpoint's
-    replay. And how many collectives.
+    """Return what two generators draw, as if the second were a GPU's; again, from the same seeds and with the default
+    group, which is the same; once more with other salts of hash(); whether they go on alike after an error, and a
+    checkpoint's replay. And how many collectives.
     """
     second, told = torch.Generator(), {}
     of_a_gpu = {"is_initialized": lambda: True, "current_device": lambda: 0, "default_generators": (second,)}
@@ -89,12 +90,12 @@ def randomness_trial(group: dist.ProcessGroup) -> tuple[dict, int]:
     x = torch.ones(400, requires_grad=True)
     out = torch.utils.checkpoint.checkpoint(core, x, use_reentrant=False)
     out.sum().backward()
-    told["replay"] = torch.equal(out.detach(), x.grad)
+    told["replay"] = torch.equal(out.detach(), grad_of(x))
     return told, traffic.calls
 
 
 def alike(a: torch.Tensor, b: torch.Tensor) -> float:
-    """The part of their numbers that two draws have in common, in order."""
+    """Return the part of their numbers that two draws have in common, in order."""
     return (a == b).float().mean().item()
 
 

@@ -16,12 +16,12 @@ from course_lib.tensor_parallel import partitioned_checkpoints
 
 
 def has_graph(kept) -> bool:
-    """Whether a tensor in what is kept belongs to a graph of autograd's."""
+    """Return whether a tensor in what is kept belongs to a graph of autograd's."""
     return any(torch.is_tensor(each) and each.requires_grad for each in tree_leaves(kept))
 
 
 def comes_back(group: dist.ProcessGroup) -> bool | str:
-    """Whether 21 numbers in BF16, transposed, are the same once they have been in parts; or what is wrong."""
+    """Return whether 21 numbers in BF16, transposed, are the same once they have been in parts; or what is wrong."""
     odd = torch.arange(21, dtype=torch.bfloat16).view(7, 3).t().requires_grad_()
     parts = partitioned_checkpoints.PartitionedCheckpoint(None, group)
     with in_case("21 numbers in BF16, transposed, in parts on 4 ranks"):

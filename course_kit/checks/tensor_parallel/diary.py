@@ -66,13 +66,13 @@ class Diary(TorchDispatchMode):
         return super().__exit__(*error)
 
     def words(self) -> list[str]:
-        """The words of all events."""
+        """Return the words of all events."""
         return [word for word, _ in self.events]
 
     def total(self, word: str) -> int:
-        """The sum of the numbers of all events with this word."""
+        """Return the sum of the numbers of all events with this word."""
         return sum(number for event, number in self.events if event == word)
 
     def sizes(self) -> list[int]:
-        """Bytes of each storage that has been made."""
+        """Return the bytes of each storage that has been made."""
         return [storage.nbytes() for storage in self.made.values()]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from course_kit.checks.watchers import SizesFit
 from course_kit.checks.zero.comparing import Tensors, one_process
 from course_kit.labs.zero import TINY, batch_of, farthest, in_group
+from course_kit.typed import grad_of
 from course_lib.collectives.traffic import Traffic, count_traffic
 from course_lib.single_gpu.model import Transformer, loss
 from course_lib.zero import by_hand
@@ -43,7 +44,7 @@ def stage_1_trial(group: dist.ProcessGroup, steps: int = 2) -> tuple[Tensors, Tr
         model.zero_grad()
         loss(model(inputs), targets).backward()
         for parameter, view in zip(parameters, layout.views(gradient), strict=True):
-            view.copy_(parameter.grad)
+            view.copy_(grad_of(parameter))
         with SizesFit(), count_traffic() as traffic:
             by_hand.zero_1_step(layout, values, gradient, update)
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -12,7 +12,7 @@ def check(diagnose: Callable[[list[list[float]], list[list[float]]], str | None]
     from course_kit.ranks import shared
 
     for number, (fault, run) in enumerate(zip(FAULTS, clipped_runs(shared(4)), strict=True)):
-        pieces, used = ([rank[name] for rank, _ in run] for name in ("piece", "used"))
+        pieces, used = ([rank[name] for rank, _ in run] for name in ("shard", "used"))
         answer = diagnose(pieces, used)
         assert answer == (fault or "right"), f"run {number}: {answer!r} is not what its ranks have clipped by"
         steps = [[2.0 * x for x in rank] for rank in used]

@@ -9,6 +9,7 @@ from torch import nn
 from course_kit.checks.watchers import SizesFit
 from course_kit.checks.zero.comparing import noted_waits
 from course_kit.labs.zero import in_group
+from course_kit.typed import grad_of
 from course_lib.collectives.into_tensor import all_gather_into_tensor
 from course_lib.collectives.traffic import count_traffic
 from course_lib.zero.shards import FlatLayout, GradientBuffer
@@ -36,7 +37,7 @@ def buffer_trial(group: dist.ProcessGroup) -> tuple:
     gradients.attach(buffer)
     for number in [0, 1, 0] if rank else [0, 1, 3, 0]:  # no rank has a gradient of 2, rank 0 alone has one of 3
         parameters[number].grad = torch.full_like(parameters[number], rank + number + 1.0)
-        memory.append((number, parameters[number].grad.untyped_storage()._weak_ref()))
+        memory.append((number, grad_of(parameters[number]).untyped_storage()._weak_ref()))
         gradients.store(parameters[number])
     kept = [i for i, parameter in enumerate(parameters) if parameter.grad is not None]
     kept += [number for number, storage in memory if not torch.UntypedStorage._expired(storage)]

@@ -24,7 +24,9 @@ def note_calls(zero: ZeroOptimizer, log: list[Event]) -> None:
         for name in ("set_grad", "gather", "wait") if shard is not zero.optimizer else ("step",):
 
             def noted(*args, name=name, number=number, shard=shard, method=getattr(shard, name)):
-                if name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]:  # not set_grad's own
+                if (
+                    name != "wait" or shard.work is not None and log[-1:] != [("set_grad", number)]
+                ):  # not set_grad's own
                     log.append((name, number))
                 return method(*args)
 

@@ -1,4 +1,6 @@
-"""Labs of notebook 10b: chunks of one layout in another one, saves and their cost, kills, runs that forget something."""
+"""Labs of notebook 10b: chunks of one layout in another one, saves and their cost, kills, runs that forget
+something.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is killed and goes on, and runs that go on and have forgotten something."""
+"""A run that is killed and restarted, and runs that resume with a part of their state missing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Rows = list[tuple[float, float]]  # loss and learning rate of each step
 def killed_run(folder: Path, when: int = 12, steps: int = 20) -> tuple[int, list[str]]:
     """Run the program through the launcher; kill rank 1 when step `when` is printed. Return exit status and lines.
 
-    Leaves log.jsonl in the folder, and a copy of it at the kill, killed.jsonl: a restart removes the steps that it
+    Leaves log.jsonl in the folder, and killed.jsonl, a copy made at the kill: a restart removes the steps that it
     repeats.
     """
     import psutil
@@ -41,9 +41,10 @@ def killed_run(folder: Path, when: int = 12, steps: int = 20) -> tuple[int, list
     command += ["--checkpoints", str(folder / "checkpoints"), "--save-every", "5", "--out", str(folder / "log.jsonl")]
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     printed, killed = [], False
+    assert job.stdout is not None
     for line in job.stdout:
         printed.append(line.rstrip().replace(str(folder), ""))
-        if line.startswith("launch: rank 1: "):  # it is dead, and the restart has not begun
+        if line.startswith("launch: rank 1: "):  # the rank is dead, and the restart has not begun
             shutil.copy(folder / "log.jsonl", folder / "killed.jsonl")
         if not killed and line.startswith(f"step {when:>5}"):
             killed = True
@@ -61,7 +62,7 @@ def losses_without_kill(steps: int = 20) -> list[float]:
 
 
 def resumed_runs(root: Path) -> dict[str, Rows]:
-    """On a rank: steps 21 to 40 of four runs that go on from step 20 of 40, by what each has forgotten."""
+    """On a rank: steps 21 to 40 of four runs that resume from step 20 of 40, by the state that each has forgotten."""
     tokens = ByteTokenizer().encode(corpus()[:40000])
 
     def new():
@@ -69,13 +70,14 @@ def resumed_runs(root: Path) -> dict[str, Rows]:
         return parallel, TokenBatches(tokens, 4, 64, mesh.dp.rank(), 2)
 
     def go_on(parallel, batches, numbers) -> Rows:
-        found = []
+        rows = []
         for number in numbers:
             rate = learning_rate(number, 6e-3, 10, 40)
             for group in parallel.optimizer.param_groups:
                 group["lr"] = rate
-            found.append((parallel.step(*next(batches))[0].item(), rate))
-        return found
+            inputs, targets = next(batches)
+            rows.append((parallel.step(inputs, targets)[0].item(), rate))
+        return rows
 
     parallel, batches = new()
     go_on(parallel, batches, range(1, 21))
@@ -83,7 +85,9 @@ def resumed_runs(root: Path) -> dict[str, Rows]:
     runs = {}
     for forgot in ("nothing", "step", "optimizer", "position"):
         parallel, batches = new()
-        batches.position = load(parallel, latest(root))["position"]
+        folder = latest(root)
+        assert folder is not None
+        batches.position = load(parallel, folder)["position"]
         if forgot == "optimizer":
             parallel.optimizer.state.clear()
         if forgot == "position":
@@ -93,7 +97,7 @@ def resumed_runs(root: Path) -> dict[str, Rows]:
 
 
 def drawn() -> dict[str, str]:
-    """Return what run A, B and C have forgotten: drawn by chance."""
+    """Return the state that runs A, B and C have forgotten, drawn by chance."""
     return dict(zip("ABC", random.Random(1001).sample(FORGOTTEN, 3), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Saves and loads of small models: bytes by rank, the next losses, and what a save costs the steps around it."""
+"""Saves and loads of small models: bytes by rank, the next losses, and the cost of a save for the steps around it."""
 
 from __future__ import annotations
 
@@ -27,36 +27,40 @@ def three_batches() -> torch.Tensor:
 
 
 def save_checkpoint_of_run(text: str, root: Path) -> tuple[int, list[float]]:
-    """On a rank: a step, a checkpoint, two more steps. Return the bytes of its copies, and the last two losses."""
+    """On a rank: take a step, save a checkpoint, take two more steps. Return the bytes of the copies, and two
+    losses.
+    """
     layout, mesh, parallel = built(text, SHALLOW, lr=1e-3, eps=1e-4)
-    own, batches = local_samples(layout, mesh), three_batches()
-    parallel.step(*batches[0][:, own])
+    local, batches = local_samples(layout, mesh), three_batches()
+    parallel.step(*batches[0][:, local])
     checkpoints = Checkpoints(parallel, root)
     checkpoints.save(1)
     checkpoints.wait()
     assert checkpoints.failure is None, checkpoints.failure
-    losses = [parallel.step(*batch[:, own])[0].item() for batch in batches[1:]]
+    losses = [parallel.step(*batch[:, local])[0].item() for batch in batches[1:]]
     return sum(copy.nbytes for copy in checkpoints.copies.values()), losses
 
 
 def load_checkpoint(text: str, root: Path) -> list[float]:
-    """On a rank: two losses of a model with other initial weights that has loaded the checkpoint."""
+    """On a rank: two losses of a model with other initial weights after it has loaded the checkpoint."""
     layout, mesh, parallel = built(text, SHALLOW, seed=5, lr=1e-3, eps=1e-4)
-    load(parallel, latest(root))
+    folder = latest(root)
+    assert folder is not None
+    load(parallel, folder)
     return [parallel.step(*batch[:, local_samples(layout, mesh)])[0].item() for batch in three_batches()[1:]]
 
 
 def timed_saves(root: str) -> tuple[list[float], list[float]]:
-    """On a rank: the seconds of each step, and those that each save() took.
+    """On a rank: the seconds of each step, and of each save().
 
-    Each fourth step but the last saves, and in turn waits for the disk or does not.
+    Every fourth step but the last saves; every other save waits for the disk.
     """
     config = dataclasses.replace(PRESETS["small"], layers=3)
     _, _, parallel = built("dp2,zero1,mb2", config, lr=1e-3)
     batch = torch.randint(256, (2, 2, 64), generator=torch.Generator().manual_seed(dist.get_rank()))
     checkpoints, times, stood = Checkpoints(parallel, Path(root)), [], []
     parallel.step(*batch)
-    checkpoints.save(0)  # makes the memory for the copies
+    checkpoints.save(0)  # allocates the memory for the copies
     checkpoints.wait()
     for step in range(STEPS):
         dist.barrier()
@@ -76,7 +80,7 @@ def timed_saves(root: str) -> tuple[list[float], list[float]]:
 
 
 def stalls(ranks: Ranks) -> tuple[list[float], list[float]]:
-    """Return what `timed_saves` measures on rank 0 of two; the checkpoints are removed."""
+    """Return the result of `timed_saves` on rank 0 of two; the checkpoints are removed."""
     folder = tempfile.mkdtemp()
     try:
         return ranks(timed_saves, folder)[0]
@@ -85,11 +89,11 @@ def stalls(ranks: Ranks) -> tuple[list[float], list[float]]:
 
 
 def print_stalls(times: list[float], stood: list[float]) -> None:
-    """Print the standstill of either kind of save, what it costs with the steps after it, and a step without a save."""
+    """Print the standstill of either kind of save, its cost with the steps after it, and the time of other steps."""
     quiet = statistics.median(each for step, each in enumerate(times) if step % 8 in (4, 5, 6))
     for first, name in ((3, "waits for the disk"), (7, "written beside")):
-        more = [sum(times[step : step + 4]) - 4 * quiet for step in range(first, 16, 8)]
-        held = statistics.median(stood[first // 4 :: 2])
-        print(f"{name:18s}: training stands still for {1e3 * held:4.0f} ms;", end=" ")
-        print(f"this step and the three after it take {1e3 * statistics.median(more):4.0f} ms more")
+        extra = [sum(times[step : step + 4]) - 4 * quiet for step in range(first, 16, 8)]
+        standstill = statistics.median(stood[first // 4 :: 2])
+        print(f"{name:18s}: training stands still for {1e3 * standstill:4.0f} ms;", end=" ")
+        print(f"this step and the three after it take {1e3 * statistics.median(extra):4.0f} ms more")
     print(f"a step without a save: {1e3 * quiet:.0f} ms")

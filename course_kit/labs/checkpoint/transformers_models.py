@@ -1,4 +1,4 @@
-"""A trained model written for Hugging Face's transformers, its logits there, and losses of layouts that read it."""
+"""A trained model in the format of Hugging Face's transformers: its logits there, and layouts that load it."""
 
 from __future__ import annotations
 
@@ -35,24 +35,26 @@ def first_loss(text: str, folder: Path, batch: torch.Tensor) -> float:
 
 
 def to_and_from_transformers(ranks: Ranks) -> None:
-    """Train on four ranks, load the checkpoint with transformers, start two layouts from it; print what differs."""
+    """Train on four ranks, load the checkpoint with transformers, start two layouts from it; print the differences."""
     try:
         import transformers
     except ImportError:
         print("transformers is not installed: pip install -e '.[hf]' to compare")
         return
-    logging.disable(logging.WARNING)  # some are of CUDA libraries that this machine lacks
+    logging.disable(logging.WARNING)  # some warnings are about CUDA libraries that this machine lacks
     transformers.utils.logging.disable_progress_bar()
     root, draw = Path(tempfile.mkdtemp()), torch.Generator().manual_seed(2)
     tokens, batch = (torch.randint(97, shape, generator=draw) for shape in ((2, 8), (2, 4, 8)))
     ours = ranks(trained_logits, root, tokens)[0]
-    to_hf(latest(root), root / "model", file_bytes=8e3)
+    checkpoint = latest(root)
+    assert checkpoint is not None
+    to_hf(checkpoint, root / "model", file_bytes=8e3)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(root / "model")
     with torch.no_grad():
-        apart = (theirs(tokens).logits - ours).abs().max().item()
+        difference = (theirs(tokens).logits - ours).abs().max().item()
         right = nn.functional.cross_entropy(theirs(batch[0]).logits.flatten(0, 1), batch[1].flatten()).item()
     files = len(list((root / "model").glob("*.safetensors")))
-    print(f"{type(theirs).__name__} from {files} files: logits apart at most {apart:.0e}")
+    print(f"{type(theirs).__name__} from {files} files: logits differ by at most {difference:.0e}")
     print(f"the loss of another batch, transformers: {right:.6f}")
     for text in ("dp2,tp2,zero1,mb2", "pp2,dp2,zero3,keep"):
         print(f"first step in {text:18s}: {ranks(first_loss, text, root / 'model', batch)[0]:.6f}")

@@ -1,24 +1,25 @@
-"""A small model of mixtures, its training in one process, and the same training on groups of four ranks."""
+"""A small MoE model, its training in one process, and the same training on groups of four ranks."""
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from course_kit.labs.tensor_parallel.models import sgd
 from course_kit.ranks import shared
+from course_kit.typed import grad_of, transformer_blocks, world
 from course_lib.collectives.traffic import count_traffic
 from course_lib.data_parallel.replicas import DataParallel, find_diverged_params, parallel_accumulate
 from course_lib.expert_parallel import mixture as mixtures
 from course_lib.expert_parallel import model as program
 from course_lib.expert_parallel import router
 from course_lib.expert_parallel.experts import Experts
+from course_lib.expert_parallel.mixture import MoE
 from course_lib.expert_parallel.model import ExpertGroups
 from course_lib.sequence_parallel.model import apply_sequence_parallel
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
@@ -36,10 +37,10 @@ RATE = 0.3  # of learning
 
 
 class Layout(NamedTuple):
-    """A training of four ranks."""
+    """A training on four ranks."""
 
-    sizes: tuple[int, int, int, int]  # copies, nodes, ranks of a node, tensor-parallel ranks
-    tp: str = "none"  # none, matrices (of experts too), sequence (all), tokens (experts whole)
+    sizes: tuple[int, int, int, int]  # copies, nodes, ranks per node, tensor-parallel ranks
+    tp: str = "none"  # none, matrices (experts too), sequence (all), tokens (experts not split)
     routing: tuple[tuple[str, object], ...] = ()
     rate: float = 0.0  # of the biases
     steps: int = 3
@@ -54,30 +55,31 @@ LAYOUTS = (
 
 
 def batch_of(config: ModelConfig = TINY, batch: int = 4, seq: int = 12) -> torch.Tensor:
-    """Inputs and targets, each [b, s]: the same on all ranks."""
+    """Return inputs and targets, each [b, s], the same on all ranks."""
     return torch.randint(config.vocab, (2, batch, seq), generator=torch.Generator().manual_seed(100))
 
 
-def mixture(config: ModelConfig = TINY, **routing) -> nn.Module:
-    """A meta-device model of mixtures."""
+def mixture(config: ModelConfig = TINY, **routing) -> Transformer:
+    """Return an MoE model on the meta device."""
     with torch.device("meta"):
-        return mixtures.apply_moe(Transformer(config), EXPERTS, 2, WIDTH, **dict(ROUTING, **routing))
+        model = mixtures.apply_moe(Transformer(config), EXPERTS, 2, WIDTH, **dict(ROUTING, **routing))
+    return cast(Transformer, model)
 
 
-def filled(model: nn.Module) -> nn.Module:
-    """The model with its values; larger ones for the experts, so that they matter."""
+def filled(model: Transformer) -> Transformer:
+    """Return the model with initial values, larger for the experts so that they matter."""
 
-    def init(name, tensor):
+    def init(name: str, tensor: torch.Tensor) -> None:
         init_parameter(name, tensor, model.config)
         if ".experts." in name:
             with torch.no_grad():
                 tensor.mul_(5)
 
-    return materialize(model, init)
+    return cast(Transformer, materialize(model, init))
 
 
 class Training(NamedTuple):
-    """Losses by step, the first step's gradients, and the weights after the last one."""
+    """Losses by step, gradients of the first step, and weights after the last step."""
 
     losses: list[float]
     gradients: dict[str, torch.Tensor]
@@ -86,13 +88,14 @@ class Training(NamedTuple):
 
 def process_trial(routing: tuple, rate: float, steps: int) -> Training:
     """Train in one process, with all experts."""
-    model, losses, gradients = filled(mixture(**dict(routing))), [], {}
+    model, losses = filled(mixture(**dict(routing))), []
+    gradients: dict[str, torch.Tensor] = {}
     optimizer, (inputs, targets) = sgd(model.parameters(), RATE), batch_of()
     for _ in range(steps):
         optimizer.zero_grad()
         step_loss = loss(model(inputs), targets)
         step_loss.backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients = gradients or {name: grad_of(p).clone() for name, p in model.named_parameters()}
         losses.append(step_loss.item())
         optimizer.step()
         router.update_bias(model, router.take_counts(model), rate)
@@ -101,48 +104,58 @@ def process_trial(routing: tuple, rate: float, steps: int) -> Training:
 
 @functools.cache
 def one_process(routing: tuple = (), rate: float = 0.0, steps: int = 3) -> Training:
-    """The training of one process. It runs on a rank: there, what an optimizer imports is at hand."""
+    """Return the training of one process. It runs on a rank, which has already imported the optimizer's modules."""
     return shared(4)(process_trial, routing, rate, steps)[0]
 
 
-def spread(groups: ExpertGroups, tp: str, **routing) -> nn.Module:
-    """The mixture on these groups. tp: see Layout. Collective."""
-    model, world = mixture(**routing), dist.group.WORLD
+def spread(groups: ExpertGroups, tp: str, **routing) -> Transformer:
+    """Return the MoE model on these groups. tp: see Layout. Collective."""
+    model, all_ranks = mixture(**routing), world()
     if tp != "none":
         apply_tensor_parallel(model, groups.tp)
     if tp in ("sequence", "tokens"):
-        apply_sequence_parallel(model, groups.tp, reduce_group=world)
-    batch_group = world if tp in ("sequence", "tokens") else groups.dp
+        apply_sequence_parallel(model, groups.tp, reduce_group=all_ranks)
+    batch_group = all_ranks if tp in ("sequence", "tokens") else groups.dp
     if tp == "tokens":  # experts are spread over all ranks
-        return filled(program.apply_expert_parallel(model, world, batch_group=batch_group))
+        program.apply_expert_parallel(model, all_ranks, batch_group=batch_group)
+        return filled(model)
     split = groups.tp if tp != "none" else None
     program.apply_expert_parallel(model, groups.exchange, groups.copies, batch_group, split)
-    check_shapes(model.blocks[0].mlp.experts, math.prod(each.size() for each in groups.exchange), groups.tp.size())
+    experts = cast(MoE, transformer_blocks(model)[0].mlp).experts
+    check_shapes(experts, math.prod(each.size() for each in groups.exchange), groups.tp.size())
     return filled(model)
 
 
 def check_shapes(experts: Experts, ep: int, tp: int) -> None:
-    """On a rank: raise AssertionError where its part of the experts has not the shapes of 1/ep and 1/tp."""
+    """On a rank: raise AssertionError unless its local experts have the shapes of 1/ep and 1/tp."""
     wide, tall = [EXPERTS // ep, WIDTH // tp, TINY.hidden], [EXPERTS // ep, TINY.hidden, WIDTH // tp]
     for name, wanted in (("gate_proj", wide), ("up_proj", wide), ("down_proj", tall)):
         shape = list(getattr(experts, name).weight.shape)
-        assert shape == wanted, f"ep {ep}, tp {tp}: this rank's part of {name} is {shape}, not {wanted}"
+        assert shape == wanted, f"ep {ep}, tp {tp}: this rank's shard of {name} is {shape}, not {wanted}"
 
 
-class Told(NamedTuple):
+class RankResult(NamedTuple):
     """One rank's results of a training on four ranks."""
 
     losses: list[float]
     gradients: dict[str, torch.Tensor]  # of the first step, gathered
-    weights: dict[str, torch.Tensor]  # after the last one, gathered
+    weights: dict[str, torch.Tensor]  # after the last step, gathered
     norm: float  # of all gradients, by the groups' sums
     ways: list[str]  # collectives in forward
-    hops: int  # groups that exchange in it
-    drifted: list[str]  # parameters that should be alike and are not
+    hops: int  # groups that exchange in forward
+    drifted: list[str]  # parameters that differ between ranks that should hold the same
 
 
-def parallel_trial(sizes: tuple, tp: str = "none", routing: tuple = (), rate: float = 0.0, steps: int = 3) -> Told:
-    """On each of four ranks: the training of one_process, on the ranks of a Layout, in data parallelism."""
+def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient of the full parameter, gathered if the parameter is a shard. Collective."""
+    shard = placement_of(parameter).tensor_shard
+    return shard.gather(grad_of(parameter)) if shard else grad_of(parameter).clone()
+
+
+def parallel_trial(
+    sizes: tuple, tp: str = "none", routing: tuple = (), rate: float = 0.0, steps: int = 3
+) -> RankResult:
+    """On each of four ranks: run the training of one_process on the ranks of a Layout, with data parallelism."""
     _, nodes, inside, tp_size = sizes
     groups = ExpertGroups.make(nodes * inside, nodes, tp_size)
     model = spread(groups, tp, **dict(routing))
@@ -150,32 +163,29 @@ def parallel_trial(sizes: tuple, tp: str = "none", routing: tuple = (), rate: fl
         dp = DataParallel(model, groups.dp)
     except ValueError as error:
         raise AssertionError(f"DataParallel: {error}: is the reduce_group of the experts right?") from None
-    optimizer, losses, gradients, norm = sgd(model.parameters(), RATE), [], {}, 0.0
-    batch = tuple(cut(each, groups.dp, 0) for each in batch_of())
+    optimizer, losses, norm = sgd(model.parameters(), RATE), [], 0.0
+    gradients: dict[str, torch.Tensor] = {}
+    inputs, targets = (cut(each, groups.dp, 0) for each in batch_of())
 
-    def summed(logits, targets):
+    def summed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if tp == "none":
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
         return vocab_parallel_cross_entropy(logits, targets, groups.tp, model.config.vocab, "sum")
 
     with count_traffic() as traffic, torch.no_grad():
-        model.eval()(batch[0])
+        model.eval()(inputs)
     model.train()
     for _ in range(steps):
         optimizer.zero_grad()
-        losses.append(parallel_accumulate(dp, [batch], loss_of=summed).item())
+        losses.append(parallel_accumulate(dp, [(inputs, targets)], loss_of=summed).item())
         if not gradients:
-            gradients = {
-                name: placement_of(p).tensor_shard.gather(p.grad) if placement_of(p).tensor_shard else p.grad.clone()
-                for name, p in model.named_parameters()
-            }
+            gradients = {name: full_gradient(p) for name, p in model.named_parameters()}
             norm = clip_grad_norm_(model.parameters(), 1e9).item()
         optimizer.step()
         router.update_bias(model, router.take_counts(model), rate)
-    alike = nn.ModuleList([*(block.mlp.experts for block in model.blocks)])
-    drifted = find_diverged_params(alike, groups.copies) + find_diverged_params(
-        nn.ModuleList(router.routers_of(model)), groups.dp
-    )
+    experts = nn.ModuleList([cast(MoE, block.mlp).experts for block in transformer_blocks(model)])
+    routers = nn.ModuleList(router.routers_of(model))
+    drifted = find_diverged_params(experts, groups.copies) + find_diverged_params(routers, groups.dp)
     ways = sorted({record.collective for record in traffic.records})
     hops = len({record.group for record in traffic.select("all_to_all").records})
-    return Told(losses, gradients, gather_state_dict(model), norm, ways, hops, drifted)
+    return RankResult(losses, gradients, gather_state_dict(model), norm, ways, hops, drifted)

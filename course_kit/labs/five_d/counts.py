@@ -1,4 +1,4 @@
-"""Counts of what ranks hold and send: copies of a weight, norms, local shapes, bytes by axis and by step."""
+"""Counts per rank: copies of a weight, norms, local shapes, bytes sent by axis and by step."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from course_kit.labs.five_d.models import MOE, SHALLOW, TINY, built, local_batch
+from course_kit.typed import grad_of, override, transformer_blocks
 from course_lib.collectives.traffic import Record, count_traffic
 from course_lib.pipeline.norm import clip_grad_norm_
 from course_lib.single_gpu.model import ModelConfig
@@ -21,40 +22,44 @@ KINDS = {
     "blocks.1.mlp.router.weight": "router",
     "blocks.1.mlp.experts.up_proj.weight": "expert",
 }
-FLAT = ModelConfig(6, 32, 4, 4, 64, 32)  # small ends: nearly all parameters are in the layers
+FLAT = ModelConfig(6, 32, 4, 4, 64, 32)  # small embedding and head: nearly all parameters are in the layers
 COUNTS = 64  # bytes; messages up to this size are counts, shapes, losses and norms
 
 
 def counted_copies(text: str) -> dict[str, tuple[int, int]]:
-    """On a rank: for each kind of weight, the ranks that have the same bits, and how many sum its gradient."""
+    """On a rank: for each kind of weight, the number of ranks with the same bits, and of ranks that sum its
+    gradient.
+    """
     _, mesh, parallel = built(text, SHALLOW, MOE)
-    found, of_all = {}, [None] * dist.get_world_size()
+    bits_by_kind: dict[str, tuple[bytes, int]] = {}
+    of_ranks: list = [None] * dist.get_world_size()
     for stage in parallel.stages.values():
         for name, weight in stage.named_parameters():
             if name in KINDS:
                 group = placement_of(weight).reduce_group or mesh.replicas
-                found[KINDS[name]] = (weight.detach().numpy().tobytes(), group.size())
-    dist.all_gather_object(of_all, found)
+                bits_by_kind[KINDS[name]] = (weight.detach().numpy().tobytes(), group.size())
+    dist.all_gather_object(of_ranks, bits_by_kind)
     return {
-        kind: (sum(other.get(kind, (None,))[0] == bits for other in of_all), size)
-        for kind, (bits, size) in found.items()
+        kind: (sum(other.get(kind, (None,))[0] == bits for other in of_ranks), size)
+        for kind, (bits, size) in bits_by_kind.items()
     }
 
 
 def three_norms(text: str) -> tuple[float, float, float]:
-    """On a rank: the norm of its own gradients, of all ranks' squares summed, and the true one."""
+    """On a rank: the norm of the local gradients, of all ranks' squares summed, and of the full gradients."""
     layout, mesh, parallel = built(text, SHALLOW)
-    parallel.gradients(*local_batch(layout, mesh))
-    own = sum(weight.grad.square().sum() for weight in parallel.stages.parameters())
-    summed = own.clone()
+    inputs, targets = local_batch(layout, mesh)
+    parallel.gradients(inputs, targets)
+    local = torch.stack([grad_of(weight).square().sum() for weight in parallel.stages.parameters()]).sum()
+    summed = local.clone()
     dist.all_reduce(summed)
-    return own.sqrt().item(), summed.sqrt().item(), clip_grad_norm_(parallel.runner, 1e9).item()
+    return local.sqrt().item(), summed.sqrt().item(), clip_grad_norm_(parallel.runner, 1e9).item()
 
 
 class Layer(NamedTuple):
     """A rank's notes on its first layer, and on the traffic of a forward and backward."""
 
-    shapes: dict[str, list[int]]  # that leave the modules
+    shapes: dict[str, list[int]]  # of the modules' outputs
     weights: dict[str, list[int]]  # local shapes
     sent: dict[str, tuple[int, int]]  # calls and bytes by group of the mesh
     messages: list[int]  # bytes of each send to another stage
@@ -63,12 +68,13 @@ class Layer(NamedTuple):
 
 
 def local_shapes(text: str, moe: dict | None, batch: int = 4, seq: int = 32) -> Layer:
-    """On a rank: the shapes that leave the modules of its first layer, its weights' shapes, what is sent."""
+    """On a rank: the output shapes of the modules of its first layer, its weights' shapes, and its traffic."""
     layout, mesh, parallel = built(text, SHALLOW, moe)
-    block, found = next(block for stage in parallel.stages.values() for block in stage.blocks), {}
+    block = next(block for stage in parallel.stages.values() for block in transformer_blocks(stage))
+    shapes: dict[str, list[int]] = {}
 
     def note(name: str, module: nn.Module, args: tuple, out: torch.Tensor) -> None:
-        found.setdefault(name, list(out.shape))
+        shapes.setdefault(name, list(out.shape))
 
     for name, module in block.named_modules():
         if name in ("attention_norm", "attention.o_proj", "mlp_norm", "mlp", "mlp.router", "mlp.experts"):
@@ -76,52 +82,54 @@ def local_shapes(text: str, moe: dict | None, batch: int = 4, seq: int = 32) -> 
     core = block.attention.core
 
     def noted_core(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        found.setdefault("q", list(q.shape)), found.setdefault("k", list(k.shape))
+        shapes.setdefault("q", list(q.shape)), shapes.setdefault("k", list(k.shape))
         out = core(q, k, v)
-        found.setdefault("core", list(out.shape))
+        shapes.setdefault("core", list(out.shape))
         return out
 
-    block.attention.core = noted_core
-    own = local_batch(layout, mesh, batch, seq)
+    override(block.attention, core=noted_core)
+    inputs, targets = local_batch(layout, mesh, batch, seq)
     parallel.runner.shapes = {}
     with count_traffic() as traffic:
-        parallel.gradients(*own)
+        parallel.gradients(inputs, targets)
     weights = {name: list(weight.shape) for name, weight in block.named_parameters()}
     groups = {
         name: tuple(dist.get_process_group_ranks(g)) for name, g in mesh._asdict().items() if name != "device_mesh"
     }
-    sent = {name: traffic.select(group=group) for name, group in groups.items() if len(group) > 1}
-    calls = {name: (each.calls, each.bytes) for name, each in sent.items()}
+    traffic_by_group = {name: traffic.select(group=group) for name, group in groups.items() if len(group) > 1}
+    calls = {name: (each.calls, each.bytes) for name, each in traffic_by_group.items()}
     messages = [record.bytes for record in traffic.select("send").records]
-    return Layer(found, weights, calls, messages, traffic.records, groups)
+    return Layer(shapes, weights, calls, messages, traffic.records, groups)
 
 
 def by_axis(layer: Layer) -> dict[str, int]:
-    """Return the bytes that a rank has sent over each axis; over several of them: for "replicas", else "other"."""
+    """Return the bytes that a rank has sent over each axis; over several axes: as "replicas" or "other"."""
     names = {layer.groups[name]: name for name in ("replicas", "ep", "pp", "cp", "tp") if len(layer.groups[name]) > 1}
-    found = dict.fromkeys(("tp", "cp", "ep", "pp", "replicas", "other"), 0)
+    bytes_by_axis = dict.fromkeys(("tp", "cp", "ep", "pp", "replicas", "other"), 0)
     for record in layer.records:
-        found[names.get(record.group, "other")] += record.bytes
-    return found
+        bytes_by_axis[names.get(record.group, "other")] += record.bytes
+    return bytes_by_axis
 
 
 def sent_per_step(text: str, counts: list[int], seq: int = 32) -> list[int]:
-    """On a rank: bytes that steps of so many micro-batches send, without counts, shapes, losses and norms."""
+    """On a rank: bytes that steps with these numbers of micro-batches send, without counts, shapes, losses and
+    norms.
+    """
     layout, mesh, parallel = built(text, FLAT)
-    sent = []
+    bytes_sent = []
     for m in counts:
         parallel.optimizer.zero_grad()
-        own = local_batch(layout, mesh, m * layout.dp, seq, FLAT.vocab)
+        inputs, targets = local_batch(layout, mesh, m * layout.dp, seq, FLAT.vocab)
         with count_traffic() as traffic:
-            parallel.gradients(*own)
-        sent.append(sum(record.bytes for record in traffic.records if record.bytes > COUNTS))
-    return sent
+            parallel.gradients(inputs, targets)
+        bytes_sent.append(sum(record.bytes for record in traffic.records if record.bytes > COUNTS))
+    return bytes_sent
 
 
 def sent_by_all(text: str) -> list[Record]:
     """On a rank: the records of one forward and backward."""
     layout, mesh, parallel = built(text, TINY)
-    own = local_batch(layout, mesh, 8, 32)
+    inputs, targets = local_batch(layout, mesh, 8, 32)
     with count_traffic() as traffic:
-        parallel.gradients(*own)
+        parallel.gradients(inputs, targets)
     return traffic.records

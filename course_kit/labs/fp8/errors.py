@@ -1,4 +1,4 @@
-"""Errors of 8 bits: by scale, by the size of an outlier, by the length of a sum, and of a second moment in Adam."""
+"""Errors of 8 bits: by scale, by the size of an outlier, by the length of a sum, and of Adam's second moment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from course_lib.mixed_precision.block_formats import relative_error
 from course_lib.mixed_precision.formats import FloatFormat, round_to
 from course_lib.single_gpu import model as plain_model
 
-Storage = Callable[[torch.Tensor], torch.Tensor]  # returns what is left of a tensor that has been stored
+Storage = Callable[[torch.Tensor], torch.Tensor]  # returns a tensor as it is after storage
 
 
 def fp8_name(dtype: torch.dtype) -> str:
@@ -27,23 +27,23 @@ def fp8_name(dtype: torch.dtype) -> str:
 
 
 def error_at_scale(x: torch.Tensor, fmt: FloatFormat, scale: float) -> float:
-    """Return the relative error of x in a format, divided by a scale before it is rounded."""
+    """Return the relative error of x in a format, with x divided by a scale before rounding."""
     return relative_error(round_to(x / scale, fmt, saturate=True) * scale, x)
 
 
 def in_e4m3(x: torch.Tensor, block: tuple[int, int] = quantization.TENSOR) -> torch.Tensor:
-    """Return what is left of x in e4m3 with a scale for each block, by `quantize`."""
+    """Return x after quantization to e4m3 with a scale for each block, by `quantize`."""
     return quantization.dequantize(quantization.quantize(x, block=block))
 
 
 def int8(x: torch.Tensor) -> torch.Tensor:
-    """Return x as one scale and integers of 8 bits hold it."""
+    """Return x after quantization to 8-bit integers with one scale."""
     scale = x.abs().max() / 127
     return (x / scale).round() * scale
 
 
 def outlier_errors(way: Storage, factors: list[float]) -> list[float]:
-    """Return the error of 1,023 channels of normal numbers, stored in some way, by the factor of one more channel."""
+    """Return the error of 1,023 channels of normal numbers, stored by `way`, for each factor of one more channel."""
     x = torch.randn(64, 1024, generator=torch.Generator().manual_seed(2))
     errors = []
     for factor in factors:
@@ -56,7 +56,7 @@ def outlier_errors(way: Storage, factors: list[float]) -> list[float]:
 def short_sum_errors(
     a: torch.Tensor, b: torch.Tensor, lengths: list[int], bits: int, promote: int | None
 ) -> list[float]:
-    """Return the error of a sum of products by its length, in an accumulator of so many bits."""
+    """Return the error of a sum of products by its length, in an accumulator of `bits` bits."""
     errors = []
     for k in lengths:
         left, right = quantization.quantize(a[:, :k]), quantization.quantize(b[:, :k])
@@ -76,14 +76,14 @@ def moments() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def stored_second_moment(storage: Storage, rate: float = 1e-3) -> tuple[float, float]:
-    """Store the second moment of each matrix in some way. Returns the share of elements where it became 0 and the first
-    moment is not, and the largest update of a weight that results.
+    """Store the second moment of each matrix by `storage`. Returns the share of elements whose second moment became 0
+    while the first is not 0, and the largest resulting update of a weight.
     """
     lost, largest, count = 0, 0.0, 0
     for first, second in moments():
-        second = storage(second)
-        lost, count = lost + ((second == 0) & (first != 0)).sum().item(), count + first.numel()
-        largest = max(largest, (rate * first / (second.sqrt() + 1e-8)).abs().max().item())
+        stored = storage(second)
+        lost, count = lost + int(((stored == 0) & (first != 0)).sum()), count + first.numel()
+        largest = max(largest, (rate * first / (stored.sqrt() + 1e-8)).abs().max().item())
     return lost / count, largest
 
 

@@ -1,4 +1,4 @@
-"""One layer in FP8: its results and times, and the break-it lab of notebook 14b, whose layers have a fault each."""
+"""One layer in FP8: its results and times, and the break-it lab of notebook 14b, with one fault per layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 import torch
 from torch import nn
 
+from course_kit.typed import override
 from course_lib.fp8.linear import Fp8Linear
 from course_lib.fp8.operands import Cast, Casts
 from course_lib.fp8.quantization import Quantized, dequantize, quantize
@@ -23,8 +24,8 @@ def linear_case(layer: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[tor
 
 
 def median_ms(layers: dict[str, nn.Module], x: torch.Tensor, dy: torch.Tensor, repeats: int = 7) -> dict[str, float]:
-    """Return the median time of forward and backward of each layer, measured in turns."""
-    times = {name: [] for name in layers}
+    """Return the median milliseconds of forward and backward of each layer, measured in alternation."""
+    times: dict[str, list[float]] = {name: [] for name in layers}
     for _ in range(repeats):
         for name, layer in layers.items():
             start = time.perf_counter()
@@ -34,7 +35,7 @@ def median_ms(layers: dict[str, nn.Module], x: torch.Tensor, dy: torch.Tensor, r
 
 
 def broken_layer(fault: str, w: torch.Tensor) -> Fp8Linear:
-    """Return an FP8 layer with blocks of 1 x 32 and a fault; "-" is none."""
+    """Return an FP8 layer with blocks of 1 x 32 and a fault; "-": no fault."""
     tile = Cast(block=(1, 32))
     casts = Casts(tile._replace(dtype=torch.float8_e5m2) if fault == "e" else tile, tile, tile)
     layer = Fp8Linear(nn.Linear(w.shape[1], w.shape[0], bias=False), casts)
@@ -45,25 +46,26 @@ def broken_layer(fault: str, w: torch.Tensor) -> Fp8Linear:
         return quantize(m, block=tile.block, scale=quantize(of, block=tile.block).scale)
 
     if fault == "s":
-        quantizers.gradient.forward = lambda g: with_scale_of(g, 448 * torch.ones_like(g))
-        quantizers.gradient.transposed = lambda q, g: quantizers.gradient.forward(g.t())
+        flat = lambda g: with_scale_of(g, 448 * torch.ones_like(g))  # noqa: E731
+        override(quantizers.gradient, forward=flat, transposed=lambda q, g: flat(g.t()))
     if fault == "o":
-        quantizers.weight.forward = lambda m, scale=None: with_scale_of(m, m / 64)
-        quantizers.weight.transposed = lambda q, m: quantizers.weight.forward(m.t())
+        small = lambda m, scale=None: with_scale_of(m, m / 64)  # noqa: E731
+        override(quantizers.weight, forward=small, transposed=lambda q, m: small(m.t()))
     if fault == "w":
-        quantizers.gradient.transposed = lambda q, g: Quantized(q.values.t().contiguous(), q.scale.t().flip(0), (32, 1))
+        flipped = lambda q, g: Quantized(q.values.t().contiguous(), q.scale.t().flip(0), (32, 1))  # noqa: E731
+        override(quantizers.gradient, transposed=flipped)
     return layer
 
 
 def lab_errors() -> dict[str, tuple[list[float], float]]:
-    """Return, of a layer without a fault and of layers 1 to 4, the errors of y, dx and dw, and how much of dy is 0."""
+    """Return the errors of y, dx and dw and the share of zeros in dy, for a layer without a fault and layers 1 to 4."""
     torch.manual_seed(4)
     x, w, dy = torch.randn(64, 128, requires_grad=True), torch.randn(96, 128), 1e-3 * torch.randn(64, 96)
     wanted = [x.detach() @ w.t(), dy @ w, dy.t() @ x.detach()]
-    found = {}
+    errors_by_layer = {}
     for number, fault in enumerate(["-", *LAB_ORDER]):
         layer = broken_layer(fault, w)
         errors = [relative_error(mine, exact) for mine, exact in zip(linear_case(layer, x, dy), wanted, strict=True)]
         lost = (dequantize(layer.quantizers.gradient(dy)) == 0).float().mean().item()
-        found[f"layer {number}" if number else "no fault"] = errors, lost
-    return found
+        errors_by_layer[f"layer {number}" if number else "no fault"] = errors, lost
+    return errors_by_layer

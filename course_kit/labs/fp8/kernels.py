@@ -1,5 +1,5 @@
-"""Costs of notebook 14b's kernels: instructions and registers of the compiled product, bytes of the casts, and times
-that GPUs measured.
+"""Costs of notebook 14b's kernels: instructions and registers of the compiled matmul, bytes of the casts, and times
+measured on GPUs.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import course_lib
 from course_kit.gpu.compiled import compile_launches
 from course_kit.gpu.launches import Launch, record_launches
 from course_kit.gpu.transactions import count_transactions
+from course_kit.typed import grad_of
 from course_lib.fp8 import kernels
 from course_lib.fp8.linear import Fp8Linear, quantized_once
 from course_lib.fp8.operands import Casts
@@ -44,7 +45,7 @@ def block_launch(
 
 
 def print_block_kernels() -> None:
-    """Compile block_matmul_kernel for an H100 in each of its configurations, and print what each costs."""
+    """Compile block_matmul_kernel for an H100 in each of its configurations, and print its cost."""
     operands = quantize(torch.randn(256, 256), block=TILE), quantize(torch.randn(256, 256), block=SQUARE)
     launches = []
     for configuration in kernels.BLOCK_MATMUL_CONFIGURATIONS:
@@ -52,16 +53,14 @@ def print_block_kernels() -> None:
         arguments, constants = block_launch(*operands, torch.empty(256, 256, dtype=torch.bfloat16), *tile)
         options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
         launches.append(Launch(kernels.block_matmul_kernel.fn, (1,), arguments, constants | options))
-    print(
-        f"{'tile':>9s} warps stages registers spills shared KB   FP8 products   multiply, fused add a thread and turn"
-    )
-    for launch, found in zip(launches, compile_launches(launches), strict=True):
+    print(f"{'tile':>9s} warps stages registers spills shared KB   FP8 matmuls   multiply, fused add per iteration")
+    for launch, compiled in zip(launches, compile_launches(launches), strict=True):
         names = ("wgmma.mma_async", "fma.rn.f32", "mul.f32")
-        products, fused, multiplied = (found.ptx.count(name) for name in names)
+        matmuls, fused, multiplied = (compiled.ptx.count(name) for name in names)
         print(
-            f"{launch.meta['block_m']:5d}x{launch.meta['block_n']:3d} {found.num_warps:5d} "
-            f"{launch.meta['num_stages']:6d} {found.registers:9d} {found.spilled_bytes:6d} "
-            f"{found.shared_bytes / 1000:9.0f} {products:14d} {multiplied:13d}, {fused}"
+            f"{launch.meta['block_m']:5d}x{launch.meta['block_n']:3d} {compiled.num_warps:5d} "
+            f"{launch.meta['num_stages']:6d} {compiled.registers:9d} {compiled.spilled_bytes:6d} "
+            f"{compiled.shared_bytes / 1000:9.0f} {matmuls:14d} {multiplied:13d}, {fused}"
         )
 
 
@@ -70,12 +69,14 @@ def bytes_per_element(run: Callable[[torch.Tensor], object], x: torch.Tensor) ->
     with record_launches() as launches:
         run(x)
     counted = [count_transactions(each.kernel, each.grid, *each.args, **each.meta) for each in launches]
-    return tuple(sum(32 * each.sectors(kind) for each in counted) / x.numel() for kind in ("load", "store"))
+    loaded, stored = (sum(32 * each.sectors(kind) for each in counted) / x.numel() for kind in ("load", "store"))
+    return loaded, stored
 
 
 def count_casts(casts: Casts, keep: bool) -> tuple[int, torch.Tensor]:
-    """Return how often a weight is quantized in four micro-batches, forward and backward, and its gradient. keep: with
-    `quantized_once`.
+    """Return how often a weight is quantized in four micro-batches, forward and backward, and its gradient.
+
+    keep: use `quantized_once`.
     """
     torch.manual_seed(0)
     layer, seen, quantize_weight = Fp8Linear(nn.Linear(160, 96, bias=False), casts), [], Quantizer.quantize
@@ -87,16 +88,16 @@ def count_casts(casts: Casts, keep: bool) -> tuple[int, torch.Tensor]:
     with mock.patch.object(Quantizer, "quantize", counted), quantized_once(layer) if keep else contextlib.nullcontext():
         for _ in range(4):
             layer(torch.randn(64, 160)).square().sum().backward()
-    return sum(seen), layer.weight.grad
+    return sum(seen), grad_of(layer.weight)
 
 
 def print_gpu_results() -> None:
-    """Print what `make gpu` has recorded of FP8: rates of kernels against their rivals, and steps."""
+    """Print the FP8 results recorded by `make gpu`: rates of kernels against their rivals, and steps."""
     names = ("fp8", "steps")
-    found = [path for name in names for path in sorted(RESULTS.glob(f"{name}_*.json")) if "cpu" not in path.name]
-    if not found:
+    paths = [path for name in names for path in sorted(RESULTS.glob(f"{name}_*.json")) if "cpu" not in path.name]
+    if not paths:
         print("No GPU has run `make gpu` yet: there is no figure to show.")
-    for path in found:
+    for path in paths:
         record = json.loads(path.read_text())
         print(path.name, record["date"], record["machine"])
         for row in (row for rows in record.values() if isinstance(rows, list) for row in rows):
@@ -105,6 +106,6 @@ def print_gpu_results() -> None:
                 name = f"{row['kernel']}, {row['size']}, {row['pass']}"
                 print(f"  {name:60s} {row['rate']:7,.0f} {row['unit']}", *against)
             elif "way" in row:
-                print(f"  {row['way']:20s} {row['step_s']:.3f} s a step, MFU {row['mfu'] or 0:.0%}")
-        for pair, found in record.get("in turns", {}).items():
-            print(f"  step, in turns: {pair} {found['ratio']:.2f}")
+                print(f"  {row['way']:20s} {row['step_s']:.3f} s per step, MFU {row['mfu'] or 0:.0%}")
+        for pair, timed in record.get("in turns", {}).items():
+            print(f"  step, in turns: {pair} {timed['ratio']:.2f}")

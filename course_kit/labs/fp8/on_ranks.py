@@ -1,4 +1,4 @@
-"""FP8 models on ranks, for notebook 14b: split by tensor parallelism, and under ZeRO-3 with an FP8 all-gather."""
+"""FP8 models on ranks for notebook 14b: split by tensor parallelism, and under ZeRO-3 with an FP8 all-gather."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import torch
 import torch.nn.functional as F
 
+from course_kit.typed import grad_of, transformer_blocks
 from course_lib.collectives.traffic import count_traffic
 from course_lib.fp8.gather import Fp8Gather
 from course_lib.fp8.program import apply_fp8
@@ -19,9 +20,9 @@ from course_lib.zero.sharded_models import fully_shard
 
 
 def split_gradients(config: ModelConfig, share_amax: bool | None, tokens: torch.Tensor) -> tuple[float, torch.Tensor]:
-    """Return the loss, in float64, and the gradient of one weight or of this rank's part of it.
+    """Return the loss, in float64, and the gradient of one weight or of its local shard.
 
-    share_amax: whether the ranks have common scales; None: in one process.
+    share_amax: True if the ranks have common scales; None: in one process.
     """
     model = Transformer(config)
     if share_amax is not None:
@@ -32,14 +33,14 @@ def split_gradients(config: ModelConfig, share_amax: bool | None, tokens: torch.
             quantizer.splits = ()
     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    return loss.item(), model.blocks[0].mlp.up_proj.weight.grad
+    return loss.item(), grad_of(transformer_blocks(model)[0].mlp.up_proj.weight)
 
 
 def sharded_losses(
     config: ModelConfig, dtype: torch.dtype, in_fp8: bool, steps: int, tokens: torch.Tensor
 ) -> tuple[list[float], dict[str, int]]:
     """Return the losses of an FP8 model under ZeRO-3, and the bytes that this rank sends in the last step, by
-    collective. in_fp8: whether weights travel in 8 bits.
+    collective. in_fp8: gather weights in 8 bits.
     """
     model = apply_fp8(Transformer(config), dataclasses.replace(RECIPES["DeepSeek-V3"], casts=by_blocks()))
     sharded = fully_shard(model, compute_dtype=dtype, encode=Fp8Gather() if in_fp8 else None)
@@ -52,7 +53,7 @@ def sharded_losses(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(step_loss.item())
-    sent: dict[str, int] = {}
+    bytes_sent: dict[str, int] = {}
     for record in traffic.records:
-        sent[record.collective] = sent.get(record.collective, 0) + record.bytes
-    return losses, sent
+        bytes_sent[record.collective] = bytes_sent.get(record.collective, 0) + record.bytes
+    return losses, bytes_sent

@@ -1,15 +1,17 @@
-"""Training of notebook 14b: bytes that recipes keep, curves of losses, jumps and spikes of activations."""
+"""Training of notebook 14b: bytes per parameter of recipes, loss curves, jumps and spikes of activations."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import cast
 
 import torch
 from torch import nn
 
 from course_kit.labs.fp8.errors import Storage
-from course_kit.labs.fp8.models import MEDIUM, tokens, trained_model
+from course_kit.labs.fp8.models import MEDIUM, Batch, tokens, trained_model
+from course_kit.typed import transformer_blocks
 from course_lib.fp8.delayed_scaling import update_scales
 from course_lib.fp8.operands import Casts
 from course_lib.fp8.program import apply_fp8
@@ -24,13 +26,12 @@ IN_BF16, SPIKE_AT = 40, 4  # steps before the switch to FP8; the step of the spi
 
 
 def print_recipes() -> None:
-    """Print the bytes per parameter of each recipe, and how its sum compares with the first one's."""
+    """Print the bytes per parameter of each recipe, and its total relative to the first recipe's."""
     names = list(next(iter(RECIPES.values())).parameter_bytes())
     print(f"{'':24s}" + "".join(f"{name.replace(' ', chr(10)).split(chr(10))[0]:>13s}" for name in names) + "   total")
-    first = None
+    first = sum(next(iter(RECIPES.values())).parameter_bytes().values())
     for name, recipe in RECIPES.items():
         sizes = recipe.parameter_bytes()
-        first = first or sum(sizes.values())
         row = "".join(f"{sizes[key] or '-':>13}" for key in names)
         print(f"{name:24s}{row}{sum(sizes.values()):8d}  {sum(sizes.values()) / first - 1:+.0%}")
 
@@ -46,7 +47,7 @@ def recipe_step(
 
 
 def bytes_per_parameter(recipe: Recipe) -> list[float]:
-    """Train a step, and count the bytes per parameter that are then in memory: weights, masters, sums, moments."""
+    """Train one step, and return the bytes per parameter that are then in memory: weights, masters, sums, moments."""
     model = apply_fp8(Transformer(MEDIUM), recipe)
     optimizer = RecipeOptimizer(model, recipe, lr=1e-3)
     recipe_step(model, optimizer, *next(TokenBatches(tokens(), batch=2, seq=32)))
@@ -65,7 +66,7 @@ def recipe_curve(recipe: Recipe, rate: float = 1e-3, steps: int = 10, seed: int 
 
 
 def trap_curve(storage: Storage, rate: float, steps: int = 64) -> list[float]:
-    """Return the losses of AdamW in float32 whose second moment is stored in some way after each step."""
+    """Return the losses of AdamW in float32 whose second moment is stored by `storage` after each step."""
     model, batches = Transformer(PRESETS["debug"]), TokenBatches(tokens(1_000_000), batch=4, seq=32)
     optimizer, losses = adamw(model, rate), []
     for _ in range(steps):
@@ -78,15 +79,15 @@ def trap_curve(storage: Storage, rate: float, steps: int = 64) -> list[float]:
 
 @torch.no_grad()
 def jump(model: nn.Module, channels: int, factor: float = 2.0**10) -> None:
-    """Make channels between up and down larger from now on; what the model computes stays."""
-    for block in model.blocks:
+    """Make channels between up and down larger from now on; the model's function stays."""
+    for block in transformer_blocks(model):
         block.mlp.up_proj.weight[:channels] *= factor
         block.mlp.down_proj.weight[:, :channels] /= factor
 
 
 @torch.no_grad()
 def losses_at_a_jump(casts: Casts, channels: int) -> list[float]:
-    """Return the loss of one batch before a jump, in the step of the jump, and in the next one."""
+    """Return the loss of one batch before a jump, in the step of the jump, and in the next step."""
     trained, (inputs, targets) = trained_model()
     model = apply_fp8(copy.deepcopy(trained), dataclasses.replace(RECIPES["DeepSeek-V3"], casts=casts))
     losses = []
@@ -99,38 +100,40 @@ def losses_at_a_jump(casts: Casts, channels: int) -> list[float]:
 
 
 class SpikingSwiglu:
-    """SwiGLU that, while `growth` isn't 1, has gate and up of one token and one channel so many times as large."""
+    """SwiGLU in which gate and up of one token and one channel are `growth` times as large."""
 
     growth = 1.0
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         added = torch.zeros_like(gate)  # [b, s, f]
-        chosen = (gate[0, 0].clamp(min=0) * up[0, 0].abs()).argmax()
-        added[0, 0, chosen] = self.growth - 1
+        channel = (gate[0, 0].clamp(min=0) * up[0, 0].abs()).argmax()
+        added[0, 0, channel] = self.growth - 1
         return swiglu(gate + added * gate.detach(), up + added * up.detach())
 
 
-def spike_curve(model: nn.Module, optimizer: torch.optim.Optimizer, casts: Casts | None, batches: list) -> list[float]:
+def spike_curve(
+    model: nn.Module, optimizer: torch.optim.Optimizer, casts: Casts | None, batches: list[Batch]
+) -> list[float]:
     """Return the losses of a copy of model and optimizer, with a spike in one step."""
     model, optimizer = copy.deepcopy((model, optimizer))
     apply_fp8(model, dataclasses.replace(RECIPES["DeepSeek-V3"], casts=casts))
     losses = []
-    for number, batch in enumerate(batches):
-        for block in model.blocks:
-            block.mlp.activation.growth = 1000.0 if number == SPIKE_AT else 1.0
-        losses.append(train_step(model, optimizer, *batch, torch.bfloat16).item())
+    for number, (inputs, targets) in enumerate(batches):
+        for block in transformer_blocks(model):
+            cast(SpikingSwiglu, block.mlp.activation).growth = 1000.0 if number == SPIKE_AT else 1.0
+        losses.append(train_step(model, optimizer, inputs, targets, torch.bfloat16).item())
         update_scales(model)
     return losses
 
 
 def spike_gaps(ways: dict[str, Casts]) -> dict[str, list[float]]:
-    """Train in BF16, then go on in FP8 with a spike in one step: the losses less those of BF16, by the way to scale."""
+    """Train in BF16, then continue in FP8 with a spike in one step; return the losses less those of BF16 by `ways`."""
     model, text = Transformer(PRESETS["debug"]), TokenBatches(tokens(), batch=8, seq=32)
-    for block in model.blocks:
+    for block in transformer_blocks(model):
         block.mlp.activation = SpikingSwiglu()
     optimizer, batches = adamw(model, 3e-3), [next(text) for _ in range(64)]
-    for batch in batches[:IN_BF16]:
-        train_step(model, optimizer, *batch, torch.bfloat16)
+    for inputs, targets in batches[:IN_BF16]:
+        train_step(model, optimizer, inputs, targets, torch.bfloat16)
     base = spike_curve(model, optimizer, None, batches[IN_BF16:])
     curves = {name: spike_curve(model, optimizer, casts, batches[IN_BF16:]) for name, casts in ways.items()}
     return {name: [mine - theirs for mine, theirs in zip(curve, base, strict=True)] for name, curve in curves.items()}

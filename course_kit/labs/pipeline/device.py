@@ -1,4 +1,4 @@
-"""A pretend device that takes set times and no core, and when a pipeline of four ranks on it does what."""
+"""A simulated device that takes given times and no core, and the timeline of a pipeline of four ranks on it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Span = tuple[str, int, int, float, float]  # kind, stage, micro-batch, start, en
 
 
 class Device(torch.autograd.Function):
-    """x plus weight; each pass takes as long as a product on a device that needs no core of this machine."""
+    """Computes x plus weight; each pass takes the time of a matmul on a device that needs no core of this machine."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, times: list[float]) -> torch.Tensor:
@@ -39,7 +39,7 @@ class Device(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A stage on the pretend device; times of F, I and W in s."""
+    """A stage on the simulated device; times of F, I and W in s."""
 
     def __init__(self, times: list[float]):
         super().__init__()
@@ -50,44 +50,44 @@ class Sleeper(nn.Module):
 
 
 class Timed(PipelineRunner):
-    """Notes when each action begins, its mail in hand, and when it ends."""
+    """A runner that notes when each action begins, with its input received, and when it ends."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.spans = []
+        self.spans: list[Span] = []
 
     def run(self, action) -> None:
-        take, key = self.p2p.wait_recv, ("F" if action.kind == "F" else "B", *action[1:])
-        if key in self.p2p.arriving:  # wait here, outside of the time that is noted
-            self.p2p.arriving[key] = None, take(*key)
+        wait_recv, key = self.p2p.wait_recv, ("F" if action.kind == "F" else "B", *action[1:])
+        if key in self.p2p.arriving:  # wait here, outside of the noted time
+            self.p2p.arriving[key] = None, wait_recv(*key)
         start = time.time()
         super().run(action)
         self.spans.append((*action, start, time.time()))
 
 
 def timed_steps(schedule: Schedule, times_ms: tuple[float, ...]) -> list[list[Span]]:
-    """On a rank: its actions in each of three steps. times_ms: of F, I and W of a whole rank."""
-    own = sorted({action.stage for action in schedule[dist.get_rank()]})
-    scale = [each / 1e3 / len(own) for each in times_ms]
-    runner = Timed({stage: Sleeper(scale) for stage in own}, schedule, loss_of=lambda out, _: out.square().sum())
+    """On a rank: its actions in each of three steps. times_ms: of F, I and W, per rank."""
+    local = sorted({action.stage for action in schedule[dist.get_rank()]})
+    scale = [each / 1e3 / len(local) for each in times_ms]
+    runner = Timed({stage: Sleeper(scale) for stage in local}, schedule, loss_of=lambda out, _: out.square().sum())
     batch = torch.randn(1 + max(action.micro_batch for action in schedule[0]), 8)
-    rounds = []
+    repeats = []
     for _ in range(3):
         runner.spans.clear()
         zero = common_zero()
         runner.step(batch, batch, tokens=1)
-        rounds.append([(*each[:3], 1e3 * (each[3] - zero), 1e3 * (each[4] - zero)) for each in runner.spans])
-    return rounds
+        repeats.append([(*each[:3], 1e3 * (each[3] - zero), 1e3 * (each[4] - zero)) for each in runner.spans])
+    return repeats
 
 
 def timed(
     ranks: Ranks, schedule: Schedule, times_ms: tuple[float, ...] = (12, 12, 12)
 ) -> tuple[simulation.Simulation, list[list[Span]]]:
-    """A schedule simulated, and what the ranks did with it, by rank: the step in which the last rank was done first.
+    """Return a schedule simulated, and the ranks' actions by rank in the fastest of some steps.
 
-    times_ms: of F, I and W of a whole rank; a rank's stages take equal shares of them.
+    times_ms: of F, I and W, per rank; a rank's stages take equal shares of them.
     """
     per_rank = len({action.stage for action in schedule[0]})
     simulated = simulation.simulate(schedule, *(each / per_rank for each in times_ms))
-    rounds = zip(*ranks(timed_steps, schedule, times_ms), strict=True)
-    return simulated, list(min(rounds, key=lambda each: max(row[-1][-1] for row in each)))
+    repeats = zip(*ranks(timed_steps, schedule, times_ms), strict=True)
+    return simulated, list(min(repeats, key=lambda each: max(row[-1][-1] for row in each)))

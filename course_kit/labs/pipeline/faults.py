@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from course_kit.ranks import Ranks
+from course_kit.typed import grad_of
 from course_lib.pipeline.runner import PipelineRunner
 from course_lib.pipeline.schedules import one_f_one_b
 from course_lib.pipeline.stages import split_stages
@@ -20,10 +21,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Lost(PipelineRunner):
-    """Forgets the weights' gradient of micro-batch 2 on rank 2."""
+    """A runner that loses the weights' gradient of micro-batch 2 on rank 2."""
 
     def run(self, action) -> None:
-        lost = self.group.rank() == 2 and action.kind == "B" and action.micro_batch == 2
+        lost = dist.get_rank(self.group) == 2 and action.kind == "B" and action.micro_batch == 2
         before = {w: None if w.grad is None else w.grad.clone() for w in self.stages.parameters()} if lost else {}
         super().run(action)
         for weight, gradient in before.items():
@@ -31,69 +32,71 @@ class Lost(PipelineRunner):
 
 
 class Cut(PipelineRunner):
-    """Passes on zeros for micro-batch 2, on rank 2."""
+    """A runner that sends zeros for micro-batch 2 on rank 2."""
 
     def run(self, action) -> None:
         super().run(action)
-        if self.group.rank() == 2 and action.kind == "B" and action.micro_batch == 2:
+        if dist.get_rank(self.group) == 2 and action.kind == "B" and action.micro_batch == 2:
             self.p2p.leaving["B", 1, 2].zero_()
 
 
 class Scaled(PipelineRunner):
-    """Divides by the number of micro-batches once more, on rank 3."""
+    """A runner that divides by the number of micro-batches a second time on rank 3."""
 
     def run(self, action) -> None:
         super().run(action)
-        if self.group.rank() == 3 and action == self.actions[-1]:
+        if dist.get_rank(self.group) == 3 and action == self.actions[-1]:
             for weight in self.stages.parameters():
-                weight.grad /= self.m
+                grad_of(weight).div_(self.m)
 
 
 RUNNERS = {"sound": PipelineRunner, "lost": Lost, "cut": Cut, "scaled": Scaled}
 
 
 def batches() -> TokenBatches:
-    """The batches of the lab, each 8 sequences of 64 tokens."""
+    """Return the batches of the lab, each 8 sequences of 64 tokens."""
     return TokenBatches(ByteTokenizer().encode(corpus(20_000)), 8, 64)
 
 
 def trained(kind: str, steps: int) -> tuple[list[float], Tensors]:
-    """On a rank: the losses of a training, and this rank's gradients of the first step."""
+    """On a rank: the losses of a training, and the local gradients of the first step."""
     torch.set_num_threads(1)
     runner = RUNNERS[kind](split_stages(Transformer(CONFIG), 4), one_f_one_b(4, 8))
     optimizer = torch.optim.AdamW(runner.stages.parameters(), lr=3e-3)
-    data, losses, first = iter(batches()), [], None
+    data, losses = iter(batches()), []
+    first: Tensors = {}
     for _ in range(steps):
         optimizer.zero_grad()
-        part = runner.step(*next(data))
-        dist.all_reduce(part)
-        first = first or {n: w.grad.clone() for s in runner.stages.values() for n, w in s.named_parameters()}
+        inputs, targets = next(data)
+        step_loss = runner.step(inputs, targets)
+        dist.all_reduce(step_loss)
+        named = [each for stage in runner.stages.values() for each in stage.named_parameters()]
+        first = first or {name: grad_of(weight).clone() for name, weight in named}
         optimizer.step()
-        losses.append(part.item())
+        losses.append(step_loss.item())
     return losses, first
 
 
 @functools.cache
 def lab_truth() -> Tensors:
-    """The gradients of the first step by name, of one process."""
+    """Return the gradients of the first step in one process, by name."""
     model = Transformer(CONFIG)
     inputs, targets = next(iter(batches()))
     loss(model(inputs), targets).backward()
-    return {name: weight.grad for name, weight in model.named_parameters()}
+    return {name: grad_of(weight) for name, weight in model.named_parameters()}
 
 
 @functools.cache
 def lab_runs(ranks: Ranks, steps: int = 6) -> dict[str, tuple[list[float], list[tuple[float, float]]]]:
-    """By letter: the losses of four ranks, and for each stage what its gradient of the first step is like.
-
-    That is its norm over the norm of one process's gradient, and the cosine of both.
+    """Return, by letter, the losses of four ranks, and for each stage the norm of its first gradient over the norm of
+    one process's gradient, with the cosine of both.
     """
-    truth, found = lab_truth(), {}
+    truth, runs = lab_truth(), {}
     for letter, kind in zip("ABCD", RUNS, strict=True):
         results, beside = ranks(trained, kind, steps), []
-        for _, own in results:
-            got, wanted = (torch.cat([each[name].flatten() for name in own]) for each in (own, truth))
+        for _, gradients in results:
+            got, wanted = (torch.cat([each[name].flatten() for name in gradients]) for each in (gradients, truth))
             cosine = torch.cosine_similarity(got, wanted, dim=0)
             beside.append(((got.norm() / wanted.norm()).item(), cosine.item()))
-        found[letter] = results[0][0], beside
-    return found
+        runs[letter] = results[0][0], beside
+    return runs

@@ -1,4 +1,4 @@
-"""Small models and batches of notebook 09, one process to compare with, the naive step, and the memory of a step."""
+"""Small models and batches of notebook 09, a reference in one process, the naive step, and the memory of a step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from course_kit.typed import grad_of
 from course_lib.pipeline import runner, stages
 from course_lib.pipeline.schedules import Schedule
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
@@ -25,22 +26,23 @@ Span = tuple[str, float, float]  # (kind of the action, start in ms, end in ms)
 
 
 def batch_of(sequences: int = 8, seq: int = 12, config: ModelConfig = TINY) -> torch.Tensor:
-    """Inputs and targets of a batch, [2, b, s]: the same on all ranks and in every call."""
+    """Return inputs and targets of a batch, [2, b, s], the same on all ranks and in every call."""
     return torch.randint(config.vocab, (2, sequences, seq), generator=torch.Generator().manual_seed(100))
 
 
 @functools.cache
 def one_process(config: ModelConfig = TINY, sequences: int = 8) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients by name of one process, of the whole batch at once."""
+    """Return the loss and the gradients by name of the full batch in one process."""
     model = Transformer(config)
     inputs, targets = batch_of(sequences, config=config)
-    found = loss(model(inputs), targets)
-    found.backward()
-    return found.item(), {name: parameter.grad for name, parameter in model.named_parameters(remove_duplicate=False)}
+    step_loss = loss(model(inputs), targets)
+    step_loss.backward()
+    named = model.named_parameters(remove_duplicate=False)
+    return step_loss.item(), {name: grad_of(parameter) for name, parameter in named}
 
 
 def common_zero() -> float:
-    """When all ranks have met, in s: rank 0's `time.time()`, which all ranks get."""
+    """Return rank 0's `time.time()` after all ranks have met, the same on all ranks, in s."""
     dist.barrier()
     zero = torch.tensor(time.time(), dtype=torch.float64)
     dist.broadcast(zero, 0)
@@ -48,34 +50,35 @@ def common_zero() -> float:
 
 
 def there_and_back(stage: nn.Module, x: torch.Tensor, targets: torch.Tensor, noted: Callable) -> torch.Tensor:
-    """Take one batch through this rank's stage, and its gradient back. x: the tokens on rank 0, else room for what
-    comes; noted(kind): a context whose time is noted. Returns what the stage makes, the loss in the last one.
+    """Run one batch through this rank's stage, and its gradient back. x: the tokens on rank 0, a receive buffer on the
+    other ranks; noted(kind): a context whose time is noted. Returns the output, in the last stage the loss.
     """
     rank, p = dist.get_rank(), dist.get_world_size()
     if rank > 0:
         dist.recv(x, rank - 1)
     with noted("F"):
         done = stages.StagePass(stage, x, lambda out: loss(out, targets) if rank == p - 1 else out)
-    gradient = torch.ones(()) if rank == p - 1 else torch.empty_like(done.out)
+    output = done.out
+    gradient = torch.ones(()) if rank == p - 1 else torch.empty_like(output)
     if rank < p - 1:
-        dist.send(done.out, rank + 1)
+        dist.send(output, rank + 1)
         dist.recv(gradient, rank + 1)
     with noted("B"):
-        gradient = done.backward(gradient)
-    if rank > 0:
-        dist.send(gradient, rank - 1)
-    return done.out
+        input_gradient = done.backward(gradient)
+    if input_gradient is not None and rank > 0:
+        dist.send(input_gradient, rank - 1)
+    return output
 
 
 def naive_step(sequences: int, config: ModelConfig) -> tuple[float | None, dict[str, torch.Tensor], list[Span]]:
-    """On a rank: one batch goes through all stages in turn. Returns the loss (in the last stage), this rank's gradients
-    by name, and when its forward and its backward run.
+    """On a rank: run one batch through all stages in sequence. Returns the loss (in the last stage), the local
+    gradients by name, and the times of forward and backward.
     """
     torch.set_num_threads(1)
     rank, p = dist.get_rank(), dist.get_world_size()
     stage = stages.split_stages(Transformer(config), p)[rank]
     inputs, targets = batch_of(sequences, config=config)
-    spans = []
+    spans: list[Span] = []
 
     @contextlib.contextmanager
     def noted(kind: str) -> Iterator[None]:
@@ -90,20 +93,22 @@ def naive_step(sequences: int, config: ModelConfig) -> tuple[float | None, dict[
         zero = common_zero()
         out = there_and_back(stage, x, targets, noted)
         dist.barrier()
-    return out.item() if rank == p - 1 else None, {n: w.grad for n, w in stage.named_parameters()}, spans
+    return out.item() if rank == p - 1 else None, {n: grad_of(w) for n, w in stage.named_parameters()}, spans
 
 
 def peaks_of_steps(lists: list[Schedule], config: ModelConfig) -> list[float]:
     """On a rank: MiB of activations and temporary tensors at the peak of a step, for each schedule."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes no log lines between our outputs
     torch.set_num_threads(1)
-    own, found = runner.PipelineRunner(stages.split_stages(Transformer(config), len(lists[0])), lists[0]), []
-    own.step(*batch_of(own.m, 128, config))  # the first gradients
+    pipeline, peaks = runner.PipelineRunner(stages.split_stages(Transformer(config), len(lists[0])), lists[0]), []
+    inputs, targets = batch_of(pipeline.m, 128, config)
+    pipeline.step(inputs, targets)  # makes the first gradients
     for schedule in lists:
-        own.use(schedule)
-        with MemoryProfile(own.stages) as profile:
+        pipeline.use(schedule)
+        with MemoryProfile(pipeline.stages) as profile:
             profile.mark("step")
-            own.step(*batch_of(own.m, 128, config))
+            inputs, targets = batch_of(pipeline.m, 128, config)
+            pipeline.step(inputs, targets)
         peak = profile.peak("step")
-        found.append((peak["activations"] + peak["temporary"]) / MiB)
-    return found
+        peaks.append((peak["activations"] + peak["temporary"]) / MiB)
+    return peaks

@@ -1,4 +1,4 @@
-"""A forward and a backward of a layer of experts, in turn and at the same time, over a link that is slowed down."""
+"""A forward and a backward of an MoE layer, in sequence and concurrently, over a slow link."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,11 +19,11 @@ from course_lib.single_gpu.model import ModelConfig, Transformer
 from course_lib.tensor_parallel.shards import materialize
 
 WAYS = ("one after the other", "at the same time")
-Round = tuple[dict[str, float], list[tuple[str, float, float]]]  # ends of F and B; (F or B, start, end) of exchanges
+Run = tuple[dict[str, float], list[tuple[str, float, float]]]  # ends of F and B; (F or B, start, end) of exchanges
 
 
 class Done:
-    """Stands for a transfer that has been waited for."""
+    """A work that has already been waited for."""
 
     def wait(self) -> bool:
         return True
@@ -30,45 +31,49 @@ class Done:
 
 @contextlib.contextmanager
 def slow_link(s_per_mb: float, spans: list) -> Iterator[None]:
-    """Inside, an all-to-all takes so much longer, on no core; (thread, start, end) of each goes to `spans`."""
-    plain = dist.all_to_all_single
+    """Make an all-to-all take `s_per_mb` longer, without a core; collect (thread, start, end) of each in `spans`."""
+    all_to_all = dist.all_to_all_single
 
     def slow(output, *args, async_op=False, **kwargs):
         start = time.perf_counter()
-        plain(output, *args, async_op=True, **kwargs).wait()
+        all_to_all(output, *args, async_op=True, **kwargs).wait()
         time.sleep(s_per_mb * output.numel() * output.element_size() / 1e6)
         spans.append((threading.current_thread().name, start, time.perf_counter()))
         return Done() if async_op else None
 
-    dist.all_to_all_single = slow
-    try:
+    with mock.patch.object(dist, "all_to_all_single", slow):
         yield
-    finally:
-        dist.all_to_all_single = plain
 
 
 def mixture_layers(config: ModelConfig) -> list[nn.Module]:
-    """Two times the same layer, four experts spread over all ranks, each with a process group of its own."""
+    """Return the same layer twice, with four experts divided among all ranks, each layer with its own process group."""
+
+    def init(name: str, tensor: torch.Tensor) -> None:
+        nn.init.normal_(tensor, std=0.05)
+
     layers = []
     for _ in range(2):
         with torch.device("meta"):
             stage = split_stages(apply_moe(Transformer(config), 4, 2), 3)[1]
         apply_expert_parallel(stage, dist.new_group(range(dist.get_world_size())))
         torch.manual_seed(0)
-        layers.append(materialize(stage, lambda name, tensor: nn.init.normal_(tensor, std=0.05)))
+        layers.append(materialize(stage, init))
     return layers
 
 
-def forward_and_backward(config: ModelConfig, tokens: int, s_per_mb: float, rounds: int = 3) -> dict[str, list[Round]]:
-    """On a rank, in both ways: of each round the ends of F and B, and the exchanges, in ms."""
+def forward_and_backward(config: ModelConfig, tokens: int, s_per_mb: float, repeats: int = 3) -> dict[str, list[Run]]:
+    """On a rank, for both ways: the ends of F and B, and the exchanges, of each repeat, in ms."""
     torch.set_num_threads(1)
-    layers, spans, found = mixture_layers(config), [], {way: [] for way in WAYS}
+    layers = mixture_layers(config)
+    spans: list[tuple[str, float, float]] = []
+    runs: dict[str, list[Run]] = {way: [] for way in WAYS}
     x = torch.randn(2, tokens // 2, config.hidden)
-    for way in WAYS * rounds:
+    for way in WAYS * repeats:
         with slow_link(s_per_mb, spans):
-            before, ends = StagePass(layers[1], x, lambda out: out), {}
+            before = StagePass(layers[1], x, lambda out: out)
+            ends: dict[str, float] = {}
 
-            def backward(before=before, ends=ends):
+            def backward(before: StagePass = before, ends: dict[str, float] = ends) -> None:
                 before.backward(torch.ones_like(x))
                 ends["B"] = time.perf_counter()
 
@@ -83,5 +88,5 @@ def forward_and_backward(config: ModelConfig, tokens: int, s_per_mb: float, roun
                 other.start()
             other.join()
         exchanges = [("B" if lane == "B" else "F", 1e3 * (a - zero), 1e3 * (b - zero)) for lane, a, b in spans]
-        found[way].append(({kind: 1e3 * (end - zero) for kind, end in ends.items()}, exchanges))
-    return found
+        runs[way].append(({kind: 1e3 * (end - zero) for kind, end in ends.items()}, exchanges))
+    return runs

@@ -1,8 +1,9 @@
-"""Three steps of AdamW: on four ranks, on two pipelines of two ranks, in one process; and how far they are apart."""
+"""Three steps of AdamW on four ranks, on two pipelines of two ranks and in one process, and their differences."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,86 +20,90 @@ from course_lib.pipeline.stages import split_stages
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
 from course_lib.zero.optimizer import ZeroOptimizer
 
-ADAMW = {"lr": 1e-2, "eps": 1e-4}  # a smaller eps would blow rounding errors up where a gradient is nearly 0
+ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-4}  # a smaller eps amplifies rounding errors of gradients near 0
 MAX_NORM = 0.5
 Numbers = list[tuple[float, float]]  # loss and norm of each step
-Trained = tuple[Numbers, dict[str, torch.Tensor]]  # and the weights after them, by name
+Trained = tuple[Numbers, dict[str, torch.Tensor]]  # and the weights after the last step, by name
 
 
 def weights_of(runner: PipelineRunner) -> dict[str, torch.Tensor]:
-    """The weights of this rank's stages, by name."""
+    """Return the weights of this rank's stages, by name."""
     return {name: weight.detach() for stage in runner.stages.values() for name, weight in stage.named_parameters()}
 
 
 def three_steps(schedule: Schedule, config: ModelConfig = TINY) -> Trained:
-    """On a rank: losses and norms of three steps, and this rank's weights after them."""
+    """On a rank: losses and norms of three steps, and the local weights after them."""
     runner = PipelineRunner(split_stages(Transformer(config), num_stages(schedule)), schedule)
-    optimizer, found = torch.optim.AdamW(runner.stages.parameters(), **ADAMW), []
+    optimizer, numbers = torch.optim.AdamW(runner.stages.parameters(), **ADAMW), []
     for _ in range(3):
         optimizer.zero_grad()
-        part = runner.step(*batch_of(8, config=config))
-        dist.all_reduce(part)
-        found.append((part.item(), clip_grad_norm_(runner, MAX_NORM).item()))
+        inputs, targets = batch_of(8, config=config)
+        step_loss = runner.step(inputs, targets)
+        dist.all_reduce(step_loss)
+        numbers.append((step_loss.item(), clip_grad_norm_(runner, MAX_NORM).item()))
         optimizer.step()
-    return found, weights_of(runner)
+    return numbers, weights_of(runner)
 
 
 @functools.cache
 def three_alone(config: ModelConfig = TINY) -> Trained:
-    """The same in one process."""
+    """Return losses, norms and weights of three steps in one process."""
     model = Transformer(config)
-    optimizer, found = torch.optim.AdamW(model.parameters(), **ADAMW), []
+    optimizer, numbers = torch.optim.AdamW(model.parameters(), **ADAMW), []
     inputs, targets = batch_of(8, config=config)
     for _ in range(3):
         optimizer.zero_grad()
         value = loss(model(inputs), targets)
         value.backward()
-        found.append((value.item(), nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()))
+        numbers.append((value.item(), nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item()))
         optimizer.step()
-    return found, {name: w.detach() for name, w in model.named_parameters(remove_duplicate=False)}
+    return numbers, {name: w.detach() for name, w in model.named_parameters(remove_duplicate=False)}
 
 
 def on_two_pipelines(schedule: Schedule, zero: bool, config: ModelConfig = TINY) -> tuple[Trained, int]:
-    """On a rank: as three_steps, on two pipelines of two ranks, each with half of the batch; and how many all-reduces
-    or reduce-scatters a step has. zero: ZeRO-1 instead of DataParallel.
+    """On a rank: the results of three_steps on two pipelines of two ranks, each with half of the batch, and the number
+    of all-reduces or reduce-scatters in a step. zero: ZeRO-1 instead of DataParallel.
     """
     dp_group, group = dist.init_device_mesh("cpu", (2, 2)).get_all_groups()
     runner = PipelineRunner(split_stages(Transformer(config), num_stages(schedule)), schedule, group, dp_group=dp_group)
+    wrapped: ZeroOptimizer | DataParallel
+    optimizer: torch.optim.Optimizer
     if zero:
         optimizer = wrapped = ZeroOptimizer(runner.stages, torch.optim.AdamW, dp_group, stage=1, **ADAMW)
     else:
         wrapped = DataParallel(runner.stages, dp_group)
         optimizer = torch.optim.AdamW(runner.stages.parameters(), **ADAMW)
     inputs, targets = (each.chunk(2)[dp_group.rank()] for each in batch_of(8, config=config))
-    found = []
+    numbers = []
     for _ in range(3):
         optimizer.zero_grad()
         with count_traffic() as traffic:
-            part = runner.step(inputs, targets, no_sync=wrapped.no_sync)
+            step_loss = runner.step(inputs, targets, no_sync=wrapped.no_sync)
             wrapped.finish()
-        dist.all_reduce(part)
-        found.append((part.item() / 2, clip_grad_norm_(runner, MAX_NORM, wrapped if zero else None).item()))
+        dist.all_reduce(step_loss)
+        norm = clip_grad_norm_(runner, MAX_NORM, wrapped if isinstance(wrapped, ZeroOptimizer) else None)
+        numbers.append((step_loss.item() / 2, norm.item()))
         optimizer.step()
-    if zero:
-        optimizer.wait()
+    if isinstance(wrapped, ZeroOptimizer):
+        wrapped.wait()
     sums = [record for record in traffic.records if record.collective in ("all_reduce", "reduce_scatter")]
-    return (found, weights_of(runner)), len(sums)
+    return (numbers, weights_of(runner)), len(sums)
 
 
 def farthest(results: list[Trained], expected: Trained) -> tuple[float, float]:
-    """How far the ranks' losses and norms, and their weights, are from what is expected, relative, at most."""
+    """Return the largest relative differences from `expected`: of losses and norms, and of weights."""
     numbers, weights = expected
     off = max(
         abs(a - b) / b
-        for found, _ in results
-        for row, wanted in zip(found, numbers, strict=True)
+        for row_of_rank, _ in results
+        for row, wanted in zip(row_of_rank, numbers, strict=True)
         for a, b in zip(row, wanted, strict=True)
     )
-    return off, max(relative_error(own, weights[name]) for _, held in results for name, own in held.items())
+    return off, max(relative_error(weight, weights[name]) for _, of_rank in results for name, weight in of_rank.items())
 
 
 def beside_one_process(name: str, results: list[Trained]) -> str:
-    """A line that says how far ranks are from one process. Raises AssertionError where that is more than 1e-5."""
-    off, apart = farthest(results, three_alone())
-    assert off < 1e-5 and apart < 1e-5, f"{name}: losses and norms are {off:.1e} off, weights {apart:.1e}"
-    return f"{name:22s} losses and norms {off:.1e}, weights {apart:.1e}"
+    """Return a line with the relative differences of ranks from one process. Raises AssertionError above 1e-5."""
+    off, weights_off = farthest(results, three_alone())
+    assert off < 1e-5 and weights_off < 1e-5, f"{name}: losses and norms are {off:.1e} off, weights {weights_off:.1e}"
+    return f"{name:22s} losses and norms {off:.1e}, weights {weights_off:.1e}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from course_kit.labs.recompute.gradients import (
-    apart,
     called_by,
     gradients_of,
     other_random_numbers,
+    relative_difference,
 )
 from course_kit.labs.recompute.loops import (
     fresh_model,
@@ -35,7 +35,7 @@ from course_kit.labs.recompute.measures import (
 __all__ = [
     "accumulation_speed",
     "against_checkpoint",
-    "apart",
+    "relative_difference",
     "best_rate",
     "buffer_errors",
     "called_by",

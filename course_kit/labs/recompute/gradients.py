@@ -1,4 +1,4 @@
-"""Gradients of a model: with blocks called through a checkpoint, of batches with ignored targets, and how far apart."""
+"""Gradients of a model: with blocks called through a checkpoint, of batches with ignored targets; differences."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from course_kit.typed import grad_of, override
 from course_lib.recompute import by_hand
 from course_lib.recompute.modes import IGNORED
 from course_lib.single_gpu.model import loss
@@ -31,33 +32,38 @@ def gradients_of(
 
 @contextlib.contextmanager
 def called_by(around: Callable, model: nn.Module) -> Iterator[None]:
-    """Inside, each block's forward is called as around(forward, *arguments)."""
-    for block in model.blocks:
-        block.forward = functools.partial(around, block.forward)
+    """Call each block's forward as around(forward, *arguments) inside the context."""
+    blocks = model.blocks
+    assert isinstance(blocks, nn.ModuleList)  # of any GPT
+    for block in blocks:
+        override(block, forward=functools.partial(around, block.forward))
     try:
         yield
     finally:
-        for block in model.blocks:
-            del block.forward  # the class's own is back
+        for block in blocks:
+            del block.forward  # the class's forward is back
 
 
 @contextlib.contextmanager
 def other_random_numbers() -> Iterator[None]:
-    """Inside, `by_hand.recompute` keeps no random state: a replay draws whatever numbers come next."""
-    nothing = {"random_state": lambda tensors: None, "replayed": lambda state: contextlib.nullcontext()}
-    with mock.patch.multiple(by_hand, **nothing):
+    """Have `by_hand.recompute` keep no random state inside the context: a replay draws the next numbers."""
+    with (
+        mock.patch.object(by_hand, "random_state", lambda tensors: None),
+        mock.patch.object(by_hand, "replayed", lambda state: contextlib.nullcontext()),
+    ):
         yield
 
 
-def apart(grads: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
+def relative_difference(grads: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
     """Return the norm of the difference over the norm of `grads`, of all gradients together."""
     pairs = list(zip(grads, others, strict=True))
-    difference = sum((g - o).square().sum() for g, o in pairs)
-    return (difference / sum(g.square().sum() for g, _ in pairs)).sqrt().item()
+    zero = torch.zeros(())
+    difference = sum(((g - o).square().sum() for g, o in pairs), zero)
+    return (difference / sum((g.square().sum() for g, _ in pairs), zero)).sqrt().item()
 
 
 def uneven(batch: int, seq: int, lengths: list[int], seed: int = 0) -> Batch:
-    """Return inputs and targets, [batch, seq]; row i has lengths[i] targets, the rest is IGNORED."""
+    """Return inputs and targets, [batch, seq]; row i has lengths[i] targets, all others are IGNORED."""
     generator = torch.Generator().manual_seed(seed)
     inputs, targets = torch.randint(256, (2, batch, seq), generator=generator)
     for row, length in enumerate(lengths):
@@ -70,16 +76,16 @@ def micro_batches(inputs: torch.Tensor, targets: torch.Tensor, size: int) -> lis
     return list(zip(inputs.split(size), targets.split(size), strict=True))
 
 
-def whole_batch(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, list]:
-    """Return loss and gradients of all rows at once, by PyTorch's mean over the targets."""
+def full_batch(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, list]:
+    """Return the loss and the gradients of all rows at once, by PyTorch's mean over the targets."""
     model.zero_grad()
-    whole = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-    whole.backward()
-    return whole.detach(), [p.grad.clone() for p in model.parameters()]
+    mean_loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    mean_loss.backward()
+    return mean_loss.detach(), [grad_of(p).clone() for p in model.parameters()]
 
 
 def usual_loop(model: nn.Module, batches: list[Batch]) -> None:
-    """Put into .grad what most loops on the web compute: the mean of the micro-batches' means. Not exact."""
+    """Compute .grad as most loops on the web do: as the mean of the micro-batches' means. It is not exact."""
     model.zero_grad()
     for inputs, targets in batches:
         mean = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

@@ -1,4 +1,4 @@
-"""The break-it lab of notebook 02: a training loop with three faults. It computes the right thing, slowly."""
+"""The break-it lab of notebook 02: a training loop with three faults. Its results are right, but it is slow."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from torch.profiler import record_function
 
 from course_kit.labs.single_gpu import this_device
+from course_kit.typed import grad_of
 from course_lib.single_gpu.data import corpus
 from course_lib.single_gpu.model import PRESETS, Transformer, loss
 
@@ -33,17 +34,17 @@ def slow_clip(parameters: list[nn.Parameter], max_norm: float = 1.0) -> None:
     """Scale the gradients so that their norm is at most max_norm."""
     squares = 0.0
     for parameter in parameters:
-        squares += parameter.grad.square().sum().item()
+        squares += grad_of(parameter).square().sum().item()
     if squares**0.5 > max_norm:
         for parameter in parameters:
-            parameter.grad.mul_(max_norm / squares**0.5)
+            grad_of(parameter).mul_(max_norm / squares**0.5)
 
 
 @torch.no_grad()
 def slow_sgd(parameters: list[nn.Parameter], momenta: list[torch.Tensor], lr: float = 0.05) -> None:
-    """Take a step of SGD with momentum 0.9, a row at a time."""
+    """Take a step of SGD with momentum 0.9, row by row."""
     for parameter, momentum in zip(parameters, momenta, strict=True):
-        rows = (x.unsqueeze(0) if x.dim() == 1 else x for x in (parameter, parameter.grad, momentum))
+        rows = (x.unsqueeze(0) if x.dim() == 1 else x for x in (parameter, grad_of(parameter), momentum))
         for weight, gradient, moment in zip(*rows, strict=True):
             moment.mul_(0.9).add_(gradient)
             weight.sub_(moment, alpha=lr)
@@ -72,7 +73,7 @@ def slow_training(model: nn.Module, data: Callable = slow_data) -> Callable[[], 
 
 
 def ms_per_step(step: Callable[[], object], steps: int = 3) -> float:
-    """Return the mean ms per step, after a first step that is left out."""
+    """Return the mean ms per step, after a warm-up step."""
     step()
     start = time.perf_counter()
     for _ in range(steps):

@@ -1,9 +1,11 @@
-"""Bytes that a rank keeps for backward: of Korthikanti's GPT layer, and of the course's own model."""
+"""Bytes that a rank saves for backward, for Korthikanti's GPT layer and for the course's model."""
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -31,14 +33,15 @@ class SplitGPTLayer(nn.Module):
         self.heads, self.core = heads // group.size(), Recomputed(self.attend)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attention of this rank's heads, causal, with dropout; all [b, s, a/t, d]."""
+        """Return causal attention with dropout of the local heads; all [b, s, a/t, d]."""
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         future = torch.full((q.shape[2], q.shape[2]), -torch.inf, dtype=q.dtype).triu(1)
         scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5 + future
         return (torch.native_dropout(scores.softmax(-1), 0.1, True)[0] @ v).transpose(1, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in project_together(self.norms[0](x), list(self.qkv)))
+        layers = [cast(ColumnParallelLinear, layer) for layer in self.qkv]
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in project_together(self.norms[0](x), layers))
         x = x + torch.native_dropout(self.out(self.core(q, k, v).flatten(-2)), 0.1, True)[0]
         return x + torch.native_dropout(self.down(F.gelu(self.up(self.norms[1](x)))), 0.1, True)[0]
 
@@ -52,34 +55,35 @@ def gpt_saved_bytes(
     h: int = 64,
     a: int = 4,
 ) -> float:
-    """Bytes that a rank keeps of some layers in BF16, in sbh of one layer. The scores are computed again."""
+    """Return the bytes that a rank saves for some layers in BF16, in sbh per layer, with recomputed scores."""
     stack = nn.Sequential(*(SplitGPTLayer(h, a, group) for _ in range(layers))).bfloat16()
     if sequence_parallel:
         swap_gates(stack)
     x = torch.randn(b, s // group.size() if sequence_parallel else s, h, dtype=torch.bfloat16, requires_grad=True)
 
-    def forward():
+    def forward() -> torch.Tensor:
         out = stack(x)
-        time.sleep(0.02)  # gloo's threads let go of the last tensor
+        time.sleep(0.02)  # gloo's threads release the last tensor
         return out
 
-    # x was there before and is not counted; the last layer's output, as large, is counted in its place
+    # x existed before and does not count; the last layer's output, of the same size, counts instead
     return retained_bytes(stack, forward) / (layers * b * s * h)
 
 
-def saved_bytes(model: nn.Module, forward) -> int:
-    """Bytes of the storages that forward() saves for backward, without those of the model's parameters."""
-    own, kept = {p.untyped_storage()._cdata for p in model.parameters()}, {}
+def saved_bytes(model: nn.Module, forward: Callable[[], torch.Tensor]) -> int:
+    """Return the bytes of the storages that forward() saves for backward, without the model's parameters."""
+    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
+    storages: dict[int, int] = {}
 
-    def note(tensor):
+    def note(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage.nbytes()
+        if storage._cdata not in parameters:
+            storages[storage._cdata] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        result = forward()  # noqa: F841  (it holds the graph, so that no storage comes twice)
-    return sum(kept.values())
+        result = forward()  # noqa: F841  (it holds the graph, so that no storage appears twice)
+    return sum(storages.values())
 
 
 def saved_by_rank(
@@ -89,6 +93,6 @@ def saved_by_rank(
     batch: int = 4,
     seq: int = 128,
 ) -> int:
-    """On a rank: bytes that a forward of the split model keeps for backward."""
+    """On a rank: bytes that a forward of the split model saves for backward."""
     model, (inputs, targets) = split_model(config, group, sequence_parallel), batch_of(config, batch, seq)
     return saved_bytes(model, lambda: vocab_parallel_cross_entropy(model(inputs), targets, group, config.vocab))

@@ -12,25 +12,26 @@ from torch import nn
 
 from course_kit.labs.tensor_parallel.models import TINY, sgd
 from course_kit.ranks import shared
+from course_kit.typed import grad_of
 from course_lib.sequence_parallel import model as sequence
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel.model import apply_tensor_parallel
 from course_lib.tensor_parallel.shards import materialize
 
-ONE_LAYER = dataclasses.replace(TINY, layers=1)  # for checks: in half the time
+ONE_LAYER = dataclasses.replace(TINY, layers=1)  # for checks: takes half the time
 
 
 def batch_of(config: ModelConfig = TINY, batch: int = 2, seq: int = 16) -> torch.Tensor:
-    """Inputs and targets, each [b, s]: whole sequences, the same on all ranks."""
+    """Return inputs and targets, each [b, s]: full sequences, the same on all ranks."""
     return torch.randint(config.vocab, (2, batch, seq), generator=torch.Generator().manual_seed(100))
 
 
 def split_model(
     config: ModelConfig, group: dist.ProcessGroup, sequence_parallel: bool = True, meta: bool = False, **options
 ) -> nn.Module:
-    """A model of `config` for seed 0: tensor parallel, and sequence parallel unless told otherwise; meta: on the meta
-    device first. options: those of apply_sequence_parallel. Collective.
+    """Return a tensor-parallel model of `config` for seed 0, by default with sequence parallelism. meta: on the meta
+    device first; options: those of apply_sequence_parallel. Collective.
     """
     with torch.device("meta" if meta else "cpu"):
         model = Transformer(config)
@@ -42,17 +43,18 @@ def split_model(
     return materialize(model, lambda name, tensor: init_parameter(name, tensor, config))
 
 
-def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients of a model that tensor parallelism has split, each gathered. Collective."""
-    named = dict(model.named_parameters())
-    gathered = {
-        name: placement_of(p).tensor_shard.gather(p.grad) for name, p in named.items() if placement_of(p).tensor_shard
-    }
-    return {name: gathered.get(name, p.grad).clone() for name, p in named.items()}
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gathered gradients of a tensor-parallel model. Collective."""
+
+    def full_gradient(parameter: nn.Parameter) -> torch.Tensor:
+        shard = placement_of(parameter).tensor_shard
+        return shard.gather(grad_of(parameter)) if shard else grad_of(parameter)
+
+    return {name: full_gradient(parameter).clone() for name, parameter in model.named_parameters()}
 
 
 class Training(NamedTuple):
-    """Losses by step, the first step's gradients, and the weights after the last one."""
+    """Losses by step, gradients of the first step, and weights after the last step."""
 
     losses: list[float]
     gradients: dict[str, torch.Tensor]
@@ -61,13 +63,14 @@ class Training(NamedTuple):
 
 def process_trial(config: ModelConfig, steps: int, lr: float) -> Training:
     """Train in one process."""
-    model, losses, gradients = Transformer(config), [], {}
+    model, losses = Transformer(config), []
+    gradients: dict[str, torch.Tensor] = {}
     optimizer, (inputs, targets) = sgd(model.parameters(), lr), batch_of(config)
     for _ in range(steps):
         optimizer.zero_grad()
         step_loss = loss(model(inputs), targets)
         step_loss.backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients = gradients or {name: grad_of(p).clone() for name, p in model.named_parameters()}
         losses.append(step_loss.item())
         optimizer.step()
     return Training(losses, gradients, {name: tensor.clone() for name, tensor in model.state_dict().items()})
@@ -75,5 +78,5 @@ def process_trial(config: ModelConfig, steps: int, lr: float) -> Training:
 
 @functools.cache
 def one_process(config: ModelConfig, steps: int = 3, lr: float = 0.5) -> Training:
-    """The training of one process. It runs on a rank: there, what an optimizer imports is at hand."""
+    """Return the training of one process. It runs on a rank, which has already imported the optimizer's modules."""
     return shared(4)(process_trial, config, steps, lr)[0]

@@ -1,4 +1,4 @@
-"""A clock for transfers and for the waits for them, and a layer of a split model under it."""
+"""A clock for transfers and waits, and the timeline of a layer of a split model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 
 from course_kit.labs.sequence_parallel.models import split_model
+from course_kit.typed import transformer_blocks
 from course_lib.single_gpu.model import PRESETS, rope_angles
 
 Span = tuple[str, str, float, float]  # lane, name, start, end; in ms
 
 
 class Clock:
-    """Notes each transfer ("network") and each wait for one ("wait") inside, as `spans`."""
+    """A context that notes each transfer ("network") and each wait for a transfer ("wait") as `spans`."""
 
     SENDS = {"all_reduce": "AR", "all_gather_into_tensor": "AG", "reduce_scatter_tensor": "RS"}
     SENDS |= {"all_gather_single": "AG", "reduce_scatter_single": "RS", "batch_isend_irecv": "K, V"}
@@ -25,11 +26,11 @@ class Clock:
         self.spans: list[Span] = []
 
     def now(self) -> float:
-        """Milliseconds since the clock was entered."""
+        """Return the milliseconds since the clock was entered."""
         return 1e3 * (time.perf_counter() - self.zero)
 
     def sender(self, name: str):
-        """A function of torch.distributed whose work is timed."""
+        """Return a function of torch.distributed whose work is timed."""
         plain, word = self.plain[name], self.SENDS[name]
 
         def send(*args, async_op=False, **kwargs):
@@ -47,16 +48,16 @@ class Clock:
             setattr(dist, name, self.sender(name))
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error) -> None:
         for name, plain in self.plain.items():
             setattr(dist, name, plain)
 
 
 class TimedWork:
-    """Some works whose true end is noted, by a thread that waits for them."""
+    """Works whose end is noted by a thread that waits for them."""
 
     def __init__(self, clock: Clock, word: str, start: float, works: list[dist.Work]):
-        def watch():
+        def watch() -> None:
             for work in works:
                 work.wait()
             clock.spans.append(("network", word, start, clock.now()))
@@ -65,28 +66,28 @@ class TimedWork:
         self.thread.start()
 
     def wait(self) -> None:
-        """Wait for all of them, and note the wait."""
+        """Wait for all works, and note the wait."""
         start = self.clock.now()
         self.thread.join()
         self.clock.spans.append(("wait", self.word, start, self.clock.now()))
 
 
 def layer_timeline(
-    group: dist.ProcessGroup, sequence_parallel: bool, batch: int = 4, seq: int = 128, rounds: int = 9
+    group: dist.ProcessGroup, sequence_parallel: bool, batch: int = 4, seq: int = 128, repeats: int = 9
 ) -> list[Span]:
-    """On a rank: the spans of the shortest of some forwards and backwards of one layer, and its phases."""
+    """On a rank: the spans and phases of one layer in the fastest of some forwards and backwards."""
     config = dataclasses.replace(PRESETS["small"], layers=1)
-    model, found = split_model(config, group, sequence_parallel), []
+    model, runs = split_model(config, group, sequence_parallel), []
     cos, sin = rope_angles(torch.arange(seq), config)
-    own = seq // group.size() if sequence_parallel else seq
-    x = torch.randn(batch, own, config.hidden, requires_grad=True)
-    for _ in range(rounds):
+    local = seq // group.size() if sequence_parallel else seq
+    x = torch.randn(batch, local, config.hidden, requires_grad=True)
+    for _ in range(repeats):
         dist.barrier(group)
         with Clock() as clock:
-            out = model.blocks[0](x, cos, sin)
+            out = transformer_blocks(model)[0](x, cos, sin)
             clock.spans.append(("phase", "forward", 0, clock.now()))
             start = clock.now()
             out.backward(torch.ones_like(out))
             clock.spans.append(("phase", "backward", start, clock.now()))
-        found.append((clock.now(), clock.spans))
-    return min(found)[1]
+        runs.append((clock.now(), clock.spans))
+    return min(runs)[1]

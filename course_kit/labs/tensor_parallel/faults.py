@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from course_kit.labs.tensor_parallel.models import TINY, batch_of, sgd, split_model
 from course_kit.ranks import shared
+from course_kit.typed import transformer_blocks, world
 from course_lib import tensor_parallel
 from course_lib.single_gpu.model import ModelConfig
 from course_lib.single_gpu.placement import placement_of
 from course_lib.tensor_parallel import regions
+from course_lib.tensor_parallel.linear import ColumnParallelLinear
 
 FAULTS = ("right", "row layer", "f", "copies")
-RUNS = ("f", "right", "copies", "row layer")  # the runs 0 to 3 that the notebook shows, with the fault in block 1
+RUNS = ("f", "right", "copies", "row layer")  # runs 0 to 3 in the notebook, with the fault in block 1
 
 
-def spoil(model: nn.Module, fault: str, number: int) -> nn.Module:
+def plant_fault(model: nn.Module, fault: str, number: int) -> nn.Module:
     """Plant a fault in block `number` of a split model."""
-    attention, mlp = model.blocks[number].attention, model.blocks[number].mlp
+    block = transformer_blocks(model)[number]
+    attention: Any = block.attention  # its layers are tensor parallel
 
-    def project_without_f(x, layers):
+    def project_without_f(x: torch.Tensor, layers: list[ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
         weights = [
             regions.copy_to_group(each.weight, each.replicas.copies) if each.replicas else each.weight
             for each in layers
@@ -31,7 +36,7 @@ def spoil(model: nn.Module, fault: str, number: int) -> nn.Module:
         return tuple(F.linear(x, weight) for weight in weights)
 
     if fault == "row layer":  # the mean, not the sum
-        for layer in (attention.o_proj, mlp.down_proj):
+        for layer in (attention.o_proj, block.mlp.down_proj):
             layer.register_forward_hook(lambda layer, _, out: out / layer.group.size())
     elif fault == "f":
         attention.project_layers = project_without_f
@@ -41,24 +46,23 @@ def spoil(model: nn.Module, fault: str, number: int) -> nn.Module:
 
 
 def diverged(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
-    """Names of the parameters that are not the same on all ranks that should have the same. Collective."""
-    own = {
-        name: (
-            placement_of(p).tensor_shard.start if placement_of(p).tensor_shard else 0,
-            p.detach().double().sum().item(),
-        )
-        for name, p in model.named_parameters()
-    }
-    of_all = [None] * group.size()
-    dist.all_gather_object(of_all, own, group)
-    found = {name: {told[name] for told in of_all} for name in own}  # (first index, sum): one pair for each shard
-    return [name for name, pairs in found.items() if len(pairs) > len({start for start, _ in pairs})]
+    """Return the names of the parameters that differ between ranks that should hold the same values. Collective."""
+
+    def start_and_sum(parameter: nn.Parameter) -> tuple[int, float]:
+        shard = placement_of(parameter).tensor_shard
+        return shard.start if shard else 0, parameter.detach().double().sum().item()
+
+    local = {name: start_and_sum(p) for name, p in model.named_parameters()}
+    of_all: list = [None] * group.size()
+    dist.all_gather_object(of_all, local, group)
+    pairs_by_name = {name: {of_rank[name] for of_rank in of_all} for name in local}  # (start, sum): one pair per shard
+    return [name for name, pairs in pairs_by_name.items() if len(pairs) > len({start for start, _ in pairs})]
 
 
 def lab_trial(fault: str, number: int, steps: int, config: ModelConfig) -> dict[str, list]:
-    """On a rank: the losses of a training with a fault, and which parameters have diverged after it."""
-    group = dist.group.WORLD
-    model = spoil(split_model(config, group), fault, number)
+    """On a rank: the losses of a training with a fault, and the parameters that have diverged after it."""
+    group = world()
+    model = plant_fault(split_model(config, group), fault, number)
     optimizer, (inputs, targets) = sgd(model.parameters(), 0.05), batch_of(config)
     losses = []
     for _ in range(steps):
@@ -77,5 +81,5 @@ def lab_run(fault: str, number: int, steps: int, config: ModelConfig = TINY) -> 
 
 
 def lab_runs(steps: int) -> list[dict[str, list]]:
-    """The four runs whose faults are to be found."""
+    """Return the four runs whose faults the learner has to find."""
     return [lab_run(fault, 1, steps) for fault in RUNS]

@@ -11,23 +11,24 @@ import torch.distributed as dist
 from torch import nn
 
 from course_kit.ranks import shared
+from course_kit.typed import grad_of, world
 from course_lib import tensor_parallel
 from course_lib.single_gpu.model import ModelConfig, Transformer, init_parameter, loss
 from course_lib.tensor_parallel.shards import materialize
 
 TINY = ModelConfig(2, 48, 4, 2, 100, 97, tied=True)  # four heads, two K/V heads, an odd vocabulary
-MHA = ModelConfig(2, 48, 4, 4, 100, 97)  # as many K/V heads as heads, head and embedding apart
+MHA = ModelConfig(2, 48, 4, 4, 100, 97)  # as many K/V heads as heads, separate head and embedding
 
 
 def batch_of(config: ModelConfig = TINY, batch: int = 2, seq: int = 17) -> torch.Tensor:
-    """Inputs and targets, each [b, s]: the same on all ranks, which share the work on them."""
+    """Return inputs and targets, each [b, s], the same on all ranks."""
     return torch.randint(config.vocab, (2, batch, seq), generator=torch.Generator().manual_seed(100))
 
 
 def in_groups(size: int, function: Callable, *args) -> Any:
-    """On a rank: function(group, *args), in groups of `size` consecutive ranks."""
+    """On a rank: return function(group, *args) in groups of `size` consecutive ranks."""
     if size == dist.get_world_size():
-        return function(dist.group.WORLD, *args)
+        return function(world(), *args)
     group = dist.new_subgroups(group_size=size)[0]
     result = function(group, *args)
     dist.barrier(group)
@@ -35,7 +36,7 @@ def in_groups(size: int, function: Callable, *args) -> Any:
 
 
 def on_first(size: int, function: Callable, *args) -> Any:
-    """On a rank: function(group, *args) in a group of the first `size` ranks, while the others wait."""
+    """On a rank: return function(group, *args) in a group of the first `size` ranks, while the other ranks wait."""
     group = dist.new_group(range(size))
     result = function(group, *args) if dist.get_rank() < size else None
     dist.barrier()
@@ -43,7 +44,7 @@ def on_first(size: int, function: Callable, *args) -> Any:
 
 
 def relative_error(got: torch.Tensor | None, expected: torch.Tensor) -> float:
-    """The largest difference from `expected`, over the largest element of it; infinite for another shape or None."""
+    """Return the largest difference from `expected` over its largest element; infinite for another shape or None."""
     if got is None or got.shape != expected.shape:
         return float("inf")
     if not expected.numel():
@@ -53,12 +54,12 @@ def relative_error(got: torch.Tensor | None, expected: torch.Tensor) -> float:
 
 
 def sgd(parameters: Iterable[nn.Parameter], lr: float = 0.5) -> torch.optim.Optimizer:
-    """The optimizer of the small models: its update is in proportion to the gradient, so a wrong gradient shows."""
+    """Return the optimizer of the small models: updates are proportional to gradients, so a wrong gradient shows."""
     return torch.optim.SGD(parameters, lr, momentum=0.9)
 
 
 def split_model(config: ModelConfig, group: dist.ProcessGroup | None, meta: bool = False, **options) -> nn.Module:
-    """A model of `config` for seed 0, split over the group; meta: on the meta device first. options: those of
+    """Return a model of `config` for seed 0, split over the group. meta: on the meta device first; options: those of
     apply_tensor_parallel. Collective.
     """
     if not meta:
@@ -70,7 +71,7 @@ def split_model(config: ModelConfig, group: dist.ProcessGroup | None, meta: bool
 
 
 class Training(NamedTuple):
-    """What a few training steps leave: losses and gradient norms by step, the first step's gradients, the weights."""
+    """Results of some training steps: losses and gradient norms by step, the first step's gradients, the weights."""
 
     losses: list[float]
     norms: list[float]
@@ -80,13 +81,14 @@ class Training(NamedTuple):
 
 def process_trial(config: ModelConfig, steps: int, max_norm: float = 0.4) -> Training:
     """Train in one process."""
-    model, losses, norms, gradients = Transformer(config), [], [], {}
+    model, losses, norms = Transformer(config), [], []
+    gradients: dict[str, torch.Tensor] = {}
     optimizer, (inputs, targets) = sgd(model.parameters()), batch_of(config)
     for _ in range(steps):
         optimizer.zero_grad()
         step_loss = loss(model(inputs), targets)
         step_loss.backward()
-        gradients = gradients or {name: p.grad.clone() for name, p in model.named_parameters()}
+        gradients = gradients or {name: grad_of(p).clone() for name, p in model.named_parameters()}
         losses.append(step_loss.item())
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm).item())
         optimizer.step()
@@ -95,5 +97,5 @@ def process_trial(config: ModelConfig, steps: int, max_norm: float = 0.4) -> Tra
 
 @functools.cache
 def one_process(config: ModelConfig, steps: int = 1) -> Training:
-    """The training of one process. It runs on a rank: there, what an optimizer imports is at hand."""
+    """Return the training of one process. It runs on a rank, which has already imported the optimizer's modules."""
     return shared(4)(process_trial, config, steps)[0]

@@ -1,11 +1,13 @@
-"""Tensor parallelism against PyTorch's DTensor: the same model and tokens, time, memory, collectives and results."""
+"""Tensor parallelism against PyTorch's DTensor: time, memory, collectives and results on the same model."""
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from course_kit.labs.peak import peak_of
 from course_kit.labs.tensor_parallel.models import batch_of, relative_error, split_model
 from course_kit.labs.tensor_parallel.timeline import SHORT
+from course_kit.typed import grad_of
 from course_lib import tensor_parallel
 from course_lib.collectives.traffic import count_traffic
 from course_lib.single_gpu.model import ModelConfig, Transformer, loss
@@ -23,54 +26,58 @@ def split_by_dtensor(model: Transformer, mesh: DeviceMesh) -> Transformer:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
+        ParallelStyle,
         PrepareModuleInput,
         RowwiseParallel,
         parallelize_module,
     )
 
-    config, whole = model.config, Replicate()
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=whole),
+    config, replicated = model.config, Replicate()
+    plan: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=replicated),
         "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
     }
     for number in range(config.layers):
         block = f"blocks.{number}"
-        for part, inputs in (("attention", (whole, None, None)), ("mlp", (whole,))):
+        for part, inputs in (("attention", (replicated, None, None)), ("mlp", (replicated,))):
             plan[f"{block}.{part}"] = PrepareModuleInput(input_layouts=inputs, desired_input_layouts=inputs)
         for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             plan[f"{block}.{name}"] = ColwiseParallel()
         for name in ("attention.o_proj", "mlp.down_proj"):
             plan[f"{block}.{name}"] = RowwiseParallel()
-    if config.tied:  # split one by one, tied again afterwards
-        model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    embedding, head = model.embedding, model.head
+    assert embedding is not None and head is not None
+    if config.tied:  # split separately, tied again afterwards
+        head.weight = nn.Parameter(head.weight.detach().clone())
     parallelize_module(model, mesh, plan)
     if config.tied:
-        model.head.weight = model.embedding.weight
+        head.weight = embedding.weight
     return model
 
 
 class Comparison(NamedTuple):
     """Measurements of a step of "ours", "DTensor" and "DTensor again", by these names."""
 
-    times: dict[str, np.ndarray]  # seconds of each round
-    peaks: dict[str, float]  # MiB of a step above what was there before
+    times: dict[str, np.ndarray]  # seconds of each repeat
+    peaks: dict[str, float]  # MiB at the peak of a step above its start
     calls: dict[str, int]  # collectives
     losses: dict[str, float]
     gradient_error: float  # the largest relative difference between gradients of ours and DTensor's
 
 
 def compare(
-    group: dist.ProcessGroup, config: ModelConfig = SHORT, batch: int = 4, seq: int = 128, rounds: int = 5
+    group: dist.ProcessGroup, config: ModelConfig = SHORT, batch: int = 4, seq: int = 128, repeats: int = 5
 ) -> Comparison:
-    """On a rank: steps of ours, of DTensor and of DTensor once more, in alternation."""
+    """On a rank: compare steps of ours, of DTensor and of DTensor again, in alternation."""
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import loss_parallel
 
     inputs, targets = batch_of(config, batch, seq)
-    models = {"ours": split_model(config, group)}
+    models: dict[str, nn.Module] = {"ours": split_model(config, group)}
     mesh = DeviceMesh.from_group(group, "cpu")
     models |= {name: split_by_dtensor(Transformer(config), mesh) for name in ("DTensor", "DTensor again")}
 
-    def step(name):
+    def step(name: str) -> torch.Tensor:
         model = models[name]
         model.zero_grad()
         if name == "ours":
@@ -80,7 +87,10 @@ def compare(
         with loss_parallel():
             step_loss = loss(model(inputs), targets)
             step_loss.backward()
-        return step_loss.full_tensor()
+        return cast(DTensor, step_loss).full_tensor()
+
+    def local(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
     losses, calls = {}, {}
     for name in models:
@@ -88,14 +98,14 @@ def compare(
             losses[name] = step(name).item()
         calls[name] = traffic.calls
     pairs = zip(models["ours"].parameters(), models["DTensor"].parameters(), strict=True)
-    worst = max(relative_error(p.grad, q.grad.to_local() if hasattr(q.grad, "to_local") else q.grad) for p, q in pairs)
-    times = []
-    for _ in range(rounds + 1):
+    worst = max(relative_error(p.grad, local(grad_of(q))) for p, q in pairs)
+    times: list[list[float]] = []
+    for _ in range(repeats + 1):
         times.append([])
         for name in models:
             dist.barrier(group)
             start = time.perf_counter()
             step(name)
             times[-1].append(time.perf_counter() - start)
-    peaks = {name: min(peak_of(lambda name=name: step(name)) for _ in range(2)) for name in models}
+    peaks = {name: min(peak_of(functools.partial(step, name)) for _ in range(2)) for name in models}
     return Comparison(dict(zip(models, np.array(times[1:]).T, strict=True)), peaks, calls, losses, worst)

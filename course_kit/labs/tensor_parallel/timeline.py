@@ -1,7 +1,7 @@
-"""Steps of a split model on the clock: all-reduces over a slow link, in a profile, and forwards without that link.
+"""Timed steps of a split model: all-reduces over a slow link, in a profile, and forwards without the link.
 
-Ranks of one machine share its cores with their messages, so an all-reduce is quick and takes its time from the matmuls.
-`over_a_link` makes it end when its bytes could have come over a link of a given bandwidth.
+Ranks of one machine share its cores with their messages, so an all-reduce is fast and slows the matmuls down.
+`over_a_link` makes it end when its bytes could have arrived over a link of a given bandwidth.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import numpy as np
 import torch
@@ -17,22 +18,23 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from course_kit.labs.tensor_parallel.models import batch_of, split_model
+from course_kit.typed import override, transformer_blocks
 from course_lib import tensor_parallel
 from course_lib.recompute.profiling import Span, spans
 from course_lib.single_gpu.model import PRESETS, ModelConfig
 from course_lib.tensor_parallel import linear, regions
 
-SHORT = dataclasses.replace(PRESETS["small"], layers=2)  # a longer model shows the same again
+SHORT = dataclasses.replace(PRESETS["small"], layers=2)  # more layers show the same
 
 
 def project_apart(x: torch.Tensor, layers: list[linear.ColumnParallelLinear]) -> tuple[torch.Tensor, ...]:
-    """As project_together for layers without copies, by f and PyTorch's linear layers: nothing overlaps."""
+    """Compute project_together for layers without copies by f and PyTorch's linear layers, without overlap."""
     x = regions.copy_to_group(x, layers[0].group)
     return tuple(F.linear(x, layer.weight) for layer in layers)
 
 
 class SlowWork:
-    """A work that ends when its bytes could have come over the link; its wait() is "wait" in the profile."""
+    """A work that ends when its bytes could have arrived over the link; its wait() is "wait" in the profile."""
 
     def __init__(self, work: dist.Work, due: float):
         self.work, self.due = work, due
@@ -44,7 +46,7 @@ class SlowWork:
 
 
 def over_a_link(plain: Callable, gb_s: float = 0.25) -> Callable:
-    """all_reduce over a link that takes one message at a time; the profile has "link", when it begins and how long."""
+    """Return all_reduce over a link that takes one message at a time; the profile notes "link", begin and length."""
     free = 0.0  # when the link is free again
 
     def all_reduce(tensor, *args, async_op=False, **kwargs):
@@ -62,14 +64,18 @@ def over_a_link(plain: Callable, gb_s: float = 0.25) -> Callable:
 def profiled(
     group: dist.ProcessGroup, kind: str | int, batch: int = 8, seq: int = 128, config: ModelConfig = SHORT
 ) -> list[Span] | None:
-    """Rank 0's spans of six steps over the slow link (None elsewhere); kind: "apart", "together" or how many chunks."""
+    """Return rank 0's spans of six steps over the slow link, None on other ranks.
+
+    kind: "apart", "together" or the number of chunks.
+    """
     model = split_model(config, group, chunks=kind if isinstance(kind, int) else 1)
     inputs, targets = batch_of(config, batch, seq)
     if kind == "apart":
-        for module in (module for block in model.blocks for module in (block.attention, block.mlp)):
-            module.project_layers = project_apart
+        for block in transformer_blocks(model):
+            override(block.attention, project_layers=project_apart)
+            override(block.mlp, project_layers=project_apart)
 
-    def step():
+    def step() -> None:
         dist.barrier(group)
         with record_function("forward"):
             logits = model(inputs)
@@ -77,26 +83,23 @@ def profiled(
         with record_function("backward"):
             step_loss.backward()
 
-    plain, dist.all_reduce = dist.all_reduce, over_a_link(dist.all_reduce)
-    try:
+    with mock.patch.object(dist, "all_reduce", over_a_link(dist.all_reduce)):
         step()
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             for _ in range(6):
                 step()
-    finally:
-        dist.all_reduce = plain
     return spans(prof) if group.rank() == 0 else None
 
 
-def steps_of(found: list[Span]) -> Iterator[list[Span]]:
-    """The spans of each step, from 0 on, the shortest step first: "forward", "backward" and "wait" in the lane
+def steps_of(all_spans: list[Span]) -> Iterator[list[Span]]:
+    """Yield the spans of each step, from time 0, shortest step first: "forward", "backward" and "wait" in the lane
     "compute", "sum" in the lane "network".
     """
-    phases = [span for span in found if span.name in ("forward", "backward")]
+    phases = [span for span in all_spans if span.name in ("forward", "backward")]
     steps = [(phases[i].start_ms, phases[i + 1].end_ms) for i in range(0, len(phases), 2)]
     for start, end in sorted(steps, key=lambda step: step[1] - step[0]):
         step = []
-        for span in (span for span in found if start <= span.start_ms < end):
+        for span in (span for span in all_spans if start <= span.start_ms < end):
             begins, ends = span.start_ms - start, span.end_ms - start
             if span.name.startswith("link"):
                 _, later, long = span.name.split()
@@ -108,24 +111,29 @@ def steps_of(found: list[Span]) -> Iterator[list[Span]]:
 
 
 def waiting_ms(step: list[Span], phase: str) -> tuple[float, float]:
-    """Milliseconds of a phase in which the rank waits for an all-reduce, and those of the whole phase."""
-    whole = next(span for span in step if span.name == phase)
-    waits = [s.end_ms - s.start_ms for s in step if s.name == "wait" and whole.start_ms <= s.start_ms <= whole.end_ms]
-    return sum(waits), whole.end_ms - whole.start_ms
+    """Return the milliseconds that the rank waits for all-reduces in a phase, and the milliseconds of the phase."""
+    span_of_phase = next(span for span in step if span.name == phase)
+    waits = [
+        s.end_ms - s.start_ms
+        for s in step
+        if s.name == "wait" and span_of_phase.start_ms <= s.start_ms <= span_of_phase.end_ms
+    ]
+    return sum(waits), span_of_phase.end_ms - span_of_phase.start_ms
 
 
 def forward_times(
     group: dist.ProcessGroup,
     chunk_counts: tuple[int, ...],
-    rounds: int = 7,
+    repeats: int = 7,
     batch: int = 4,
     seq: int = 128,
     config: ModelConfig = SHORT,
 ) -> np.ndarray:
-    """On a rank: seconds of a forward without the slow link, [rounds, chunk counts], in alternation."""
+    """On a rank: seconds of a forward without the slow link, [repeats, chunk counts], in alternation."""
     models = [split_model(config, group, chunks=chunks) for chunks in chunk_counts]
-    (inputs, _), times = batch_of(config, batch, seq), []
-    for _ in range(rounds):
+    inputs, _ = batch_of(config, batch, seq)
+    times: list[list[float]] = []
+    for _ in range(repeats):
         times.append([])
         for model in models:
             dist.barrier(group)

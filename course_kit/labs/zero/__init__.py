@@ -11,7 +11,7 @@ from course_kit.labs.zero.arenas import (
     keep_gradients,
     recorded,
 )
-from course_kit.labs.zero.kept import (
+from course_kit.labs.zero.memory import (
     STATES,
     data_parallel_memory,
     gradient_bytes,

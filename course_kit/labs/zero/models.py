@@ -16,18 +16,18 @@ MiB, GiB = 2**20, 2**30
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Return the bytes of the distinct storages of some tensors; a None has none."""
-    found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(found.values())
+    """Return the bytes of the distinct storages of some tensors; None counts 0."""
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(sizes.values())
 
 
 def in_group(n: int, function: Callable, *args):
-    """Return function(group, *args) of this rank, in a group of the first n ranks; the others have a group of theirs.
+    """Return function(group, *args) in a group of the first n ranks; the other ranks run it in a group of their own.
 
-    An answer that takes the default group by mistake gets wrong numbers, and no deadlock.
+    An answer that uses the default group by mistake gets wrong numbers, not a deadlock.
     """
-    world = list(range(dist.get_world_size()))
-    groups = [dist.new_group(members) for members in (world[:n], world[n:]) if members]
+    all_ranks = list(range(dist.get_world_size()))
+    groups = [dist.new_group(members) for members in (all_ranks[:n], all_ranks[n:]) if members]
     group = groups[dist.get_rank() >= n]
     result = function(group, *args)
     dist.barrier(group)

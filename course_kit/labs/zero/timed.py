@@ -1,11 +1,13 @@
-"""Timelines of a step of stages 1 and 3, and the same steps against PyTorch's own classes."""
+"""Timelines of a step of stages 1 and 3, and the same steps with PyTorch's classes."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +24,11 @@ Parts = tuple[nn.Module, torch.optim.Optimizer, Callable[[], object]]
 
 
 def made(name: str, config: ModelConfig, bucket_mb: float | None = None) -> Parts:
-    """Return a model, its fused AdamW, and what is called after backward. name: "stage 1", "stage 3",
+    """Return a model, its fused AdamW, and the function to call after backward. name: "stage 1", "stage 3",
     "ZeroRedundancyOptimizer" or "FSDP2".
     """
-    model, options = Transformer(config), {"lr": 1e-3, "fused": True}
+    model = Transformer(config)
+    options: dict[str, Any] = {"lr": 1e-3, "fused": True}
     if name == "stage 1":
         zero = ZeroOptimizer(model, torch.optim.AdamW, bucket_mb=bucket_mb, **options)
         return model, zero, zero.finish
@@ -35,8 +38,7 @@ def made(name: str, config: ModelConfig, bucket_mb: float | None = None) -> Part
     if name.startswith("Zero"):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        best = {"gradient_as_bucket_view": True, "static_graph": True}
-        wrapped = nn.parallel.DistributedDataParallel(model, **best)
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
         options["parameters_as_bucket_view"] = True
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
         return wrapped, optimizer, lambda: None
@@ -72,7 +74,7 @@ def profiled(name: str) -> list[Span] | None:
     def steps(number: int) -> None:
         for _ in range(number):
             step()
-        getattr(optimizer, "wait", bool)()  # a profile must not end while something is in flight
+        getattr(optimizer, "wait", bool)()  # a profile must not end while a collective is in flight
 
     steps(1)
     with contextlib.nullcontext() if dist.get_rank() else profile(activities=[ProfilerActivity.CPU]) as prof:
@@ -80,29 +82,30 @@ def profiled(name: str) -> list[Span] | None:
     return prof and spans(prof)
 
 
-def step_spans(found: list[Span], names: set[str], with_next_forward: bool) -> tuple[list[Span], float]:
+def step_spans(all_spans: list[Span], names: set[str], with_next_forward: bool) -> tuple[list[Span], float]:
     """Return the spans of the second of three steps, on lanes "compute" and "network 1, 2 …", and its length in ms.
 
-    names: of the spans to show. with_next_forward: the forward of the third step belongs to it.
+    names: of the spans to show. with_next_forward: include the forward of the third step.
     """
-    forwards = [span for span in found if span.name == "forward"]
+    forwards = [span for span in all_spans if span.name == "forward"]
     start, end = forwards[1].start_ms, forwards[2].end_ms if with_next_forward else forwards[2].start_ms
     shown = []
-    for span in found:
+    for span in all_spans:
         if span.name in names and span.start_ms < end and span.end_ms > start:
             lane = span.lane.replace("communication", "network") if span.lane.startswith("communication") else "compute"
             shown.append(span._replace(lane=lane, start_ms=max(0, span.start_ms - start), end_ms=span.end_ms - start))
     return sorted(shown, key=lambda span: (span.lane, span.start_ms)), end - start
 
 
-def rivals(names: tuple[str, ...], preset: str = "small", rounds: int = 3) -> tuple[dict, dict, dict]:
-    """Return, of each rival on this rank: seconds per step, peak MiB of a step, losses. Steps in alternation."""
+def rivals(names: tuple[str, ...], preset: str = "small", repeats: int = 3) -> tuple[dict, dict, dict]:
+    """Return seconds per step, peak MiB of a step and losses of each rival on this rank, with steps in alternation."""
     torch.set_num_threads(1)
     inputs, targets = batch_of(dist.get_rank(), PRESETS[preset], batch=1, seq=128)
-    parts, losses = {name: made(name, PRESETS[preset]) for name in names}, {name: [] for name in names}
+    parts = {name: made(name, PRESETS[preset]) for name in names}
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in names}
 
     def steps(name: str, number: int = 2) -> float:
-        """Seconds per step, of some in a row; nothing is in flight afterwards."""
+        """Return the seconds per step of `number` steps; no collective is in flight afterwards."""
         model, optimizer, finish = parts[name]
         dist.barrier()
         start = time.perf_counter()
@@ -117,7 +120,7 @@ def rivals(names: tuple[str, ...], preset: str = "small", rounds: int = 3) -> tu
         return (time.perf_counter() - start) / number
 
     for name in names:
-        steps(name, 1)  # makes the states
-    times = np.array([[steps(name) for name in names] for _ in range(rounds)])
-    peaks = {name: peak_of(lambda name=name: steps(name, 1)) for name in names}
+        steps(name, 1)  # makes the optimizer's states
+    times = np.array([[steps(name) for name in names] for _ in range(repeats)])
+    peaks = {name: peak_of(functools.partial(steps, name, 1)) for name in names}
     return dict(zip(names, times.T, strict=True)), peaks, {name: torch.stack(losses[name]).numpy() for name in names}
