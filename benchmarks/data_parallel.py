@@ -2,7 +2,7 @@
 
     python benchmarks/data_parallel.py        # writes benchmarks/results/data_parallel_<device>.json
 
-Two and four ranks on this machine's CPU, or a rank for each GPU. A step is zero_grad, forward, backward, finish. The
+Two and four ranks on this machine's CPU, or one rank per GPU. A step is zero_grad, forward, backward, finish. The
 rival has its best options, and both have the bucket size of BUCKET_MB at which they were fastest. They run in
 alternation, each after a barrier, and so does the rival against itself: the spread of that ratio is the noise. Times
 are rank 0's, medians of PAIRS pairs, and of 9 for the modes naive and overlap.
@@ -21,12 +21,12 @@ from course_lib.data_parallel.replicas import DataParallel
 from course_lib.single_gpu.model import PRESETS, Transformer, loss
 
 BUCKET_MB = (1, 5, 25)
-TRIES = 9  # steps for each bucket size
+TRIES = 9  # steps per bucket size
 PAIRS = 41  # steps differ by more than the rivals do
 
 
 def compare(preset: str, batch: int, seq: int) -> dict[str, dict]:
-    """On a rank: all figures; batch: sequences a rank."""
+    """Return all figures of a rank; batch: sequences per rank."""
     measure.PAIRS = PAIRS
     warnings.filterwarnings("ignore", message=".*broadcast_buffers")
     on_gpu = dist.get_backend() != "gloo"
@@ -39,7 +39,7 @@ def compare(preset: str, batch: int, seq: int) -> dict[str, dict]:
             return Transformer(PRESETS[preset]).to(torch.bfloat16 if on_gpu else torch.float32)
 
     def step(wrapped: torch.nn.Module):
-        """A training step without the optimizer, until the device has finished it."""
+        """Return a function that runs a training step without the optimizer, until the device has finished it."""
 
         def run() -> None:
             wrapped.zero_grad()
@@ -59,7 +59,7 @@ def compare(preset: str, batch: int, seq: int) -> dict[str, dict]:
         return step(DistributedDataParallel(module or model(), bucket_cap_mb=bucket_mb, **options))
 
     def best(make, choices: list[tuple]) -> tuple:
-        """The choice whose steps are fastest, on the slowest rank; all choices in turn, after two steps of each."""
+        """Return the choice whose steps are fastest, on the slowest rank; all run in turn, after two steps of each."""
         runs, times = [make(*choice) for choice in choices], [[] for _ in choices]
         for _ in range(TRIES + 2):
             for run, taken in zip(runs, times, strict=True):
@@ -72,7 +72,7 @@ def compare(preset: str, batch: int, seq: int) -> dict[str, dict]:
     our_choice = best(ours, [(mb,) for mb in BUCKET_MB])
     their_choice = best(rival, [(mb, static) for mb in BUCKET_MB for static in (False, True)])
     our_step, their_step = ours(*our_choice), rival(*their_choice)
-    found = {
+    results = {
         "ours": {"bucket_mb": our_choice[0]},
         "ddp": {"bucket_cap_mb": their_choice[0], "static_graph": their_choice[1]},
         "ours_against_ddp": measure.paired(our_step, their_step, dist.barrier),
@@ -80,16 +80,16 @@ def compare(preset: str, batch: int, seq: int) -> dict[str, dict]:
     }
     measure.PAIRS = 9
     for mode in ("overlap", "naive"):
-        found[f"{mode}_against_ddp"] = measure.paired(ours(mode=mode), their_step, dist.barrier)
+        results[f"{mode}_against_ddp"] = measure.paired(ours(mode=mode), their_step, dist.barrier)
     for name, make, choice, run in (("ours", ours, our_choice, our_step), ("ddp", rival, their_choice, their_step)):
         module = model()
-        found[name]["step_peak_mib"] = measure.peak_mib(run)  # above weights and buckets
-        found[name]["first_peak_mib"] = measure.peak_mib(lambda: twice(make(*choice, module=module)))  # above weights
-    return found
+        results[name]["step_peak_mib"] = measure.peak_mib(run)  # above weights and buckets
+        results[name]["first_peak_mib"] = measure.peak_mib(lambda: twice(make(*choice, module=module)))  # above weights
+    return results
 
 
 def twice(run) -> None:
-    """Two steps: DistributedDataParallel makes its buckets anew after the first."""
+    """Run two steps: DistributedDataParallel rebuilds its buckets after the first."""
     run()
     run()
 

@@ -2,15 +2,15 @@
 
     python benchmarks/zero.py [PAIRS]        # writes benchmarks/results/zero_<device>.json
 
-Stages 1 and 2 against ZeroRedundancyOptimizer over DistributedDataParallel, stage 3 against FSDP2's fully_shard by
-block, once with its default, which frees parameters after forward, and once where it keeps them until backward; on
-four ranks and more also both as two replicas (HSDP). Two and four ranks on this machine's CPU, or a rank for each GPU.
-The rivals have their best options, and all have the bucket size of BUCKET_MB at which they were fastest. They run in
-alternation, each after a barrier, and so do two of the rival: the spread of that ratio is the noise. A run is STEPS
-steps, and ends when all values are there, so that the last step's all-gathers count. Times are rank 0's, of a run,
-medians of PAIRS pairs. All start from the same weights, and their losses are compared. Peaks are above what is there
-between steps ("step"), or before the model ("first": making it, its optimizer, and two steps). On a GPU also: bytes by
-category of llama3.2-1B at world size 1 against the formulas.
+Stages 1 and 2 run against ZeroRedundancyOptimizer over DistributedDataParallel, stage 3 against FSDP2's fully_shard by
+block, once with its default, which frees parameters after forward, and once keeping them until backward; on four ranks
+and more also both as two replicas (HSDP). Two and four ranks on this machine's CPU, or one rank per GPU. The rivals
+have their best options, and all have the bucket size of BUCKET_MB at which they were fastest. They run in alternation,
+each after a barrier, and so do two of the rival: the spread of that ratio is the noise. A run is STEPS steps, and ends
+when all values have arrived, so that the last step's all-gathers count. Times are those of a run on rank 0, medians of
+PAIRS pairs. All start from the same weights, and their losses are compared. Peaks are above the memory between steps
+("step"), or before the model ("first": making it, its optimizer, and two steps). On a GPU also: bytes by category of
+llama3.2-1B at world size 1 against the formulas.
 """
 
 import statistics
@@ -33,14 +33,14 @@ from course_lib.zero.sharded_models import fully_shard
 
 BUCKET_MB = (1, 5, 25)
 STEPS = 2
-TRIES = 3  # runs for each choice
+TRIES = 3  # runs per choice
 PAIRS = 15
 ADAMW = {"lr": 1e-3, "fused": True}
 BY = {"ours_1": "zero_redundancy", "ours_2": "zero_redundancy", "ours_3": "fsdp2", "ours_hsdp": "fsdp2_hsdp"}
 
 
 def ours(stage: int):
-    """Makes (what runs, optimizer, what ends backward) of a model."""
+    """Return a function of a model: (module to run, optimizer, function to call after backward)."""
 
     def wrap(model: Transformer, bucket_mb: float):
         zero = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, bucket_mb=bucket_mb, **ADAMW)
@@ -50,7 +50,7 @@ def ours(stage: int):
 
 
 def mesh_of(model: Transformer, replicas: int):
-    """All ranks; of two dimensions where there are replicas."""
+    """Return a mesh of all ranks, with two dimensions if there are replicas."""
     device, shape = next(model.parameters()).device.type, (replicas, dist.get_world_size() // replicas)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("replica", "shard"))
     return mesh if replicas > 1 else mesh["shard"]
@@ -106,7 +106,7 @@ CHOICES = {
 
 
 def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
-    """On a rank: all figures; batch: sequences a rank."""
+    """Return all figures of a rank; batch: sequences per rank."""
     measure.PAIRS = pairs
     warnings.filterwarnings("ignore")
     on_gpu = dist.get_backend() != "gloo"
@@ -115,7 +115,7 @@ def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
     inputs, targets = torch.randint(PRESETS[preset].vocab, (2, batch, seq), generator=generator).to(device)
 
     def step(wrap, choice: tuple):
-        """STEPS training steps, until the device has finished them; `losses` of all of them."""
+        """Return a function that runs STEPS training steps until the device has finished; `losses` has their losses."""
         with device:
             model = Transformer(PRESETS[preset]).to(torch.bfloat16 if on_gpu else torch.float32)
         module, optimizer, finish = wrap(model, *choice)
@@ -138,7 +138,7 @@ def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
         return run
 
     def best(wrap, choices: list[tuple]) -> tuple:
-        """The choice whose steps are fastest, on the slowest rank; all choices in turn, after two steps of each."""
+        """Return the choice whose steps are fastest, on the slowest rank; all run in turn, after two steps of each."""
         runs, times = [step(wrap, choice) for choice in choices], [[] for _ in choices]
         for _ in range(min(TRIES, pairs) + 2):
             for run, taken in zip(runs, times, strict=True):
@@ -148,7 +148,7 @@ def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
         return choices[medians.argmin().item()]
 
-    found, runs = {}, {}
+    results, runs = {}, {}
     names = [name for name in CHOICES if dist.get_world_size() >= 4 or "hsdp" not in name]
     for name in names:
         wrap, choices = CHOICES[name]
@@ -158,29 +158,29 @@ def compare(preset: str, batch: int, seq: int, pairs: int) -> dict[str, dict]:
             runs[name] = step(wrap, choice)
             runs[name](2)
 
-        found[name] = {"choice": choice, "first_peak_mib": measure.peak_mib(first)}
+        results[name] = {"choice": choice, "first_peak_mib": measure.peak_mib(first)}
         runs[name]()
-        found[name] |= {
+        results[name] |= {
             "step_peak_mib": measure.peak_mib(lambda name=name: runs[name](1)),
             "losses": torch.stack(runs[name].losses).tolist(),
         }
     for name, rival in [*((n, r) for n, r in BY.items() if n in names), ("ours_3", "fsdp2, parameters kept")]:
-        found[f"{name} against {rival}"] = measure.paired(runs[name], runs[rival], dist.barrier)
-        expected = torch.tensor(found[rival]["losses"])
-        difference = (torch.tensor(found[name]["losses"]) / expected - 1).abs().max().item()
-        found[f"{name} against {rival}"]["losses_differ_by"] = difference
+        results[f"{name} against {rival}"] = measure.paired(runs[name], runs[rival], dist.barrier)
+        expected = torch.tensor(results[rival]["losses"])
+        difference = (torch.tensor(results[name]["losses"]) / expected - 1).abs().max().item()
+        results[f"{name} against {rival}"]["losses_differ_by"] = difference
     for rival in (name for name in ("zero_redundancy", "fsdp2", "fsdp2_hsdp") if name in names):
-        other = step(CHOICES[rival][0], found[rival]["choice"])
-        found[f"{rival} against itself"] = measure.paired(other, runs[rival], dist.barrier)
-    return found
+        other = step(CHOICES[rival][0], results[rival]["choice"])
+        results[f"{rival} against itself"] = measure.paired(other, runs[rival], dist.barrier)
+    return results
 
 
 def arithmetic(preset: str) -> dict[str, dict]:
-    """On one GPU at world size 1: bytes by category that the allocator gave, and those of memory.state_bytes.
+    """Return bytes by category on one GPU at world size 1: from the allocator, and from memory.state_bytes.
 
-    Stage 3 has float32 pieces, which are master weights too, and is gathered in bfloat16: the policy fp32.
+    Stage 3 has float32 shards, which are master weights too, and is gathered in bfloat16: the policy fp32.
     """
-    config, found = PRESETS[preset], {}
+    config, results = PRESETS[preset], {}
     device, psi = torch.accelerator.current_accelerator(), param_count(PRESETS[preset])
     tokens = torch.zeros(2, 1, 16, dtype=torch.long, device=device)
     for stage in (1, 2, 3):
@@ -215,11 +215,11 @@ def arithmetic(preset: str) -> dict[str, dict]:
             "optimizer states": end - with_model - (gradients if stage < 3 else 0),
         }
         expected = state_bytes(psi, "bf16" if stage < 3 else "fp32", stage, 1)
-        found[f"stage {stage}"] = {"parameters": psi, "measured": measured, "expected": expected}
+        results[f"stage {stage}"] = {"parameters": psi, "measured": measured, "expected": expected}
         del model, optimizer
         if stage < 3:
             del buffers
-    return found
+    return results
 
 
 def main(pairs: int = PAIRS) -> None:

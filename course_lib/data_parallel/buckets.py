@@ -1,7 +1,8 @@
 """Buckets: gradients that share a flat buffer and one all-reduce, which starts as soon as all of them are ready.
 
 Backward computes the last layers' gradients first, so buckets are filled from the last parameter to the first. The
-last bucket cannot be hidden: no computation is left. Buckets take no extra memory: gradients are views of them. (Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB, §3.2.)
+last bucket cannot be hidden: no computation is left. Buckets take no extra memory: gradients are views of them.
+(Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB, §3.2.)
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def make_buckets(parameters: Iterable[nn.Parameter], bucket_bytes: float) -> lis
 
 
 def default_bucket_mb(ranks: int) -> int:
-    """Return the default MB of a bucket: 25, or 1 per rank if more, since a ring sends a bucket in one chunk per rank."""
+    """Return the default MB of a bucket: 25, or 1 per rank if more, as a ring sends a bucket in one chunk per rank."""
     return max(25, ranks)
 
 

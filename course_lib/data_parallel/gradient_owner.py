@@ -1,4 +1,4 @@
-"""What DataParallel, ZeroOptimizer and FullyShard have in common: each reduces the gradients of a model's parameters.
+"""The interface of DataParallel, ZeroOptimizer and FullyShard: each reduces the gradients of a model's parameters.
 
 The pipeline, gradient clipping, checkpoints and dry runs use a `GradientOwner`, so none of them asks for a ZeRO stage.
 """

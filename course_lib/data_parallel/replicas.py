@@ -90,7 +90,7 @@ class DataParallel(nn.Module):
         self.reducer.add(parameter, final=self.synchronizes)
 
     def forward(self, *args, **kwargs) -> Any:
-        """Return the module's output. Raises RuntimeError if the gradients of a training step still wait for finish()."""
+        """Return the module's output. Raises RuntimeError if gradients of a training step wait for finish()."""
         if self.training and torch.is_grad_enabled() and self.reducer.unfinished:
             raise RuntimeError("forward after a backward without finish(): call finish() after a step's last backward")
         return self.module(*args, **kwargs)
@@ -190,7 +190,7 @@ def find_diverged_params(module: nn.Module, group: dist.ProcessGroup | None = No
 
 # exercise 04.11
 def overlap_ratio(tokens: int, dp: int, bandwidth: float, peak: float, gradient_bytes: int = 2) -> float:
-    """Return the time of the gradients' all-reduce divided by that of the overlapping backward; up to 1 it can be hidden.
+    """Return the time of the gradients' all-reduce divided by that of the backward beside it; up to 1 it can be hidden.
 
     tokens: of one GPU's (last) micro-batch; bandwidth: bytes that a GPU sends per second (the bus bandwidth of
     notebook 03); peak: floating-point operations per second. The Ultra-Scale Playbook, appendix A3, corrected: the

@@ -36,14 +36,14 @@ def describe(module: nn.Module, arguments: dict) -> list[Description]:
     """Return the descriptions of the arguments and of each parameter and buffer, in the same order on all ranks."""
     lines = [Description(f"arguments {arguments}")]
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        words = [name, str(list(tensor.shape)), str(tensor.dtype), tensor.device.type]
-        words += ["to be trained"] if tensor.requires_grad else []
+        facts = [name, str(list(tensor.shape)), str(tensor.dtype), tensor.device.type]
+        facts += ["to be trained"] if tensor.requires_grad else []
         reduce_group = placement_of(tensor).reduce_group
-        words += [f"reduced over {reduce_group.size()} ranks"] if reduce_group else []
+        facts += [f"reduced over {reduce_group.size()} ranks"] if reduce_group else []
         shard = placement_of(tensor).tensor_shard  # the shards of one tensor have the same shape
         shard_text = f" from index {shard.start} of {shard.full_size}" if shard else ""
         reduce_ranks = tuple(dist.get_process_group_ranks(reduce_group)) if reduce_group else None
-        lines.append(Description(" ".join(words), shard_text, reduce_ranks))
+        lines.append(Description(" ".join(facts), shard_text, reduce_ranks))
     return lines
 
 

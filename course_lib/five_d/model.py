@@ -59,9 +59,9 @@ from course_lib.zero.sharded_models import fully_shard
 def split_model(
     config: ModelConfig, layout: Layout, mesh: Mesh, extra: Iterable[Callable] = (), moe: dict | None = None
 ) -> nn.Module:
-    """Make a `Transformer` on the meta device, split over tp, ep and cp by the verbs of notebooks 06 to 08, in order.
+    """Make a `Transformer` on the meta device, split over tp, ep and cp by the transforms of notebooks 06 to 08.
 
-    extra: verbs of your own, called on the split model; moe: arguments of apply_moe.
+    extra: transforms of your own, applied to the split model in their order; moe: arguments of apply_moe.
     """
     with torch.device("meta"):
         model = Transformer(config)
@@ -76,15 +76,13 @@ def split_model(
         apply_expert_parallel(model, mesh.ep, mesh.experts, mesh.tokens, tp_group)
     if layout.cp > 1:
         apply_context_parallel(model, mesh.cp, layout.cp_method, layout.cp_order)
-    for verb in extra:
-        verb(model)
+    for transform in extra:
+        transform(model)
     return model
 
 
 def initial_values(config: ModelConfig, seed: int) -> Callable[[str, torch.Tensor], None]:
-    """Return init(name, full tensor) for names with a stage's number (3.blocks.7.mlp_norm.weight). A tied head gets the
-    embedding's values.
-    """
+    """Return init(name, full tensor) for names such as 3.blocks.7.mlp_norm.weight. A tied head is the embedding."""
 
     def init(name: str, tensor: torch.Tensor) -> None:
         name = plain_name(name.split(".", 1)[1])
@@ -98,20 +96,19 @@ def shard_stages(
 ) -> tuple[FullyShard, dict[int, nn.Module]]:
     """Apply ZeRO stage 3 to this rank's meta-device stages. Return the wrapper, and the stages to run."""
 
-    def shard(module: nn.Module, fill: Callable, wrapper: type[FullyShard] = FullyShard) -> FullyShard:
-        compute_dtype, group = None if dtype == torch.float32 else dtype, shard_groups(layout, mesh)
-        reduce_dtype = torch.float32
-        return fully_shard(module, group, compute_dtype, reduce_dtype=reduce_dtype, init=fill, wrapper=wrapper)
-
+    group, reduce_dtype = shard_groups(layout, mesh), torch.float32
+    compute_dtype = None if dtype == torch.float32 else dtype
     if layout.pp == 1:
-        wrapped = shard(stages[0], shard_init(stages[0], lambda name, tensor: init(f"0.{name}", tensor)))
+        fill = shard_init(stages[0], lambda name, tensor: init(f"0.{name}", tensor))
+        wrapped = fully_shard(stages[0], group, compute_dtype, reduce_dtype=reduce_dtype, init=fill)
         return wrapped, {0: wrapped}
     local = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
     tied = sync_tied_weights(local, schedule, mesh.pp, mesh.replicas)  # they are sharded over both stages' ranks
-    gathered = shard(local, shard_init(local, init), GatherOncePerStep)
-    assert isinstance(gathered, GatherOncePerStep)
-    gathered.reduce_at_finish(tied.groups.values())
-    return gathered, stages
+    fill, wrapper = shard_init(local, init), GatherOncePerStep
+    wrapped = fully_shard(local, group, compute_dtype, reduce_dtype=reduce_dtype, init=fill, wrapper=wrapper)
+    assert isinstance(wrapped, GatherOncePerStep)
+    wrapped.reduce_at_finish(tied.groups.values())
+    return wrapped, stages
 
 
 def step_hooks(
@@ -201,8 +198,8 @@ class ParallelModel:
     def gradients(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Run forward and backward: the gradient of the mean loss over all target tokens of the whole batch.
 
-        inputs, targets: each [b / dp, s], b / dp a multiple of the layout's micro-batch. Returns that loss, the same on all
-        ranks. Raises ValueError if sequences or tokens cannot be divided.
+        inputs, targets: each [b / dp, s], b / dp a multiple of the layout's micro-batch. Returns that loss, the same on
+        all ranks. Raises ValueError if sequences or tokens cannot be divided.
         """
         layout, mesh, runner = self.layout, self.mesh, self.runner
         check_sizes(layout, None, inputs.shape[1])
@@ -273,6 +270,7 @@ def parallelize(
     schedule, stages = local_stages(config, layout, mesh, extra, moe)
     init, loss_of = initial_values(config, seed), summed_loss_over(mesh.tp, config.vocab)
     sharding: Any = None  # a GradientOwner
+    optimizer: torch.optim.Optimizer
     with torch.device(mesh.device_mesh.device_type):
         if layout.zero_stage == 3:
             sharding, stages = shard_stages(stages, layout, mesh, schedule, init, dtype)
@@ -292,10 +290,7 @@ def parallelize(
 
 
 def full_weights(parallel: ParallelModel) -> dict[str, torch.Tensor]:
-    """Return the full weights of this rank's stages, by their names in the unsplit model. Collective.
-
-    A rank holds all of its stages at once here: for checks of small models.
-    """
+    """Return the full weights of this rank's stages, all at once, by their names in the unsplit model. Collective."""
     unsharded, full = dict(parallel.sharding.full_weights()), {}
     for stage in parallel.stages.values():
         for name, weight in stage.named_parameters(remove_duplicate=False):

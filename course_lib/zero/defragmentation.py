@@ -1,9 +1,9 @@
-"""Fragmentation: how much memory a step needs beyond the bytes that are alive, and contiguous memory against it.
+"""Fragmentation: how much memory a step needs beyond the live bytes, and contiguous buffers that reduce it.
 
-`Arena` hands out memory as PyTorch's CUDA allocator does inside a segment. A step's recorded allocations, replayed in
-it, tell the fewest bytes in which the step can run. Memory defragmentation (M_D of ZeRO-R; Rajbhandari et al. 2020,
-§6): tensors that live long go to buffers that are there from the start. They leave no holes behind, and cost one
-copy, and their memory for the whole step. For gradients, `buckets` does it; for checkpoints, this module.
+`Arena` allocates memory as PyTorch's CUDA allocator does inside a segment. Replaying a step's recorded allocations in
+it gives the fewest bytes in which the step can run. Memory defragmentation (M_D of ZeRO-R; Rajbhandari et al. 2020,
+§6): preallocate memory for long-lived tensors. They leave no holes behind; the price is one copy, and their memory for
+the whole step. For gradients, `buckets` does it; for checkpoints, this module.
 """
 
 from __future__ import annotations
@@ -11,23 +11,26 @@ from __future__ import annotations
 import bisect
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
-from torch import nn
 
-ALIGNMENT = 512  # bytes: the sizes that PyTorch's allocator hands out are multiples of it
+from course_lib.single_gpu.model import Transformer
+from course_lib.single_gpu.profile import Allocation
+
+ALIGNMENT = 512  # bytes: PyTorch's allocator rounds sizes up to multiples of it
 
 
 class Arena:
-    """`nbytes` of memory, handed out in blocks. holes: what is free, as (start, end); taken: sizes by address."""
+    """`nbytes` of memory, allocated in blocks. holes: free ranges, as (start, end); taken: block sizes by address."""
 
     def __init__(self, nbytes: float):
-        self.holes: list[tuple[int, float]] = [(0, nbytes)]
+        self.holes: list[tuple[int, int]] = [(0, cast(int, nbytes))]  # the end may be math.inf
         self.taken: dict[int, int] = {}
 
     def no_hole(self, size: int) -> MemoryError:
-        """The error for a block that fits nowhere."""
+        """Return the error for a block that fits into no hole."""
         free = [(end - start) / 2**20 for start, end in self.holes]
         return MemoryError(
             f"{size / 2**20:,.1f} MiB wanted; free are {sum(free):,.1f} MiB, but in {len(free)} holes, the largest of "
@@ -52,7 +55,9 @@ class Arena:
 
     # exercise 05.12
     def give_back(self, address: int) -> None:
-        """Free the block at `address`, one with the holes that it touches. Raises KeyError if no block begins there."""
+        """Free the block at `address`, and merge it with the holes that it touches. Raises KeyError if no block begins
+        there.
+        """
         start, end = address, address + self.taken.pop(address)
         for hole in [hole for hole in self.holes if hole[1] == start or hole[0] == end]:
             self.holes.remove(hole)
@@ -60,26 +65,27 @@ class Arena:
         bisect.insort(self.holes, (start, end))
 
 
-def replay(allocations: Sequence, nbytes: float = math.inf) -> list[tuple[int, int]]:
-    """The (address, size) of each allocation, in an arena of nbytes that lives through their births and deaths.
+def replay(allocations: Sequence[Allocation], nbytes: float = math.inf) -> list[tuple[int, int]]:
+    """Return the (address, size) of each allocation, in an arena of nbytes that replays their births and deaths.
 
-    allocations: as `MemoryProfile` has them. Raises MemoryError where one finds no hole. Without bytes: (0, 0).
+    allocations: as `MemoryProfile` has them; one without bytes gets (0, 0). Raises MemoryError if one fits into no
+    hole.
     """
-    arena, places = Arena(nbytes), [(0, 0)] * len(allocations)
+    arena, blocks = Arena(nbytes), [(0, 0)] * len(allocations)
     events = [(a.born, 0, number) for number, a in enumerate(allocations) if a.nbytes]
     events += [(a.died, 1, number) for number, a in enumerate(allocations) if a.nbytes and a.died < math.inf]
     for _, dies, number in sorted(events):
-        address, _ = places[number]
+        address, _ = blocks[number]
         if dies:
             arena.give_back(address)
         else:
             address = arena.take(allocations[number].nbytes)
-            places[number] = address, arena.taken[address]
-    return places
+            blocks[number] = address, arena.taken[address]
+    return blocks
 
 
-def fits(allocations: Sequence, nbytes: int) -> bool:
-    """Whether the allocations can be replayed in an arena of nbytes."""
+def fits(allocations: Sequence[Allocation], nbytes: int) -> bool:
+    """Return True if the allocations can be replayed in an arena of nbytes."""
     try:
         replay(allocations, nbytes)
     except MemoryError:
@@ -87,9 +93,9 @@ def fits(allocations: Sequence, nbytes: int) -> bool:
     return True
 
 
-def smallest_arena(allocations: Sequence) -> int:
-    """Bytes in which the allocations can be replayed, while 512 less are too few. By bisection; best fit
-    may do in still less, by luck.
+def smallest_arena(allocations: Sequence[Allocation]) -> int:
+    """Return the bytes in which the allocations can be replayed, while 512 less are too few. By bisection; best fit may
+    happen to need still less.
     """
     enough = max(address + size for address, size in replay(allocations))
     largest = max(a.nbytes for a in allocations) // ALIGNMENT * ALIGNMENT
@@ -98,7 +104,7 @@ def smallest_arena(allocations: Sequence) -> int:
 
 
 class CopyToSlot(torch.autograd.Function):
-    """The values of `hidden`, in the memory of `slot`; the gradient passes unchanged."""
+    """Copies `hidden` to the memory of `slot`; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx, hidden: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
@@ -110,37 +116,37 @@ class CopyToSlot(torch.autograd.Function):
 
 
 class ContiguousCheckpoints:
-    """Keeps the inputs of `model.blocks` in one buffer, a slot each, until backward; without grad it keeps nothing.
+    """Keeps the inputs of `model.blocks` in one buffer, one slot each, until backward; without grad it keeps nothing.
 
-    tokens: b x s of a forward, at most; dtype: that of the hidden states. `remove()` undoes it. A forward raises
-    ValueError where an input does not fit, RuntimeError where an earlier forward still needs the slot for its backward.
+    tokens: the largest b x s of a forward; dtype: that of the hidden states. `remove()` undoes it. A forward raises
+    ValueError for an input that does not fit, and RuntimeError if an earlier forward still needs the slot.
     """
 
-    def __init__(self, model: nn.Module, tokens: int, dtype: torch.dtype = torch.float32):
+    def __init__(self, model: Transformer, tokens: int, dtype: torch.dtype = torch.float32):
         device, layers = next(model.parameters()).device, len(model.blocks)
         self.buffer = torch.empty(layers, tokens * model.config.hidden, dtype=dtype, device=device)  # [L, b*s*h]
-        self.slots = [row.data for row in self.buffer]  # .data: autograd counts the changes of each for itself
-        self.kept = [lambda: None] * layers  # weak references to the copies
+        self.slots = [row.data for row in self.buffer]  # .data: autograd has a version counter for each
+        self.copies: list[Callable[[], Any]] = [lambda: None] * layers  # weak references
         self.handles = [
             block.register_forward_pre_hook(lambda block, arguments, number=number: self.keep(number, *arguments))
             for number, block in enumerate(model.blocks)
         ]
 
     def keep(self, number: int, hidden: torch.Tensor, *others) -> tuple:
-        """The arguments of block `number`, with a copy in its slot for `hidden`."""
+        """Return the arguments of block `number`, with `hidden` replaced by its copy in the slot."""
         slot = self.slots[number]
         if not torch.is_grad_enabled():
             return hidden, *others
         if hidden.dtype != slot.dtype or hidden.numel() > slot.numel():
-            found, room = (f"{tensor.numel():,} numbers of {tensor.dtype}" for tensor in (hidden, slot))
-            raise ValueError(f"block {number}: its input has {found}, its slot is for {room}")
-        if self.kept[number]() is not None:
+            size, room = (f"{tensor.numel():,} elements of {tensor.dtype}" for tensor in (hidden, slot))
+            raise ValueError(f"block {number}: its input has {size}, its slot is for {room}")
+        if self.copies[number]() is not None:
             raise RuntimeError(f"block {number}: an earlier forward still needs its slot; run its backward first")
         copy = CopyToSlot.apply(hidden, slot[: hidden.numel()].view(hidden.shape))
-        self.kept[number] = weakref.ref(copy)
+        self.copies[number] = weakref.ref(copy)
         return copy, *others
 
     def remove(self) -> None:
-        """Blocks keep their own inputs again."""
+        """Remove the hooks: autograd keeps the blocks' inputs again."""
         for handle in self.handles:
             handle.remove()

@@ -154,8 +154,8 @@ class FullyShard(nn.Module):
     def pre_backward(self, unit: FSDPUnit) -> None:
         """Gather the unit; send the gradients of the unit before it in backward; prefetch the next one.
 
-        Does nothing for a unit in `self.unreduced`; afterwards that list has this unit alone. A unit that is sent is freed
-        before the next one is gathered, and nothing is waited for before both have started.
+        Does nothing for a unit in `self.unreduced`; afterwards that list has this unit alone. A unit that is sent is
+        freed before the next one is gathered, and nothing is waited for before both have started.
         """
         if unit in self.unreduced:
             return

@@ -165,10 +165,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the mean gradient to a norm of at most `max_norm`, and return the norm that it had."""
-        parts = []
+        gradients = []
         for gradient, _, group, outer in self.local_gradients():
-            parts.append((gradient, (norm_group(self.group, cast(dist.ProcessGroup, group), outer), *outer)))
-        norm = nested_norm(parts)
+            gradients.append((gradient, (norm_group(self.group, cast(dist.ProcessGroup, group), outer), *outer)))
+        norm = nested_norm(gradients)
         factor = clip_factor(norm, max_norm)
         torch._foreach_mul_([bucket.gradient for bucket in self.gradients], factor)
         return norm

@@ -1,4 +1,4 @@
-"""What a rank keeps of a bucket in ZeRO stages 1 and 2: its shard of the gradient, and of what the optimizer updates.
+"""The shards that a rank keeps of a bucket in ZeRO stages 1 and 2: of the gradient, and of the optimizer's tensors.
 
 In a backward that synchronizes, gradients fill full buffers, and each buffer is reduce-scattered as soon as it is full.
 Several such backwards accumulate in the shards. Stage 1 has a full buffer per bucket, stage 2 has two for all buckets.
@@ -75,7 +75,7 @@ class GradientShard:
         self.work: dist.Work | None = None
 
     def reserve(self, pool: BufferPool | None) -> None:
-        """Allocate memory for gradients: with a pool for the shard alone, else for the full bucket, reduced in place."""
+        """Allocate memory for gradients: with a pool for the shard, else for the full bucket, reduced in place."""
         self.pool, layout = pool, self.layout
         self.gradient = self.like.new_zeros(layout.shard_numel if pool else layout.padded)
         if pool is None:
@@ -83,7 +83,7 @@ class GradientShard:
             self.gradient = layout.local_shard(self.gradient)
 
     def attach_buffer(self) -> None:
-        """Attach a buffer, before the first gradient of a backward, and set aside what earlier backwards have summed."""
+        """Attach a buffer, before the first gradient of a backward, and set aside the sum of earlier backwards."""
         if self.reduced and self.accumulated_grad is None and not self.full_grads.stored:
             self.accumulated_grad = self.gradient.clone()
         if self.full_grads.buffer is None and self.pool is not None:
@@ -264,7 +264,7 @@ class OptimizerShard:
             self.work = None
 
     def full_states(self, optimizer: torch.optim.Optimizer) -> dict[str, list]:
-        """Return the optimizer's state by name, on the CPU: a list of one unsharded tensor per parameter. Collective."""
+        """Return the optimizer's state by name, on the CPU: one unsharded tensor per parameter. Collective."""
         states, full = dict(optimizer.state.get(self.shard, {})), {}
         if self.shard.dtype != self.values.dtype:
             states["master"] = self.shard.detach()

@@ -14,7 +14,7 @@ from torch import nn
 
 
 class Slot(NamedTuple):
-    """Where a module holds a parameter: the parameter's full name, the module, and the name of the attribute there."""
+    """A position of a parameter: its full name, the module that holds it, and the name of the attribute there."""
 
     path: str
     owner: nn.Module
@@ -31,7 +31,7 @@ def parameter_slots(module: nn.Module) -> dict[nn.Parameter, list[Slot]]:
 
 
 def swap_parameters(slots: Iterable[Sequence[Slot]], tensors: Iterable[torch.Tensor]) -> None:
-    """Put a tensor into each list of slots, in the order of `slots`: the modules compute with these tensors from now on.
+    """Put a tensor into each list of slots, in order: the modules compute with these tensors from now on.
 
     A tensor need not be a Parameter: `_parameters` takes any leaf, without a hook or a copy.
     """

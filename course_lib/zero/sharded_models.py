@@ -28,7 +28,7 @@ from course_lib.zero.shards import norm_group
 
 
 class ReplicaGroups(NamedTuple):
-    """A rank's groups: all ranks; the ranks that share the parameters; the ranks with the same local shards, or None."""
+    """A rank's groups: all ranks; those that share the parameters; those with the same local shards, or None."""
 
     everyone: dist.ProcessGroup
     shards: dist.ProcessGroup

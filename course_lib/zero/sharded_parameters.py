@@ -127,7 +127,7 @@ class ShardedParameters:
         self.buffer.free()
         self.gradients = GradientBuffer(self.unsharded_params, self.layout)
         self.reduce_dtype = reduce_dtype or dtype
-        self.sent: list[SentGradient] = []
+        self.in_flight: list[SentGradient] = []
         self.pre_scale, self.post_scale = divide_factors(self.reduce_dtype, gradient_divide_factor)
         self.used: set[nn.Parameter] = set()  # unsharded parameters whose gradient this rank has made since finish()
         self.replicas: dist.ProcessGroup | None = None  # the ranks of other groups that keep the same shards (HSDP)
@@ -178,15 +178,15 @@ class ShardedParameters:
         if self.pre_scale != 1.0:
             buffer.mul_(self.pre_scale)
         shard = self.shard.new_empty(self.layout.shard_numel, dtype=self.reduce_dtype)
-        self.sent.append(SentGradient(self.gradients.send(shard), buffer, shard, self.all_reduces))
+        self.in_flight.append(SentGradient(self.gradients.send(shard), buffer, shard, self.all_reduces))
         self.gradients.attach(None)
 
     def collect(self) -> None:
         """Wait for the reduce-scatters, and add this rank's shard of the mean to `.grad` of the local shards: at once,
         or after the all-reduce over the replicas.
         """
-        while self.sent:
-            work, _, shard, all_reduces = self.sent.pop(0)
+        while self.in_flight:
+            work, _, shard, all_reduces = self.in_flight.pop(0)
             work.wait()
             gradient = shard.to(self.shard.dtype).mul_(self.post_scale)
             if self.replicas is None:

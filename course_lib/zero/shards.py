@@ -42,8 +42,8 @@ class FlatLayout:
 
     # exercise 05.2
     def span(self, i: int) -> tuple[int, int]:
-        """Return the first and the last (exclusive) element of tensor i that this rank owns; twice the same number if it
-        owns none.
+        """Return the first and the last (exclusive) element of tensor i that this rank owns; twice the same number if
+        it owns none.
         """
         first, numel = self.rank * self.shard_numel - self.starts[i], self.shapes[i].numel()
         return min(max(first, 0), numel), min(max(first + self.shard_numel, 0), numel)

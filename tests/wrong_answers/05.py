@@ -775,11 +775,16 @@ self.forward_order[position - 1].gather()
 
 def finish(self: FullyShard):
     self.send_all()
-    for part in self.root.flat_params:
-        for _, _, piece, _ in part.sent:
-            part.add(piece.to(part.shard.dtype).mul_(part.post_scale))
-        part.sent.clear()
-    super().finish()
+    for flat in self.root.flat_params:
+        for sent in flat.in_flight:
+            flat.add_grad(sent.shard.to(flat.shard.dtype).mul_(flat.post_scale))
+        flat.in_flight.clear()
+    for unit in self.reducing:
+        unit.collect()
+    self.reducing = []
+    for flat in self.flat_params:
+        flat.used.clear()
+    self.wait()
 
 # %% 05.11 forward does not wait for the root's values
     unit.wait()
@@ -787,10 +792,10 @@ def finish(self: FullyShard):
     unit.wait()
 
 
-def __init__(self: FullyShard, *given):
-    super().__init__(*given)
-    for part in self.root.flat_params:
-        part.wait = lambda part=part: part.register(part.unsharded_params)
+def gather_root(self: FullyShard):
+    self.root.gather()
+    for flat in self.root.flat_params:
+        flat.register(flat.unsharded_params)
 
 # %% 05.12 first fit
 min(fitting, key=lambda hole: hole[1] - hole[0]) => fitting[0]

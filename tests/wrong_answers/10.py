@@ -523,10 +523,10 @@ for x, y in zip(inputs.split(layout.micro_batch), targets.split(layout.micro_bat
 mesh.cp, layout.order, inputs.device => mesh.cp, 'zigzag', inputs.device
 
 # %% 10.7 builds the whole model on every rank and cuts it
-    sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+    sharding, stages = shard_stages(stages, layout, mesh, schedule, init, dtype)
 else:
 =>
-    sharding, own = shard_stages(own, layout, mesh, schedule, init, dtype)
+    sharding, stages = shard_stages(stages, layout, mesh, schedule, init, dtype)
 else:
     whole = {f"0.{name}": weight for name, weight in Transformer(config).named_parameters()}
     for name, weight in whole.items():

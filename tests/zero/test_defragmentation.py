@@ -264,11 +264,11 @@ def test_a_forward_that_is_dropped_or_without_grad_frees_its_slots():
 @pytest.mark.parametrize(
     "batch, dtype, words",
     [
-        (3, torch.float32, "block 0: its input has 2,448 numbers of torch.float32, its slot is for 1,632 numbers of"),
+        (3, torch.float32, "block 0: its input has 2,448 elements of torch.float32, its slot is for 1,632 elements of"),
         (
             2,
             torch.bfloat16,
-            "block 0: its input has 1,632 numbers of torch.float32, its slot is for 1,632 numbers of torch.bfloat16",
+            "block 0: its input has 1,632 elements of torch.float32, its slot is for 1,632 elements of torch.bfloat16",
         ),
     ],
 )

@@ -892,8 +892,8 @@ def loaded() -> tuple[dict, dict, list[str]]:
     second = fully_shard(make_model(tied=True, seed=1), compute_dtype=torch.bfloat16)
     state = full_state_dict(first)
     load_full_state_dict(second, state)
-    bad_states = ({}, state | {"more": torch.zeros(1)}, state | {"norm.weight": torch.zeros(2)})
-    errors = [said(lambda: load_full_state_dict(second, bad)) for bad in bad_states]
+    bad_states = {}, state | {"more": torch.zeros(1)}, state | {"norm.weight": torch.zeros(2)}
+    errors = [said(lambda bad=bad: load_full_state_dict(second, bad)) for bad in bad_states]
     return state, full_state_dict(second), errors
 
 
