@@ -9,7 +9,7 @@ the largest of out and three gradients.
 
 Sequence parallelism: a step (zero_grad, forward, loss of split logits, backward) of the preset `small` against DTensor:
 parallelize_module with Shard(1) between the layers, SequenceParallel norms and loss_parallel; DTensor leaves the sum of
-the norms' gradients to whoever reads them, ours makes it. Their losses are compared.
+the norms' gradients to the code that reads them, ours computes it. Their losses are compared.
 
 Two and four ranks on this machine's CPU, or a rank for each GPU. Each kind runs in alternation with its rival, each
 after a barrier and until all ranks are done, and so does the rival with itself: the spread of that ratio is the noise.
@@ -55,7 +55,7 @@ ON_GPUS = {4096: ALL, 16384: ALL, 65536: IN_ZIGZAG}
 
 
 def finished(run):
-    """`run`, until all ranks and their devices are done."""
+    """Return a function that calls `run` and waits until all ranks and their devices are done."""
 
     def timed() -> None:
         run()
@@ -67,12 +67,12 @@ def finished(run):
 
 
 def peak(run) -> float:
-    """MiB: the largest of all ranks, of each the least of PEAKS: a block that a thread of gloo's has freed unseen
-    counts until its address is used again.
+    """Return the largest peak of all ranks, in MiB. The peak of a rank is the least of PEAKS measurements: a block that
+    a gloo thread has freed unnoticed counts until its address is used again.
     """
-    of_all = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, min(measure.peak_mib(run) for _ in range(PEAKS)))
-    return max(of_all)
+    peaks = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, min(measure.peak_mib(run) for _ in range(PEAKS)))
+    return max(peaks)
 
 
 def against(ours: dict, rival: dict) -> dict[str, dict]:
@@ -83,17 +83,17 @@ def against(ours: dict, rival: dict) -> dict[str, dict]:
 
 
 def gathered(length: int, order: str, device: torch.device):
-    """The rival: attention [b, s/n, a, d] of this rank's queries, after an all-gather of K and V in one."""
+    """Return the rival: attention [b, s/n, a, d] of the local queries, after one all-gather of K and V."""
     rank, n = dist.get_rank(), dist.get_world_size()
     numbers = chunks_of(rank, n, order)
     chunk, masks = length // (n * len(numbers)), []
     for number in numbers:
-        places = torch.arange(chunk * number, chunk * (number + 1), device=device)
-        masks.append(places[:, None] >= torch.arange(chunk * (number + 1), device=device))
+        positions = torch.arange(chunk * number, chunk * (number + 1), device=device)
+        masks.append(positions[:, None] >= torch.arange(chunk * (number + 1), device=device))
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        whole = from_order(gather_sequence(torch.cat([k, v], 2), dist.group.WORLD), n, order)
-        keys, values = whole.transpose(1, 2).chunk(2, 1)  # [b, kv, s, d]
+        full = from_order(gather_sequence(torch.cat([k, v], 2), dist.group.WORLD), n, order)
+        keys, values = full.transpose(1, 2).chunk(2, 1)  # [b, kv, s, d]
         outs = []
         for queries, mask in zip(q.transpose(1, 2).split(chunk, 2), masks, strict=True):
             end = mask.shape[1]
@@ -107,40 +107,40 @@ def gathered(length: int, order: str, device: torch.device):
     return attend
 
 
-def in_one_process(whole: dict) -> dict[str, torch.Tensor]:
-    """out and the gradients of q, k, v."""
-    leaves = [whole[name].detach().requires_grad_() for name in "qkv"]
+def in_one_process(full: dict) -> dict[str, torch.Tensor]:
+    """Return out and the gradients of q, k, v, computed in one process."""
+    leaves = [full[name].detach().requires_grad_() for name in "qkv"]
     out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=True)
-    grads = torch.autograd.grad(out.transpose(1, 2), leaves, whole["gradient"])
+    grads = torch.autograd.grad(out.transpose(1, 2), leaves, full["gradient"])
     return {"out": out.detach().transpose(1, 2)} | dict(zip("qkv", grads, strict=True))
 
 
 def compare_attention(length: int, kinds: list[tuple[str, str]], pairs: int) -> dict[str, dict]:
-    """On a rank: all figures of one length."""
+    """Return all figures of one length, on a rank."""
     measure.PAIRS = pairs
     warnings.filterwarnings("ignore")
     on_gpu = dist.get_backend() != "gloo"
     device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     sizes = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "gradient": HEADS}
-    whole = {name: torch.randn(1, length, a, HEAD_DIM, generator=generator) for name, a in sizes.items()}
-    whole = {name: x.to(device, torch.bfloat16 if on_gpu else torch.float32) for name, x in whole.items()}
-    exact = in_one_process(whole)
+    full = {name: torch.randn(1, length, a, HEAD_DIM, generator=generator) for name, a in sizes.items()}
+    full = {name: x.to(device, torch.bfloat16 if on_gpu else torch.float32) for name, x in full.items()}
+    exact = in_one_process(full)
 
     def runs(attend, order: str) -> dict:
-        """A forward, a forward and a backward, and how far their results are from one process's."""
-        parts = {name: shard_sequence(x, order=order) for name, x in whole.items()}
-        leaves, found = [parts[name].requires_grad_() for name in "qkv"], {}
+        """Return a forward, a forward with backward, and the error of their results against one process's."""
+        local = {name: shard_sequence(x, order=order) for name, x in full.items()}
+        leaves, results = [local[name].requires_grad_() for name in "qkv"], {}
 
         def step() -> None:
-            found["out"] = attend(*leaves)
-            grads = torch.autograd.grad(found["out"], leaves, parts["gradient"])
-            found.update(zip("qkv", grads, strict=True))
+            results["out"] = attend(*leaves)
+            grads = torch.autograd.grad(results["out"], leaves, local["gradient"])
+            results.update(zip("qkv", grads, strict=True))
 
         step()
-        all_tokens = {name: unshard_sequence(x, order=order).double() for name, x in found.items()}
+        all_tokens = {name: unshard_sequence(x, order=order).double() for name, x in results.items()}
         errors = [((x - exact[name]).norm() / exact[name].double().norm()).item() for name, x in all_tokens.items()]
-        found.clear()
+        results.clear()
         return {"forward": finished(lambda: attend(*leaves)), "step": finished(step), "error": max(errors)}
 
     figures, rivals = {}, {}
@@ -164,18 +164,18 @@ def compare_attention(length: int, kinds: list[tuple[str, str]], pairs: int) -> 
 
 
 def dtensor(model: Transformer) -> Transformer:
-    config, whole, tokens = model.config, Replicate(), Shard(1)
+    config, full, tokens = model.config, Replicate(), Shard(1)
     plan = {
-        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=tokens),
+        "embedding": RowwiseParallel(input_layouts=full, output_layouts=tokens),
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False),
     }
     for number in range(config.layers):
         block = f"blocks.{number}"
-        for part, others in (("attention", (None, None)), ("mlp", ())):
-            plan[f"{block}.{part}_norm"] = SequenceParallel()
-            plan[f"{block}.{part}"] = PrepareModuleInput(
-                input_layouts=(tokens, *others), desired_input_layouts=(whole, *others)
+        for name, others in (("attention", (None, None)), ("mlp", ())):
+            plan[f"{block}.{name}_norm"] = SequenceParallel()
+            plan[f"{block}.{name}"] = PrepareModuleInput(
+                input_layouts=(tokens, *others), desired_input_layouts=(full, *others)
             )
         for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.gate_proj", "mlp.up_proj"):
             plan[f"{block}.{name}"] = ColwiseParallel()
@@ -190,7 +190,7 @@ def dtensor(model: Transformer) -> Transformer:
 
 
 def compare_models(config: ModelConfig, batch: int, seq: int, pairs: int) -> dict[str, dict]:
-    """On a rank: all figures of sequence parallelism; batch: sequences, the same on all ranks."""
+    """Return all figures of sequence parallelism, on a rank. batch: sequences, the same on all ranks."""
     measure.PAIRS = pairs
     warnings.filterwarnings("ignore")
     on_gpu = dist.get_backend() != "gloo"
@@ -199,7 +199,7 @@ def compare_models(config: ModelConfig, batch: int, seq: int, pairs: int) -> dic
     inputs, targets = torch.randint(config.vocab, (2, batch, seq), generator=generator).to(device)
 
     def runs(kind: str) -> dict:
-        """A forward, a training step without the optimizer, and the losses of the steps so far."""
+        """Return a forward, a training step without the optimizer, and the losses of the steps so far."""
         with device:
             model = Transformer(config).to(torch.bfloat16 if on_gpu else torch.float32)
         if kind == "dtensor":
@@ -220,8 +220,8 @@ def compare_models(config: ModelConfig, batch: int, seq: int, pairs: int) -> dic
             with loss_parallel() if kind == "dtensor" else contextlib.nullcontext():
                 step_loss = forward()
                 step_loss.backward()
-            found = step_loss.detach()
-            losses.append(found.full_tensor() if kind == "dtensor" else found)
+            value = step_loss.detach()
+            losses.append(value.full_tensor() if kind == "dtensor" else value)
 
         def forward_alone() -> None:
             with loss_parallel() if kind == "dtensor" else contextlib.nullcontext():

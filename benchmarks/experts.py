@@ -3,14 +3,15 @@
     python benchmarks/experts.py [PAIRS]        # writes benchmarks/results/experts_<device>.json
 
 Layer: forward and backward of one mixture (router, experts, gradients of x and of all weights) by WAYS, against
-MixtralSparseMoeBlock of transformers with the same weights, by its grouped products (its best) and by its loop (eager).
-"batched" has as many slots as the fullest expert needs, known beforehand; the others are exact too. Choices are even or
-skewed: a token's logits at random, or with SKEW more for the first eighth of the experts. "error": the largest
-difference of the outputs over the largest output.
+MixtralSparseMoeBlock of transformers with the same weights, by its grouped matmuls (its best) and by its loop (eager).
+"batched" has as many slots as the fullest expert needs, known in advance; the others are exact too. Choices are even or
+skewed: random logits, or SKEW more for the first eighth of the experts. "error": the largest difference of the outputs
+over the largest output.
 
-Dispatch: what all ranks' experts make of each rank's tokens, forward and backward, by `dispatch_and_combine` (all-to-all), against
-an all-gather of tokens and gates before the experts and a reduce-scatter behind them, both with grouped experts; k = 8
-of 32 with a token on at most M of 4 nodes too. "error": as above. "mib_sent": what a rank sends, counted.
+Dispatch: the output of all ranks' experts for each rank's tokens, forward and backward, by `dispatch_and_combine`
+(all-to-all), against an all-gather of tokens and gates before the experts and a reduce-scatter after them, both with
+grouped experts; k = 8 of 32 also with a token on at most M of 4 nodes. "error": as above. "mib_sent": bytes that a rank
+sends, counted.
 
 In float32 on CPUs, in bfloat16 on GPUs. Each kind runs in alternation with its rival, and so does the rival with
 itself: the spread of that ratio is the noise. Times are medians of PAIRS pairs, those of ranks after a barrier and
@@ -62,23 +63,23 @@ def finished(run):
 
 
 def peak(run) -> float:
-    """MiB: of each rank the least of PEAKS (a block that a thread of gloo's has freed unseen counts until its address
-    is used again), of these the largest.
+    """Return the largest peak of all ranks, in MiB. The peak of a rank is the least of PEAKS measurements: a block that
+    a gloo thread has freed unnoticed counts until its address is used again.
     """
-    own = min(measure.peak_mib(run) for _ in range(PEAKS))
+    local = min(measure.peak_mib(run) for _ in range(PEAKS))
     if not dist.is_initialized():
-        return own
-    of_all = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, own)
-    return max(of_all)
+        return local
+    peaks = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, local)
+    return max(peaks)
 
 
-def gap(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found - expected).abs().max() / expected.abs().max()).item()
+def gap(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((out - expected).abs().max() / expected.abs().max()).item()
 
 
 def step_of(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor):
-    """Forward and backward of a layer; gradients are made anew each time."""
+    """Return a function that runs forward and backward of a layer, with new gradients each time."""
 
     def step() -> None:
         layer.zero_grad()
@@ -92,7 +93,7 @@ def step_of(layer: nn.Module, x: torch.Tensor, gradient: torch.Tensor):
 
 
 class Mixture(nn.Module):
-    """A router and experts, as course_lib.expert_parallel.mixture.MoE; slots: see batched_experts."""
+    """A router and experts, like course_lib.expert_parallel.mixture.MoE; slots: see batched_experts."""
 
     def __init__(self, theirs: nn.Module, way: str, top_k: int, slots: int):
         super().__init__()
@@ -167,83 +168,83 @@ def compare_layer(experts: int, sizes: tuple, skewed: bool) -> dict[str, dict]:
     x.requires_grad_()
     theirs = {how: mixtral(experts, sizes, skewed, how) for how in ("grouped_mm", "eager")}
     with torch.no_grad():
-        _, _, chosen = theirs["eager"].gate(x)
-        fullest = int(chosen.flatten().bincount(minlength=experts).max())
+        _, _, choices = theirs["eager"].gate(x)
+        fullest = int(choices.flatten().bincount(minlength=experts).max())
         expected = theirs["eager"](x)
     rival = step_of(theirs["grouped_mm"], x, gradient)
     layers = {way: Mixture(theirs["eager"], way, top_k, fullest) for way in WAYS}
     layers["transformers, eager"] = theirs["eager"]
     layers["transformers, grouped_mm"] = theirs["grouped_mm"]
-    found = {"tokens": tokens, "hidden": hidden, "width": width, "top_k": top_k}
-    found["busiest over even share"] = fullest * experts / (tokens * top_k)
+    figures = {"tokens": tokens, "hidden": hidden, "width": width, "top_k": top_k}
+    figures["busiest over even share"] = fullest * experts / (tokens * top_k)
     for name, layer in layers.items():
         step = step_of(layer, x, gradient)
         itself = name == "transformers, grouped_mm"
         against = f"{name} against {'itself' if itself else 'transformers, grouped_mm'}"
-        found[against] = measure.paired(step, rival)
-        found[name] = {"step_peak_mib": peak(step), "error": gap(layer(x).detach(), expected)}
-    return found
+        figures[against] = measure.paired(step, rival)
+        figures[name] = {"step_peak_mib": peak(step), "error": gap(layer(x).detach(), expected)}
+    return figures
 
 
 # Dispatch.
 
 
 def by_gathering(x: torch.Tensor, gates: torch.Tensor, compute, group) -> torch.Tensor:
-    """All ranks' tokens come to each rank; its experts' sums go back as parts. x: [t, h]; gates: [t, E]."""
-    mine = gather_sequence(gates[None], group)[0].chunk(group.size(), 1)[group.rank()]  # [n t, E/n]
+    """Gather all ranks' tokens, and reduce-scatter the sums of the local experts. x: [t, h]; gates: [t, E]."""
+    local_gates = gather_sequence(gates[None], group)[0].chunk(group.size(), 1)[group.rank()]  # [n t, E/n]
     rows = gather_sequence(x[None], group)[0]
-    choices = int((mine != 0).sum())  # a read on the host, as `dispatch_and_combine` has one
-    return reduce_scatter_sequence(compute(rows, mine, choices)[None], group)[0]
+    choices = int((local_gates != 0).sum())  # a read on the host, as `dispatch_and_combine` has one
+    return reduce_scatter_sequence(compute(rows, local_gates, choices)[None], group)[0]
 
 
 def compare_dispatch(pairs: int, tokens: int, hidden: int, width: int) -> dict[str, dict]:
-    """On a rank: all figures of dispatch; tokens: of each rank."""
+    """Return all figures of dispatch, on a rank. tokens: per rank."""
     measure.PAIRS = pairs
     warnings.filterwarnings("ignore")
     group, figures = dist.group.WORLD, {}
     device, dtype = device_and_dtype()
     for experts, top_k, limit in CHOICES:
         router = Router(hidden, experts, top_k, nodes=4, node_limit=limit)
-        own = Experts(experts // group.size(), hidden, width, grouped_experts)
+        local = Experts(experts // group.size(), hidden, width, grouped_experts)
         with torch.no_grad():
-            for number, parameter in enumerate((*router.parameters(), *own.parameters())):
+            for number, parameter in enumerate((*router.parameters(), *local.parameters())):
                 seed = number and 100 * number + group.rank()  # the router is the same on all ranks
                 generator = torch.Generator().manual_seed(seed)
                 parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
-        router, own = router.to(device), own.to(device, dtype)
-        (x, gradient), layers, sent, outs = inputs(tokens, hidden, group.rank()), {}, {}, {}
+        router, local = router.to(device), local.to(device, dtype)
+        (x, gradient), layers, mib_sent, outs = inputs(tokens, hidden, group.rank()), {}, {}, {}
         x, gradient = x[0].requires_grad_(), gradient[0]
 
         class Dispatch(nn.Module):
-            def __init__(self, way: str, router=router, own=own):
+            def __init__(self, way: str, router=router, local=local):
                 super().__init__()
-                self.router, self.own, self.way = router, own, way
+                self.router, self.local, self.way = router, local, way
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 gates = self.router(x)
                 if self.way == "gathering":
-                    return by_gathering(x, gates, self.own, group)
-                return dispatch_and_combine(x, gates, None, group, self.own)
+                    return by_gathering(x, gates, self.local, group)
+                return dispatch_and_combine(x, gates, None, group, self.local)
 
         for way in ("dispatch", "gathering"):
             layers[way] = Dispatch(way)
             with count_traffic() as traffic:
                 step_of(layers[way], x, gradient)()
-            sent[way] = traffic.bytes / 2**20
+            mib_sent[way] = traffic.bytes / 2**20
             with torch.no_grad():
                 outs[way] = layers[way](x)
         rival = step_of(layers["gathering"], x, gradient)
         reached = (router(x).detach().unflatten(1, (group.size(), -1)) != 0).any(2)
-        found = {"ranks a token goes to": reached.sum(1).float().mean().item()}
+        results = {"ranks a token goes to": reached.sum(1).float().mean().item()}
         for way, name in (("dispatch", "dispatch against gathering"), ("gathering", "gathering against itself")):
             step = step_of(layers[way], x, gradient)
-            found[name] = measure.paired(step, rival, dist.barrier)
-            found[way] = {
+            results[name] = measure.paired(step, rival, dist.barrier)
+            results[way] = {
                 "step_peak_mib": peak(step),
-                "mib_sent": sent[way],
+                "mib_sent": mib_sent[way],
                 "error": gap(outs[way], outs["gathering"]),
             }
-        figures[f"k = {top_k} of {experts}, on {limit} of 4 nodes"] = found
+        figures[f"k = {top_k} of {experts}, on {limit} of 4 nodes"] = results
     return figures
 
 

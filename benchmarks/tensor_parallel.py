@@ -3,7 +3,7 @@
     python benchmarks/tensor_parallel.py [PAIRS]        # writes benchmarks/results/tensor_parallel_<device>.json
 
 A step is zero_grad, forward, the loss of split logits, backward. The rival is parallelize_module with its best options:
-the inputs of attention and MLP prepared once for all products, the logits left split, loss_parallel. Ours runs in
+the inputs of attention and MLP prepared once for all matmuls, the logits left split, loss_parallel. Ours runs in
 KINDS: row layers in 1, 2 and 4 chunks, and "apart", f and then plain linear layers, so that nothing is hidden in
 backward. Two and four ranks on this machine's CPU, or a rank for each GPU. All have the same weights and tokens, and
 their losses are compared. Each kind runs in alternation with DTensor, each after a barrier, and so does DTensor with
@@ -36,7 +36,7 @@ KINDS = {"1 chunk": 1, "2 chunks": 2, "4 chunks": 4, "apart": 1}
 
 
 def project_apart(x: torch.Tensor, layers: list) -> tuple[torch.Tensor, ...]:
-    """As parallel_linear.project_together for layers without copies or biases, by f and PyTorch's linear layers."""
+    """Return what project_together returns, for layers without copies or biases, by f and PyTorch's linear layers."""
     x = copy_to_group(x, layers[0].group)
     return tuple(F.linear(x, layer.weight) for layer in layers)
 
@@ -55,12 +55,12 @@ def dtensor(model: Transformer) -> Transformer:
 
 
 def peak(step) -> float:
-    """The least of PEAKS: a block that a thread of gloo's has freed unseen counts until its address is used again."""
+    """Return the least of PEAKS peaks: a block that a gloo thread has freed counts until its address is used again."""
     return min(measure.peak_mib(step) for _ in range(PEAKS))
 
 
 def compare(config: ModelConfig, batch: int, seq: int, pairs: int) -> dict[str, dict]:
-    """On a rank: all figures; batch: sequences, the same on all ranks."""
+    """Return all figures, on a rank. batch: sequences, the same on all ranks."""
     measure.PAIRS = pairs
     warnings.filterwarnings("ignore")
     on_gpu = dist.get_backend() != "gloo"
@@ -69,7 +69,7 @@ def compare(config: ModelConfig, batch: int, seq: int, pairs: int) -> dict[str, 
     inputs, targets = torch.randint(config.vocab, (2, batch, seq), generator=generator).to(device)
 
     def runs(kind: str):
-        """A forward, and a training step without the optimizer, until the device has finished them; `losses`."""
+        """Return a forward and a training step without the optimizer, both with a synchronize, and the losses."""
         with device:
             model = Transformer(config).to(torch.bfloat16 if on_gpu else torch.float32)
         model, is_ours = (ours(model, kind), True) if kind in KINDS else (dtensor(model), False)
@@ -92,8 +92,8 @@ def compare(config: ModelConfig, batch: int, seq: int, pairs: int) -> dict[str, 
             model.zero_grad()
             step_loss = forward()
             step_loss.backward()
-            found = step_loss.detach()
-            losses.append(found if is_ours else found.full_tensor())
+            value = step_loss.detach()
+            losses.append(value if is_ours else value.full_tensor())
 
         losses = []
         return finished(forward), finished(step), losses
@@ -101,11 +101,11 @@ def compare(config: ModelConfig, batch: int, seq: int, pairs: int) -> dict[str, 
     rival, again = runs("dtensor"), runs("dtensor")
 
     def against(kind: tuple) -> dict:
-        """The times of both, a forward's and a step's, and how far their losses are apart."""
-        found = {"step": measure.paired(kind[1], rival[1], dist.barrier)}
-        found["forward"] = measure.paired(kind[0], rival[0], dist.barrier)
-        found["losses_differ_by"] = abs(kind[2][-1].item() / rival[2][-1].item() - 1)
-        return found
+        """Return the times of forward and step of both, and the relative difference of their losses."""
+        results = {"step": measure.paired(kind[1], rival[1], dist.barrier)}
+        results["forward"] = measure.paired(kind[0], rival[0], dist.barrier)
+        results["losses_differ_by"] = abs(kind[2][-1].item() / rival[2][-1].item() - 1)
+        return results
 
     figures = {}
     for name in KINDS:

@@ -1,1 +1,1 @@
-"""How far notebook 11's planner is from measured runs: published runs, fits to them, and the regret of its picks."""
+"""Accuracy of the planner of notebook 11: published runs, fits to them, and the regret of its picks."""

@@ -1,18 +1,18 @@
 """Time constants of programs, fitted to published runs, and tested on the sources that a fit left out.
 
     runs = load_published("data/published_throughput.csv") + load_published("data/fsdp_runs_llm_foundry.csv")
-    found = fit_program([run for run in runs if run.program == "llm-foundry"])
-    found.software, found.intervals             the constants of `SOFTWARE`, and the 90% interval of each
+    result = fit_program([run for run in runs if run.program == "llm-foundry"])
+    result.software, result.intervals           the constants of `SOFTWARE`, and the 90% interval of each
     cross_validate_programs(runs)               all programs: the fits, and the errors on each source left out
 
-The logarithm of predicted over measured step time, by least squares in which an outlier counts less and less (Cauchy's
-loss); a source counts as the square root of its number of runs, so that one with many does not decide alone. Each
-constant starts at PRIOR and is known to a factor of 3 (90%) before the fit. No share of a peak may exceed what a large
-matmul was measured to reach on an H200 (benchmarks/results/fp8_h200.json). What a program does, such as hiding
-transfers, is in `SOFTWARE` and not fitted.
+The logarithm of predicted over measured step time is fitted by least squares in which an outlier counts less and less
+(Cauchy's loss). A source counts as the square root of its number of runs, so that a source with many runs does not
+decide alone. Each constant starts at PRIOR and is known to a factor of 3 (90%) before the fit. No share of a peak may
+exceed the share that a large matmul reached on an H200 (benchmarks/results/fp8_h200.json). Features of a program, such
+as hidden transfers, are in `SOFTWARE` and not fitted.
 
-The factors of an A100 are fitted with llm-foundry's constants: it is the only program with runs on both GPUs of full
-power. The fits of other programs take them as they are.
+The factors of an A100 are fitted with llm-foundry's constants: it is the only program with runs on both GPUs at full
+power. The fits of other programs use these factors.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -44,16 +45,16 @@ FITTED = {
     "torchtitan": ("matmul_efficiency", "fp8_efficiency", "layer_traffic", "network_efficiency"),
     "DeepSpeed 2021": ("network_efficiency", "gradient_step_s"),
 }  # fmt: skip
-PRIOR = {field.name: field.default for field in dataclasses.fields(Software)}  # the course's, of nanotron's runs
+PRIOR: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Software)}  # of nanotron's runs
 PRIOR |= {"fp8_efficiency": 0.6, "tp_overlap": 0.4, "logit_traffic": 100.0, "network_efficiency": 0.7}
 PRIOR_FACTORS = {"matmul_factor": 1.0, "attention_factor": 1.0}
 PRIOR_OF = {
-    # Counted: attention in separate kernels moves 32 bytes per score, forward and backward, and computes all of them.
+    # Counted: attention in separate kernels moves 32 bytes per score, forward and backward, and computes all scores.
     "Megatron-LM": {"attention_efficiency": 0.063},
     # Counted: about 1,200 tensors are gathered twice and reduced once, in 3,600 rings of microseconds per rank.
     "DeepSpeed 2021": {"network_efficiency": 0.2, "gradient_step_s": 0.02},
 }
-A100_MOST = 0.9  # of an A100's peak, in matmuls: matmul_factor included
+A100_MOST = 0.9  # largest share of an A100's peak in matmuls, matmul_factor included
 MOST = {"matmul_efficiency": 0.79, "fp8_efficiency": 0.73, "head_efficiency": 0.79, "attention_efficiency": 0.79}
 MOST |= {"tp_overlap": 1.0, "network_efficiency": 0.95, "sharded_overlap": 1.5}
 SCALE = 0.05  # of Cauchy's loss
@@ -62,7 +63,7 @@ KNOWN = math.log(3) / 1.645  # standard deviation of a constant's logarithm befo
 
 @dataclass(frozen=True)
 class ProgramFit:
-    """A program's software as fitted, the factors of an A100, and what the runs tell of each constant."""
+    """A program's software as fitted, the factors of an A100, and the interval of each constant."""
 
     software: Software
     factors: dict[str, float]
@@ -84,15 +85,15 @@ def on_a100(software: Software, factors: dict[str, float]) -> Software:
 
 def predicted_s(runs: Iterable[PublishedRun], software: Software, factors: dict[str, float]) -> np.ndarray:
     """Return the predicted seconds of a step of each run, with this software and these factors of an A100: [n]."""
-    clusters, found = {}, []
+    clusters, seconds = {}, []
     for run in runs:
         kind = (run.gpu, run.dtype == "fp8")
         if kind not in clusters:
-            here = on_a100(software, factors) if run.gpu.startswith("A100") else software
-            clusters[kind] = dataclasses.replace(cluster_of(run, here), **PRIOR_FACTORS)
+            on_gpu = on_a100(software, factors) if run.gpu.startswith("A100") else software
+            clusters[kind] = dataclasses.replace(cluster_of(run, on_gpu), matmul_factor=1.0, attention_factor=1.0)
         m = run.batch / (run.layout.dp * run.layout.micro_batch)
-        found.append(float(sum(step_time(run.config, clusters[kind], run.layout, m, run.seq).values())))
-    return np.array(found)
+        seconds.append(float(sum(step_time(run.config, clusters[kind], run.layout, m, run.seq).values())))
+    return np.array(seconds)
 
 
 def log_ratios(runs: list[PublishedRun], software: Software, factors: dict[str, float]) -> np.ndarray:
@@ -117,7 +118,7 @@ def source_weights(runs: list[PublishedRun]) -> np.ndarray:
 
 
 def fit_program(runs: list[PublishedRun], factors: dict[str, float] | None = None) -> ProgramFit:
-    """Fit the constants of one program to its runs. factors: those of an A100; None: fit them, too.
+    """Fit the constants of one program to its runs. factors: of an A100; None: fit them, too.
 
     Raises ValueError for no runs, or runs of several programs.
     """
@@ -163,7 +164,9 @@ def fitted_as(run: PublishedRun) -> str:
 
 
 def family(run: PublishedRun) -> str:
-    """Return what is left out together: a source, in BF16 and in FP8 where both are of the same models."""
+    """Return the name of the runs that are left out together: a source, in BF16 and in FP8 if both have the same
+    models.
+    """
     return run.source.removesuffix(", FP8")
 
 
@@ -176,22 +179,30 @@ def cross_validate_programs(runs: list[PublishedRun]) -> tuple[dict[str, Program
     """
     fits, rows, factors = {}, [], None
     for program in FITTED:
-        chosen = [run for run in runs if fitted_as(run) == program]
-        if not chosen:
+        of_program = [run for run in runs if fitted_as(run) == program]
+        if not of_program:
             continue
-        fits[program] = fitted = fit_program(chosen, factors)
-        inside = log_ratios(chosen, fitted.software, fitted.factors)
-        outside = np.full(len(chosen), np.nan)
-        for name in dict.fromkeys(map(family, chosen)):
-            left = np.array([family(run) == name for run in chosen])
-            if others := [run for run, out in zip(chosen, left, strict=True) if not out]:
-                found = fit_program(others, factors)
-                these = [run for run in chosen if family(run) == name]
-                outside[left] = log_ratios(these, found.software, found.factors)
+        fits[program] = fitted = fit_program(of_program, factors)
+        inside = log_ratios(of_program, fitted.software, fitted.factors)
+        outside = left_out_ratios(of_program, factors)
         factors = factors or fitted.factors
-        for source in [*dict.fromkeys(run.source for run in chosen), "all"]:
-            rows.append(error_row(program, source, chosen, inside, outside))
+        sources = [*dict.fromkeys(run.source for run in of_program), "all"]
+        rows += [error_row(program, source, of_program, inside, outside) for source in sources]
     return fits, rows
+
+
+def left_out_ratios(runs: list[PublishedRun], factors: dict[str, float] | None) -> np.ndarray:
+    """Return log(predicted / measured) of each run of a program by a fit without the run's family of sources: [n]; nan
+    if there is no other family.
+    """
+    ratios = np.full(len(runs), np.nan)
+    for name in dict.fromkeys(map(family, runs)):
+        left_out = np.array([family(run) == name for run in runs])
+        if others := [run for run in runs if family(run) != name]:
+            fitted = fit_program(others, factors)
+            of_family = [run for run in runs if family(run) == name]
+            ratios[left_out] = log_ratios(of_family, fitted.software, fitted.factors)
+    return ratios
 
 
 def error_row(

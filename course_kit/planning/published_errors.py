@@ -1,36 +1,42 @@
-"""How far the planner is from runs that others have published.
+"""Errors of the planner on published runs.
 
 errors_by("source", runs)       {source: (runs, median of predicted / measured, median error)}
-refused_by_program(runs)        {program: (runs that the planner says are out of memory, all its runs)}
+refused_by_program(runs)        {program: (runs that the planner refuses as out of memory, all its runs)}
 published_figure(runs)          predicted against measured seconds of a step, by program
 
-All runs ended, so each one that is refused is an error of the memory constants.
+All runs completed, so each refused run is an error of the memory constants.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import statistics
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from course_kit.pictures.style import BLUE, GRAY
 from course_kit.planning.published_runs import PublishedRun, predicted_step
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 
 def errors_by(what: str, runs: list[PublishedRun]) -> dict[str, tuple[int, float, float]]:
-    """Return for each source or program, as `what` says: the number of runs, the median of predicted over measured step
-    time, and the median of its distance from 1.
+    """Return for each source or program (`what`): the number of runs, the median of predicted over measured step time,
+    and the median of its distance from 1.
     """
-    ratios = {}
+    ratios: dict[str, list[float]] = {}
     for run in runs:
         ratios.setdefault(getattr(run, what), []).append(float(predicted_step(run).step_s) / run.step_s)
     return {
-        name: (len(those), statistics.median(those), statistics.median(abs(ratio - 1) for ratio in those))
-        for name, those in ratios.items()
+        name: (len(each), statistics.median(each), statistics.median(abs(ratio - 1) for ratio in each))
+        for name, each in ratios.items()
     }
 
 
 def refused_runs(runs: list[PublishedRun]) -> list[PublishedRun]:
-    """Return the runs that the planner says do not fit, with the software of the program that ran them."""
+    """Return the runs that do not fit by the planner's estimate, with the software of the program that ran them."""
     return [run for run in runs if not predicted_step(run).fits]
 
 
@@ -41,9 +47,9 @@ def refused_by_program(runs: list[PublishedRun]) -> dict[str, tuple[int, int]]:
     return {program: (refused.count(program), programs.count(program)) for program in dict.fromkeys(programs)}
 
 
-def published_figure(runs: list[PublishedRun]):
-    """Draw predicted over measured time of a step, a dot per run and a row per program: above with the constants of the
-    course's program, below with those of the run's own; return a matplotlib Figure.
+def published_figure(runs: list[PublishedRun]) -> Figure:
+    """Return a figure of predicted over measured step time, a dot per run and a row per program: above with the
+    constants of the course's program, below with those of the run's own program.
     """
     from matplotlib.figure import Figure
 
@@ -51,12 +57,12 @@ def published_figure(runs: list[PublishedRun]):
     ax = figure.add_subplot()
     names = list(dict.fromkeys(run.program for run in runs))
     for row, name in enumerate(names):
-        those = [run for run in runs if run.program == name]
-        measured = np.array([run.step_s for run in those])
+        of_program = [run for run in runs if run.program == name]
+        measured = np.array([run.step_s for run in of_program])
         for shift, color, label, program in ((-0.17, GRAY, "the course's", "course"), (0.17, BLUE, "its own", name)):
-            predicted = [float(predicted_step(dataclasses.replace(run, program=program)).step_s) for run in those]
-            look = {"s": 26, "alpha": 0.5, "edgecolors": "none", "color": color}
-            ax.scatter(predicted / measured, np.full(len(those), row + shift), label=f"{label} constants", **look)
+            predicted = [float(predicted_step(dataclasses.replace(run, program=program)).step_s) for run in of_program]
+            rows, style = np.full(len(of_program), row + shift), {"alpha": 0.5, "edgecolors": "none", "color": color}
+            ax.scatter(predicted / measured, rows, 26, label=f"{label} constants", **style)  # type: ignore[arg-type]
     ax.axvline(1, color="black", linewidth=1)
     ticks = (0.2, 0.3, 0.5, 0.7, 1, 1.4, 2)
     ax.set(xscale="log", xlabel="predicted / measured time of a step", ylim=(len(names) - 0.5, -0.5))

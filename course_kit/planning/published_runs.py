@@ -1,19 +1,21 @@
-"""Runs that others have published, with their layouts: what the constants of programs are fitted to and tested on.
+"""Published runs with their layouts: the constants of programs are fitted to these runs and tested on them.
 
     runs = load_published("data/published_throughput.csv")         or data/fsdp_runs_llm_foundry.csv
-    predicted_step(runs[0]).step_s              beside runs[0].step_s, which was measured
+    predicted_step(runs[0]).step_s              to compare with runs[0].step_s, which was measured
 
-Other programs, other models, an older GPU, up to 16,384 of them, in BF16 and FP8. Peaks and links are those of the data
-sheets; a program has its own efficiencies, fitted to its runs (`program_fits`), and its own memory
-(`software.SOFTWARE`). What a source does not say has to be assumed, and each run lists what was. A step's time is what
-was published, or follows from the tokens/s or the FLOP/s that were:
+They are runs of other programs, other models and an older GPU, on up to 16,384 GPUs, in BF16 and FP8. Peaks and links
+are from the data sheets; a program has its own efficiencies, fitted to its runs (`program_fits`), and its own memory
+(`software.SOFTWARE`). Values that a source does not give are assumed, and each run lists its assumptions. A step's time
+is the published one, or follows from the published tokens/s or FLOP/s:
 
     F = 96 B s l h^2 (1 + s / (6 h) + V / (16 l h))    recomputation included: Narayanan et al. 2021, equation 3
     F = 72 B s l h^2 (1 + s / (6 h) + V / (12 l h))    for Megatron-Core: without recomputation
     F = B s (6 N + 6 l h s)                            for Llama 3: causal, of the model alone
 
-GPT's MLP has two matrices of h x f, the course's three. One of 2/3 the width has the same parameters and FLOPs.
+GPT's MLP has two matrices of h x f, the course's has three. An MLP of 2/3 the width has the same parameters and FLOPs.
 """
+
+from __future__ import annotations
 
 import csv
 import dataclasses
@@ -36,7 +38,7 @@ PUBLISHED_COLUMNS = {
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A run, as published."""
+    """A published run."""
 
     source: str
     gpu: str  # a name in CLUSTERS
@@ -45,37 +47,37 @@ class PublishedRun:
     config: ModelConfig
     layout: Layout
     program: str  # a name in SOFTWARE
-    dtype: str  # of a layer's products: bf16, fp16 or fp8
-    batch: int  # sequences of a step
+    dtype: str  # of a layer's matmuls: bf16, fp16 or fp8
+    batch: int  # sequences per step
     seq: int
     step_s: float
-    assumed: tuple[str, ...]  # what its source does not say, and where the course's model or layout is the nearest
+    assumed: tuple[str, ...]  # what its source does not say, and differences from the course's nearest model or layout
 
 
 def load_published(file: Path | str) -> list[PublishedRun]:
-    """The runs whose layout is known, or nearly (Llama 3). Raises ValueError for a file of other columns."""
+    """Return the runs whose layout is known, or nearly (Llama 3). Raises ValueError for a file with other columns."""
     return [published_run(row) for row in published_rows(file) if reason_left_out(row) is None]
 
 
 def left_out(file: Path | str) -> dict[str, int]:
-    """Why the other rows are not among them: reason, and of how many rows."""
+    """Return the number of rows that are left out, by reason."""
     reasons = [reason_left_out(row) for row in published_rows(file)]
     return {reason: reasons.count(reason) for reason in dict.fromkeys(reasons) if reason is not None}
 
 
 def published_rows(file: Path | str) -> list[dict[str, str]]:
-    """Return the rows of a file of published runs. Raises ValueError for a file of other columns."""
+    """Return the rows of a file of published runs. Raises ValueError for a file with other columns."""
     with open(file, newline="") as stream:
         rows = list(csv.DictReader(stream))
     if not rows or not PUBLISHED_COLUMNS <= set(rows[0]):
-        raise ValueError(f"{file} has not the columns of the published runs")
+        raise ValueError(f"{file} lacks columns of the published runs")
     return rows
 
 
 def reason_left_out(row: dict[str, str]) -> str | None:
-    """Return why a row is not used; None if it is used. Tier A: every field of the layout was published; B: nearly all;
-    C: of these, MegaScale's runs of Megatron-LM and Megatron-Core's runs without a pipeline, whose other fields can be
-    told from what was published.
+    """Return the reason why a row is not used; None if it is used. Tier A: every field of the layout was published; B:
+    nearly all; C: MegaScale's runs of Megatron-LM and Megatron-Core's runs without a pipeline, whose other fields
+    follow from the published ones.
     """
     if row["status"] != "ok":
         return "the run did not end"
@@ -91,7 +93,7 @@ def reason_left_out(row: dict[str, str]) -> str | None:
 
 
 def published_run(row: dict[str, str]) -> PublishedRun:
-    """A row of the file, and what had to be assumed to read it."""
+    """Return the run in a row of the file, with the assumptions about it."""
     config, of_model = _config(row)
     layout, of_layout = _layout(row)
     assumed = [*of_model, *of_layout]
@@ -100,7 +102,7 @@ def published_run(row: dict[str, str]) -> PublishedRun:
     if row["source"].startswith("torchtitan") and "A100" in row["gpu"]:
         assumed.append("200 Gb/s per GPU")
     if row["source"].startswith("Llama 3"):
-        assumed.append("FLOP/s counted as 6N + 6lhs a token")
+        assumed.append("FLOP/s counted as 6N + 6lhs per token")
     return PublishedRun(
         source=_source(row),
         gpu=_gpu(row),
@@ -143,8 +145,8 @@ def _gpu(row: dict[str, str]) -> str:
 
 
 def _source(row: dict[str, str]) -> str:
-    """Return a short name, with FP8 where it applies: of llm-foundry's tables, the section; of NVIDIA's and
-    torchtitan's, the model family or the GPU.
+    """Return a short name, with FP8 if it applies: for llm-foundry's tables with the section, for NVIDIA's and
+    torchtitan's with the model family or the GPU.
     """
     name = row["source"].split(" (")[0].split(" docs/")[0]
     fp8 = ", FP8" * (row["dtype"] == "fp8")
@@ -165,12 +167,13 @@ def _source(row: dict[str, str]) -> str:
 
 
 def _number(row: dict[str, str], name: str, otherwise: int = 0) -> int:
+    """Return a whole number of a row; `otherwise` if it is blank."""
     return int(float(row[name])) if row[name] else otherwise
 
 
 def _config(row: dict[str, str]) -> tuple[ModelConfig, list[str]]:
-    """The model, and what was assumed of it. GPT's embedding and head are one matrix, but
-    two where the published number of parameters has two (Megatron-Core 0.8); Nemotron's are two.
+    """Return the model, and the assumptions about it. GPT's embedding and head are one matrix, unless the published
+    number of parameters has two (Megatron-Core 0.8); Nemotron's are two.
     """
     width, assumed = _number(row, "ffn_hidden"), []
     if row["model"].startswith(("GPT", "Nemotron", "MPT")):
@@ -179,22 +182,23 @@ def _config(row: dict[str, str]) -> tuple[ModelConfig, list[str]]:
         assumed.append("an MLP of two matrices as one of three, 2/3 as wide")
     if not row["vocab"]:
         assumed.append("vocabulary 128,256, published as 128K")
-    sizes = [_number(row, name) for name in ("layers", "hidden", "heads", "kv_heads")]
+    layers, hidden, heads, kv_heads = (_number(row, name) for name in ("layers", "hidden", "heads", "kv_heads"))
     tied = row["model"].startswith(("GPT", "MPT")) and not row["source"].startswith("Megatron-Core")
-    return ModelConfig(*sizes, width, _number(row, "vocab", 128256), tied=tied), assumed
+    vocab = _number(row, "vocab", 128256)
+    return ModelConfig(layers, hidden, heads, kv_heads, width, vocab, tied=tied), assumed
 
 
 def _layout(row: dict[str, str]) -> tuple[Layout, list[str]]:
-    """The layout, and what was assumed of it.
+    """Return the layout, and the assumptions about it.
 
-    Llama 3's paper reports interleaved stages, of which the first and the last have the embedding and the head alone:
-    one layer each, so 128 / 16 = 8 per rank; and no recomputation, with 8K tokens.
+    Llama 3's paper reports interleaved stages, the first with the embedding alone and the last with the head alone: one
+    layer each, so 128 / 16 = 8 per rank; and no recomputation, with 8K tokens.
     """
     tp, pp = _number(row, "tp"), _number(row, "pp")
     virtual, assumed = _number(row, "pp_interleave", 1), []
     if pp > 1 and not row["pp_interleave"]:
         virtual = 8 if row["tier"] == "B" else 1
-        assumed.append("8 stages a rank, interleaved" if virtual > 1 else "not interleaved")
+        assumed.append("8 stages per rank, interleaved" if virtual > 1 else "not interleaved")
     size = 1  # sequences per micro-batch, if not published
     if row["source"].startswith("Megatron-Core"):  # one micro-batch: of several, the last could not hide the gradients
         size = _number(row, "global_batch_seqs") // _number(row, "dp")
@@ -219,38 +223,40 @@ def _layout(row: dict[str, str]) -> tuple[Layout, list[str]]:
     return layout, [*assumed, *nearest, *nearest_recompute]
 
 
-def _zero_stage(words: str) -> tuple[int, list[str]]:
-    """The stage in words such as "1 (distributed_fused_adam)", "fsdp2 (ZeRO-3)"; and what is only near. Raises
-    ValueError for others.
+def _zero_stage(text: str) -> tuple[int, list[str]]:
+    """Return the stage in a text such as "1 (distributed_fused_adam)", "fsdp2 (ZeRO-3)", and the assumptions about it.
+    Raises ValueError for other texts.
     """
-    if words[:1].isdigit():
-        return int(words[0]), []
-    if "ZeRO-3" in words:
+    if text[:1].isdigit():
+        return int(text[0]), []
+    if "ZeRO-3" in text:
         return 3, []
-    if "ZeRO-2" in words:
+    if "ZeRO-2" in text:
         return 2, []
-    if not words:
+    if not text:
         return 1, ["ZeRO stage 1"]
-    if words.startswith("fsdp (optimizer+gradient sharded"):
-        return 1, ["ZeRO stage 1, for a stage 2 that sends gradients once a step"]
-    raise ValueError(f"zero_stage_or_fsdp {words!r}: none of the words for a ZeRO stage")
+    if text.startswith("fsdp (optimizer+gradient sharded"):
+        return 1, ["ZeRO stage 1, for a stage 2 that sends gradients once per step"]
+    raise ValueError(f"zero_stage_or_fsdp {text!r}: not a known text for a ZeRO stage")
 
 
 def _recompute(row: dict[str, str]) -> tuple[str, list[str]]:
-    """What is recomputed, in Layout's words; and what is only near. "selective": Megatron-LM's, the scores."""
-    words = row["recompute"]
+    """Return the recomputation as a value of Layout, and the assumptions about it. "selective": Megatron-LM's, the
+    scores.
+    """
+    text = row["recompute"]
     if row["source"].startswith("MegaScale"):
         return "selective", ["selective recomputation: with full it would reach 70% of the peak"]
-    if not words:
+    if not text:
         return "none", ["no recomputation"]
-    if row["source"].startswith("torchtitan") and words.startswith("selective"):
-        nearest = ["every other matrix product again, for every other layer"] if "layer" in words else []
+    if row["source"].startswith("torchtitan") and text.startswith("selective"):
+        nearest = ["every other matmul again, for every other layer"] if "layer" in text else []
         return "selective", nearest
-    return words, []
+    return text, []
 
 
 def _measured_step_s(row: dict[str, str], config: ModelConfig) -> float:
-    """Seconds of a step: published, or from tokens/s, or from FLOP/s by the source's own count of FLOPs."""
+    """Return the seconds of a step: published, or from tokens/s, or from FLOP/s by the source's own count of FLOPs."""
     if row["iter_time_s"]:
         return float(row["iter_time_s"])
     gpus, seq = _number(row, "n_gpus"), _number(row, "seq_len")
@@ -258,7 +264,7 @@ def _measured_step_s(row: dict[str, str], config: ModelConfig) -> float:
     if row["tokens_per_s_per_gpu"]:
         return tokens / (float(row["tokens_per_s_per_gpu"]) * gpus)
     layers, h = config.layers, config.hidden
-    flops = 96 * layers * h * h * (1 + seq / (6 * h) + config.vocab / (16 * layers * h))  # of a token
+    flops = 96 * layers * h * h * (1 + seq / (6 * h) + config.vocab / (16 * layers * h))  # per token
     if row["source"].startswith("Megatron-Core"):
         flops = 72 * layers * h * h * (1 + seq / (6 * h) + config.vocab / (12 * layers * h))  # no recomputation
     if row["source"].startswith("Llama 3"):
@@ -267,7 +273,7 @@ def _measured_step_s(row: dict[str, str], config: ModelConfig) -> float:
 
 
 def predicted_step(run: PublishedRun) -> Estimate:
-    """What the planner says of it, on a cluster of its GPU's data sheet, with its program's software."""
+    """Return the planner's estimate of a run, on a cluster by its GPU's data sheet, with its program's software."""
     cluster = cluster_of(run, SOFTWARE[run.program])
     return estimate(run.config, cluster, run.layout, run.batch, run.seq)
 

@@ -1,13 +1,16 @@
-"""Published jobs as questions: their layouts, and what the planner would answer for the same job and program.
+"""Published jobs as questions: their layouts, and the planner's answers for the same jobs and programs.
 
-    found = [ask(run) for run in published_jobs("data/published_throughput.csv")]
+    answers = [ask(job) for job in published_jobs("data/published_throughput.csv")]
 
-The mixtures' rows are not fitted; what they need beside the rows' figures is in `mixture_job`.
+The mixtures' rows are not fitted; `mixture_job` adds the values that the rows lack.
 """
+
+from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from course_kit.planning.published_runs import PublishedRun, cluster_of, load_published, published_rows, published_run
 from course_lib.best_config.clusters import GIB, Cluster
@@ -16,7 +19,6 @@ from course_lib.best_config.planner import Estimate, estimate
 from course_lib.best_config.question import Question
 from course_lib.best_config.simplicity import first_layout
 from course_lib.best_config.software import SOFTWARE
-from course_lib.best_config.tested import untested
 from course_lib.five_d.layouts import Layout
 
 MODELS = ("Llama 3 405B", "Llama 3.1 405B", "Nemotron-4 340B", "GPT-3 175B")  # of the dense jobs
@@ -52,12 +54,12 @@ class Job:
 
 
 def mixture_job(row: dict[str, str]) -> Job:
-    """Return the job of a mixture's row. Raises KeyError for a model that is not known here."""
+    """Return the job of a mixture's row. Raises KeyError for an unknown model."""
     if row["model"].startswith("Grok-1"):
         run = published_run(row)
         run = dataclasses.replace(run, layout=dataclasses.replace(run.layout, ep=int(float(row["ep"]))))
         even = cluster_of(run, dataclasses.replace(SOFTWARE[run.program], expert_spread=0.0))
-        return Job(run, even, GROK_1)  # padded to a capacity of 1: all experts have equally many rows
+        return Job(run, even, GROK_1)  # padded to a capacity of 1: all experts have the same number of rows
     if not row["model"].startswith("DeepSeek-V3"):
         raise KeyError(f"{row['model']}: its experts are not known")
     config, moe = sizes_of(DEEPSEEK_V3)
@@ -72,7 +74,7 @@ def mixture_job(row: dict[str, str]) -> Job:
 
 
 def published_jobs(file: Path | str) -> Iterator[Job]:
-    """Yield the large jobs of MODELS, of GPT-3 the one without DeepSpeed, and the mixtures."""
+    """Yield the large jobs of MODELS (of GPT-3 the job without DeepSpeed), and the mixtures."""
     for run in load_published(file):
         if run.model in MODELS and run.gpus >= LEAST_GPUS and run.program != "DeepSpeed 2021":
             yield Job(run, cluster_of(run, SOFTWARE[run.program]))
@@ -86,26 +88,26 @@ def mixture_jobs(file: Path | str) -> Iterator[Job]:
             yield mixture_job(row)
 
 
-def figures(found: Estimate, row=()) -> dict[str, float]:
-    """Return seconds per step, MFU, GiB and risk of an estimate, or of a row of it."""
+def figures(e: Estimate, row: int | tuple = ()) -> dict[str, float]:
+    """Return seconds per step, MFU, GiB and risk of an estimate of one layout, or of a row."""
     return {
-        "step_s": float(found.step_s[row]),
-        "mfu": float(found.mfu[row]),
-        "gib": float(found.needed_bytes[row]) / GIB,
-        "risk": float(found.risk[row]),
+        "step_s": float(e.step_s[row]),
+        "mfu": float(e.mfu[row]),
+        "gib": float(e.needed_bytes[row]) / GIB,
+        "risk": float(e.risk[row]),
     }
 
 
 def ask(job: Job, **settings: tuple) -> dict:
     """Return a job, the planner's figures of its published layout, and of its first answer for the same job and
-    program, with the reasons why no run has tested that. settings: values to try of each, see `search`.
+    program, with the reasons why no run has tested the answer. settings: values to try of each setting, see `search`.
 
     "faster": predicted step of the published layout over that of the first, minus 1. "first" is None if nothing fits.
     """
-    run, config, cluster = job.run, job.run.config, job.cluster
-    result = {"source": run.source, "model": run.model, "program": run.program, "dtype": run.dtype, "gpus": run.gpus}
-    published = figures(job.estimate()) | {"layout": str(run.layout), "measured_s": run.step_s}
-    question = Question(run.model, config, cluster, run.gpus, *job.sizes)
+    run = job.run
+    result: dict[str, Any] = {name: getattr(run, name) for name in ("source", "model", "program", "dtype", "gpus")}
+    published: dict[str, Any] = {**figures(job.estimate()), "layout": str(run.layout), "measured_s": run.step_s}
+    question = Question(run.model, run.config, job.cluster, run.gpus, *job.sizes)
     ranking = question.search(**settings)
     result |= {"published": published, "first": None, "layouts": len(ranking.order)}
     if len(ranking.order):
@@ -113,5 +115,5 @@ def ask(job: Job, **settings: tuple) -> dict:
         layout = ranking.table[row]
         result["first"] = figures(ranking.estimate, row) | {"layout": str(layout)}
         result["faster"] = published["step_s"] / result["first"]["step_s"] - 1
-        result["untested"] = list(untested(config, cluster, layout, run.seq, job.moe, run.batch))
+        result["untested"] = question.untested(layout)
     return result

@@ -9,7 +9,7 @@ left out and the planner picks again from the rest:
     other_model    runs of another variant of the model than the favorite's, such as a variant with 8 K/V heads
     unexplained    runs that are slow or fast by chance: off by more than FACTOR from the prediction and from comparable
                    runs, in the same direction; and runs that failed with memory to spare
-    caution        runs that the limit on risk refuses and that did leave too little memory: the price of the limit
+    caution        runs that the limit on risk refuses and that left too little memory: the price of the limit
     scatter        the mean regret of a planner that knows the usual time of each layout exactly, while single runs
                    scatter about it (`loss_by_scatter`); at most the regret that is left
     avoidable      the regret that is left
@@ -40,7 +40,7 @@ SAMPLES = 2000  # of `loss_by_scatter`
 class RegretSplit:
     """The regret of a cell, by part, each a share of the fastest run's speed, 0 to 1; they add up to the regret."""
 
-    pick: int | None  # the favorite's row in the list of runs; None if the limit on risk refuses all
+    pick: int | None  # the favorite's row in the list of runs; None if the limit on risk refuses all runs
     fastest: int  # the row of the fastest run
     other_model: float
     unexplained: float
@@ -63,7 +63,7 @@ class RegretSplit:
 
 def scatter_of_equals(runs: list[MeasuredRun]) -> float:
     """Return the standard deviation of log(step time) among runs of the same job and layout; nan if none ran twice."""
-    equal = {}
+    equal: dict[tuple, list[float]] = {}
     for run in runs:
         if run.ok:
             key = (run.config, run.nodes, run.layout, run.batch, run.seq, run.dtype, str(run.moe))
@@ -84,7 +84,7 @@ def median_of_comparable(runs: list[MeasuredRun], ratios: np.ndarray) -> np.ndar
     Comparable runs are all other runs with the same number of nodes and the same degrees, and so the same groups of
     ranks. Model, ZeRO stage and micro-batch may differ, since the prediction accounts for them.
     """
-    medians, families = np.full(len(runs), np.nan), {}
+    medians, families = np.full(len(runs), np.nan), dict[tuple, list[int]]()
     for row, run in enumerate(runs):
         layout = run.layout
         families.setdefault((run.nodes, layout.dp, layout.tp, layout.pp, layout.cp, layout.ep), []).append(row)
@@ -103,8 +103,8 @@ def most_bytes(cluster: Cluster, risk: float) -> float:
 
 
 def needs_no_less(one: MeasuredRun, other: MeasuredRun) -> bool:
-    """Return whether run `one` needs at least the memory of run `other`, without a formula: its micro-batch is as
-    large, as many of them are in flight, and ZeRO (stage 0 to 2) shards no more. All else must be the same.
+    """Return True if run `one` needs at least the memory of run `other`, by no formula: its micro-batch is as large, as
+    many micro-batches are in flight, and ZeRO (stage 0 to 2) shards no more. All else must be the same.
     """
     a, b = one.layout, other.layout
     in_flight = [min(run.batch // (run.layout.dp * run.layout.micro_batch), run.layout.pp) for run in (one, other)]
@@ -116,7 +116,7 @@ def failed_with_memory_to_spare(runs: list[MeasuredRun], limit: float) -> np.nda
     """Return a mask [n] of the runs that failed although another run, which needs at least as much memory, was ok with
     a peak of at most `limit` bytes.
     """
-    found, alike = np.zeros(len(runs), bool), {}
+    mask, alike = np.zeros(len(runs), bool), dict[tuple, list[int]]()
     for row, run in enumerate(runs):
         rest = dataclasses.replace(run.layout, dp=1, micro_batch=1, zero_stage=0)
         gathers = run.layout.zero_stage == 3
@@ -124,8 +124,8 @@ def failed_with_memory_to_spare(runs: list[MeasuredRun], limit: float) -> np.nda
     for rows in alike.values():
         roomy = [runs[row] for row in rows if runs[row].ok and runs[row].peak_bytes <= limit]
         for row in rows:
-            found[row] = not runs[row].ok and any(needs_no_less(run, runs[row]) for run in roomy)
-    return found
+            mask[row] = not runs[row].ok and any(needs_no_less(run, runs[row]) for run in roomy)
+    return mask
 
 
 def unexplained(runs: list[MeasuredRun], predicted: Predicted, limit: float) -> np.ndarray:
@@ -162,14 +162,19 @@ def chance_of(runs: list[MeasuredRun], predicted: Predicted, pick: int, fastest:
 
 
 def reason_of(
-    runs: list[MeasuredRun], predicted: Predicted, pick: int | None, fastest: int, chance: np.ndarray, parts: dict
+    runs: list[MeasuredRun],
+    predicted: Predicted,
+    pick: int | None,
+    fastest: int,
+    chance: np.ndarray,
+    parts: dict[str, float],
 ) -> str:
     """Describe the largest part in a few words."""
     if not any(parts.values()):
         return ""
     if pick is None:
         return "the limit on risk refuses every layout"
-    part = max(parts, key=parts.get)
+    part = max(parts, key=lambda name: parts[name])
     if part == "unexplained":
         return chance_of(runs, predicted, pick, fastest, chance)
     return {
@@ -200,13 +205,13 @@ def split_cell(
         lambda row: not chance[row],
         lambda row: not (predicted.risk[row] > risk and runs[row].peak_bytes > limit),
     )
-    for kept in steps:
-        rows = [row for row in rows if kept(row)]
+    for stays in steps:
+        rows = [row for row in rows if stays(row)]
         losses.append(loss_of_pick(runs, rows, favorite(predicted, rows, risk)))
-    losses = np.minimum.accumulate(losses)
-    parts = dict(zip(("other_model", "unexplained", "caution"), (losses[:-1] - losses[1:]).tolist(), strict=True))
+    falling = np.minimum.accumulate(losses)
+    parts = dict(zip(("other_model", "unexplained", "caution"), (falling[:-1] - falling[1:]).tolist(), strict=True))
     by_scatter = loss_by_scatter(np.array([runs[row].step_s for row in rows if runs[row].ok]), scatter)
-    left = float(losses[-1])
+    left = float(falling[-1])
     return parts | {"scatter": min(left, by_scatter), "avoidable": max(0.0, left - by_scatter)}
 
 
@@ -219,15 +224,15 @@ def split_regret(
     """
     limit, scatter = most_bytes(cluster, risk), scatter_of_equals(runs)
     chance, ratios = unexplained(runs, predicted, limit), log_ratios(runs, predicted)
-    off, found = np.abs(ratios - median_of_comparable(runs, ratios)), {}
+    off, splits = np.abs(ratios - median_of_comparable(runs, ratios)), {}
     for cell, rows in cells(runs).items():
-        ran = [row for row in rows if runs[row].ok]
-        if not ran:
+        ok = [row for row in rows if runs[row].ok]
+        if not ok:
             continue
-        pick, fastest = favorite(predicted, rows, risk), min(ran, key=lambda row: runs[row].step_s)
+        pick, fastest = favorite(predicted, rows, risk), min(ok, key=lambda row: runs[row].step_s)
         parts = split_cell(runs, predicted, rows, chance, limit, risk, scatter)
         known = off[rows][np.isfinite(off[rows])]
         differ = float(np.median(known)) if known.size else math.nan
         reason = reason_of(runs, predicted, pick, fastest, chance, parts)
-        found[cell] = RegretSplit(pick, fastest, **parts, differ=differ, reason=reason)
-    return found
+        splits[cell] = RegretSplit(pick, fastest, **parts, differ=differ, reason=reason)
+    return splits

@@ -1,10 +1,10 @@
-"""The table of tested layouts that the installed planner reads, made from the files of measured runs.
+"""The table of tested layouts that the installed planner reads, generated from the files of measured runs.
 
     python -m course_kit.planning.tested_layouts        writes course_lib/data/tested_layouts.csv
 
-The runs are those that the planner is fitted to or compared with, and the mixtures. DeepSpeed's runs with ZeRO-3
-(Narayanan et al. 2021) are left out: their 144 TFLOP/s on 384 GPUs and 44 on 1,536 are of a program that waits for its
-gathers, and back no estimate of a program that hides them, as FSDP does.
+The table has the runs that the planner is fitted to or compared with, and the mixtures. DeepSpeed's runs with ZeRO-3
+(Narayanan et al. 2021) are left out: with 144 TFLOP/s on 384 GPUs and 44 on 1,536, their program waits for its gathers,
+and backs no estimate of a program that hides them, as FSDP does.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ PUBLISHED = ("published_throughput.csv", "fsdp_runs_llm_foundry.csv")
 
 def measured_rows(data: Path = DATA) -> Iterator[dict]:
     """Yield the runs that ended as rows of the table."""
-    for run in load_runs(data / "layout_runs_h100.csv"):
-        if run.ok:
-            yield row_of("nanotron", "The Ultra-Scale Playbook", "H100", run)
+    for measured in load_runs(data / "layout_runs_h100.csv"):
+        if measured.ok:
+            yield row_of("nanotron", "The Ultra-Scale Playbook", "H100", measured)
     for file in PUBLISHED:
         for run in load_published(data / file):
             if "DeepSpeed" not in run.source:
@@ -57,20 +57,20 @@ def row_of(program: str, source: str, gpu: str, run: MeasuredRun | PublishedRun,
 
 
 def largest_rows(rows: list[dict]) -> list[dict]:
-    """Return the rows that no other row covers: one of the same program, GPU and techniques, as large in every size."""
+    """Return the rows that no row of the same program, GPU and techniques covers, which is as large in every size."""
     runs = MeasuredLayouts.of([{name: str(value) for name, value in row.items()} for row in rows])
     used = np.array(list(runs.techniques.values()))
     columns = [runs.table.ranks, runs.params_b, runs.seq, *(getattr(runs.table, name) for name in DEGREES)]
     columns += [np.where(runs.table.zero_stage >= 2, runs.micro_batches, 0)]
-    sizes, kinds = np.array(columns).T, {}
+    sizes, kinds = np.array(columns).T, dict[tuple, list[int]]()
     for i, row in enumerate(rows):
         kinds.setdefault((row["program"], row["gpu"], *used[:, i]), []).append(i)
-    kept = []
+    largest = []
     for same in kinds.values():
         for i in same:
             as_large = [j for j in same if np.all(sizes[j] >= sizes[i])]
-            kept += [i] if not any(j < i or np.any(sizes[j] > sizes[i]) for j in as_large) else []
-    return [rows[i] for i in kept]
+            largest += [i] if not any(j < i or np.any(sizes[j] > sizes[i]) for j in as_large) else []
+    return [rows[i] for i in largest]
 
 
 def write_table(file: Path) -> None:

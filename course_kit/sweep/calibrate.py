@@ -1,13 +1,15 @@
 """The planner's constants from a sweep of this machine: `python -m course_kit.sweep --calibrate ours.toml`.
 
-The layouts are those whose runs tell most (`informative`), of those that the planner says fit. Their rows are in the
-sweep's CSV, so a calibration that was stopped goes on where it was. Under Slurm it is done in two: --calibrate with
---slurm FOLDER writes the jobs, --calibrate with --collect FOLDER fits to what they have done. The constants are of the
-course's own program on this cluster: other programs' runs are read by `course_lib.best_config.run_files`.
+The sweep runs the most informative layouts (`informative`) among those that fit by the planner's estimate. Their rows
+are in the sweep's CSV, so a calibration that was stopped resumes. Under Slurm it takes two steps: --calibrate with
+--slurm FOLDER writes the jobs, --calibrate with --collect FOLDER fits to their results. The constants are of the
+course's own program on this cluster: `course_lib.best_config.run_files` reads runs of other programs.
 
-A machine that no data sheet describes, such as a CPU, has a TOML file of its own: the peak is then that of one rank's
-matrix products in the program's dtype, as measured. What it says is a scale for the constants that are fitted, no more.
+A machine without a data sheet, such as a CPU, has a TOML file of its own: its peak is then the measured FLOP/s of one
+rank's matmuls in the program's dtype. It only sets the scale of the fitted constants.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterable
 
@@ -18,6 +20,6 @@ from course_lib.best_config.sweep_files import measured_run, of_program
 
 
 def calibrate_rows(rows: Iterable[dict], cluster: Cluster) -> Calibration:
-    """The cluster's constants, fitted to rows of a sweep that ran the course's program in one dtype."""
+    """Fit the cluster's constants to rows of a sweep that ran the course's program in one dtype."""
     runs = [measured_run(row) for row in rows]
     return calibrate(runs, of_program(cluster, runs[0].dtype))

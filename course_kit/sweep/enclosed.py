@@ -1,16 +1,18 @@
-"""A command and everything that it starts, under a time limit: when it is over, no process of it is left.
+"""A command with all processes that it starts, under a time limit: at its end none of them is left.
 
-torchrun makes each rank the head of a session, and a rank may start processes of its own, so no process group holds
-them all; and a SIGKILL of torchrun leaves its ranks to process 1. So a small process stands between, the keeper. Linux
-gives it the orphans of all that runs below it (PR_SET_CHILD_SUBREAPER, prctl(2)): what the command has started is then
-what stands below the keeper, whatever sessions and groups it has made. The keeper ends it all when the command ends,
-at the time limit, when it is told to, and when the process that started it is gone, by SIGKILL too.
+torchrun makes each rank the leader of a session, and a rank may start processes of its own, so no process group holds
+all of them; and a SIGKILL of torchrun leaves its ranks to process 1. Therefore a small process, the keeper, runs
+between. Linux makes it the parent of orphans below it (PR_SET_CHILD_SUBREAPER, prctl(2)): all processes that the
+command starts are then descendants of the keeper, in any session or group. The keeper ends all of them when the command
+ends, at the time limit, on a signal, and when the process that started it is gone, even by SIGKILL.
 
     run_enclosed([sys.executable, "-m", "torch.distributed.run", ...], 60.0, Path("run.log"))
     Outcome(how="time limit", status=None, seconds=60.02, ended="2026-03-01T12:00:00+00:00", left=[])
 
-Elsewhere than on Linux a process whose parent has died before it is out of the keeper's sight.
+On other systems than Linux, the keeper does not see a process whose parent has died before it.
 """
+
+from __future__ import annotations
 
 import contextlib
 import ctypes
@@ -41,58 +43,63 @@ class Outcome:
     status: int | None  # the exit status, -9 for signal 9; None where it did not end by itself
     seconds: float
     ended: str  # date and time
-    left: list[int]  # processes that are still there, KILL_S after SIGKILL
+    left: list[int]  # processes that still exist KILL_S after SIGKILL
 
 
 def now() -> str:
-    """Date and time, UTC, to the second."""
+    """Return the date and time, UTC, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def last_change(path: Path) -> str:
-    """When a file, or what is in a folder, has last changed, in the same form."""
+    """Return the last change of a file, or of a folder's entries, in the form of `now`."""
     return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC).isoformat(timespec="seconds")
 
 
 def run_enclosed(command: list[str], time_limit_s: float, log: Path) -> Outcome:
     """Run a command in the folder of course_lib, its output appended to `log`, for time_limit_s seconds at most.
 
-    None of its processes is left when this returns or raises, save for those that Outcome.left names.
+    None of its processes is left when this returns or raises, except those in Outcome.left.
     """
-    start, about = time.monotonic(), (os.getpid(), time_limit_s, log.resolve())
+    start, arguments = time.monotonic(), (os.getpid(), time_limit_s, log.resolve())
     keeper = subprocess.Popen(
-        [sys.executable, "-m", "course_kit.sweep.enclosed", *(str(word) for word in about), *command],
+        [sys.executable, "-m", "course_kit.sweep.enclosed", *map(str, arguments), *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # the Ctrl-C of a terminal is not for it
+        start_new_session=True,  # a terminal's Ctrl-C must not reach it
         cwd=ROOT,
     )
+    assert keeper.stdout is not None  # a pipe
     try:
-        told = keeper.stdout.read()
+        outcome = keeper.stdout.read()
     finally:  # Ctrl-C
         if keeper.poll() is None:
             keeper.terminate()
         keeper.wait()
         keeper.stdout.close()
-    return Outcome(**json.loads(told)) if told else Outcome("lost", None, time.monotonic() - start, now(), [])
+    return Outcome(**json.loads(outcome)) if outcome else Outcome("lost", None, time.monotonic() - start, now(), [])
 
 
 def keep(command: list[str], time_limit_s: float, log: Path, parent: int) -> Outcome:
-    """The keeper's life: start the command, watch it, end all of it."""
+    """Start the command, wait for its end, and end all its processes: the keeper's work."""
     adopt_orphans()
-    told_to_stop = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: told_to_stop.append(True))
+        signal.signal(number, lambda number, _: signals.append(number))
     start, how, status = time.monotonic(), None, None
     with open(log, "ab") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=die_with_keeper
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            preexec_fn=die_with_keeper,  # noqa: PLW1509  the keeper has one thread
         )
     while how is None:
         status = reap().get(process.pid)
         if status is not None:
             how = "ended"
-        elif told_to_stop or os.getppid() != parent:
+        elif signals or os.getppid() != parent:
             how = "stopped"
         elif time.monotonic() - start >= time_limit_s:
             how = "time limit"
@@ -105,67 +112,70 @@ def keep(command: list[str], time_limit_s: float, log: Path, parent: int) -> Out
 def adopt_orphans() -> None:
     """Make this process the parent of every orphan below it."""
     if sys.platform == "linux" and ctypes.CDLL(None, use_errno=True).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "the keeper can't adopt orphans")
+        raise OSError(ctypes.get_errno(), "the keeper cannot adopt orphans")
 
 
 def die_with_keeper() -> None:
-    """In the command, before it starts: a SIGTERM when the keeper is gone, at which torchrun ends its ranks."""
+    """Request a SIGTERM when the keeper is gone, at which torchrun ends its ranks; called in the command's process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
 
 
 def reap() -> dict[int, int]:
-    """Exit status (-9 for signal 9) of each child, adopted ones too, that has ended since the last time."""
+    """Return the exit status (-9 for signal 9) of each child, adopted or not, that has ended since the last call."""
     ended = {}
     with contextlib.suppress(ChildProcessError):  # there is none
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+        while (child := os.waitpid(-1, os.WNOHANG))[0]:
+            ended[child[0]] = os.waitstatus_to_exitcode(child[1])
     return ended
 
 
 def parents() -> dict[int, int]:
-    """The parent of each process of this machine."""
+    """Return the parent of each process of this machine."""
     if not Path("/proc/self/stat").exists():
-        lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True).stdout.splitlines()
+        lines = subprocess.run(
+            ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, check=False, text=True
+        ).stdout.splitlines()
         return {int(line.split()[0]): int(line.split()[1]) for line in lines}
-    found = {}
+    parent_of = {}
     for name in os.listdir("/proc"):
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # the process has ended
             if name.isdigit():
-                about = Path("/proc", name, "stat").read_text(errors="replace")  # 123 (a name (of any kind)) S 45 …
-                found[int(name)] = int(about.rsplit(")", 1)[1].split()[1])
-    return found
+                stat = Path("/proc", name, "stat").read_text(errors="replace")  # 123 (a name (of any kind)) S 45 …
+                parent_of[int(name)] = int(stat.rsplit(")", 1)[1].split()[1])
+    return parent_of
 
 
-def below(top: int) -> set[int]:
-    """The processes that `top` has started, and they, and so on."""
-    table, found, new = parents(), set(), {top}
+def descendants(top: int) -> set[int]:
+    """Return all descendants of process `top`."""
+    table, result, new = parents(), set[int](), {top}
     while new:
-        new = {process for process, parent in table.items() if parent in new} - found
-        found |= new
-    return found
+        new = {process for process, parent in table.items() if parent in new} - result
+        result |= new
+    return result
 
 
 def end_all() -> list[int]:
-    """End everything below this process: SIGTERM, after GRACE_S SIGKILL, until nothing is there. Returns what is there
-    after KILL_S more.
+    """End all descendants of this process: by SIGTERM, after GRACE_S by SIGKILL, until none is left. Return the
+    processes that still exist after KILL_S more.
     """
-    start, asked = time.monotonic(), set()
-    while there := below(os.getpid()):
+    start, asked = time.monotonic(), set[int]()
+    while processes := descendants(os.getpid()):
         waited = time.monotonic() - start
         if waited > GRACE_S + KILL_S:
-            return sorted(there)
-        for process in there if waited > GRACE_S else there - asked:  # a process may start others until it is killed
+            return sorted(processes)
+        # a process may start others until it is killed
+        for process in processes if waited > GRACE_S else processes - asked:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL if waited > GRACE_S else signal.SIGTERM)
-        asked |= there
+        asked |= processes
         time.sleep(POLL_S)
         reap()
     return []
 
 
 def main(argv: list[str]) -> None:
-    """PARENT TIME_LIMIT_S LOG COMMAND …: keep the command, and print the outcome for `run_enclosed`."""
+    """Keep the command of PARENT TIME_LIMIT_S LOG COMMAND …, and print the outcome for `run_enclosed`."""
     print(json.dumps(asdict(keep(argv[3:], float(argv[1]), Path(argv[2]), int(argv[0])))))
 
 

@@ -1,10 +1,12 @@
-"""What each rank of a sweep's run lives through: join the group, train by `five_d`, leave what it knows in a folder.
+"""The program of each rank of a sweep's run: join the group, train with `five_d`, and write the results to a folder.
 
     python -m torch.distributed.run … -m course_kit.sweep.rank FOLDER [options of five_d]
 
-FOLDER gets steps.jsonl and device.txt from rank 0, and error-N.json from rank N where that fails. It needs torch and
-course_lib alone. At SIGTERM, which ends a run that has passed its time limit, each rank prints the line where it is.
+FOLDER gets steps.jsonl and device.txt from rank 0, and error-N.json from rank N if it fails. The program only needs
+torch and course_lib. On SIGTERM, which ends a run that has passed its time limit, each rank prints its current line.
 """
+
+from __future__ import annotations
 
 import contextlib
 import faulthandler
@@ -17,17 +19,18 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 from course_kit.ranks.connections import prepare_backend
 from course_kit.ranks.outcome import LOST_PEER
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}
-GRACE_S = 5.0  # how long a rank that only lost its peer waits for the peer's own end to be seen first
+GRACE_S = 5.0  # wait of a rank that only lost its peer, so that the peer's own end is seen first
 NO_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.IGNORECASE)
 
 
 def join_group() -> str:
-    """Initialise the default group on this rank's device, one CPU thread a rank; the name of the device."""
+    """Initialize the default group on this rank's device, with one CPU thread per rank; return the device's name."""
     import torch
     import torch.distributed as dist
 
@@ -46,7 +49,7 @@ def join_group() -> str:
 
 
 def train(folder: Path, options: list[str]) -> None:
-    """Train as the options of five_d say, in a group of all ranks."""
+    """Train with the options of five_d, in a group of all ranks."""
     import torch.distributed as dist
 
     from course_lib.checkpoint import program as five_d
@@ -59,13 +62,13 @@ def train(folder: Path, options: list[str]) -> None:
 
 
 def headline(error: BaseException) -> str:
-    """An error in one line, without torch's C++ stack."""
+    """Return an error in one line, without torch's C++ stack."""
     text = " ".join(str(error).split("\nException raised from ")[0].split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def report(error: BaseException) -> dict:
-    """What a failed rank leaves."""
+def report(error: BaseException) -> dict[str, Any]:
+    """Return the report of a failed rank."""
     return {
         "time_ns": time.time_ns(),
         "rank": int(os.environ["RANK"]),
@@ -76,18 +79,18 @@ def report(error: BaseException) -> dict:
 
 
 def main(argv: list[str]) -> None:
-    """The life of a rank; ends the process. argv: the folder, and the options of five_d."""
+    """Run a rank, and end the process. argv: the folder, and the options of five_d."""
     faulthandler.register(signal.SIGTERM, all_threads=False, chain=True)
     folder, status = Path(argv[0]), 0
     try:
         train(folder, argv[1:])
     except BaseException as error:
         traceback.print_exception(error)
-        found, status = report(error), 1
-        part = folder / f"error-{found['rank']}.part"
-        part.write_text(json.dumps(found), encoding="utf-8")
-        part.replace(part.with_suffix(".json"))  # whole or not at all: torchrun may end this rank
-        time.sleep(GRACE_S if found["lost_peer"] else 0)
+        failure, status = report(error), 1
+        partial = folder / f"error-{failure['rank']}.part"
+        partial.write_text(json.dumps(failure), encoding="utf-8")
+        partial.replace(partial.with_suffix(".json"))  # complete or not at all: torchrun may end this rank
+        time.sleep(GRACE_S if failure["lost_peer"] else 0)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -1,11 +1,13 @@
-"""One run of a sweep: a model, a layout and a batch, the command that runs them, and the row that comes out.
+"""One run of a sweep: a model, a layout and a batch, the command that runs them, and the resulting row.
 
-A run has a folder. Its ranks leave steps.jsonl, device.txt and error-N.json there (`rank`), each node its log and
-how the command ended (`enclosed`). `row_of` reads a row off that folder, so it is the same on this machine and after a
-job under Slurm. A row has the columns of the playbook's published runs first and its own behind, so one code
-plots both. tokens_per_s_per_gpu is one rank's, from the median step; peak_mem_gb is the fullest rank's, in units of
-2**30 bytes: of CUDA's allocator, or on a CPU of the whole process.
+A run has a folder. Its ranks write steps.jsonl, device.txt and error-N.json to it (`rank`), and each node its log and
+the outcome of the command (`enclosed`). `row_of` reads a row from that folder, so it is the same on this machine and
+after a Slurm job. A row has the columns of the playbook's published runs first and its own columns after them, so that
+the same code plots both. tokens_per_s_per_gpu is per rank, from the median step; peak_mem_gb is of the fullest rank, in
+units of 2**30 bytes: of CUDA's allocator, or on a CPU of the whole process.
 """
+
+from __future__ import annotations
 
 import contextlib
 import io
@@ -15,9 +17,10 @@ import re
 import statistics
 import sys
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from course_kit.sweep.enclosed import Outcome, run_enclosed
 from course_lib.checkpoint import program as five_d
@@ -28,9 +31,9 @@ WARM_UP_STEPS = 2  # not counted: allocators, autotuning, the first use of each 
 PROGRAM = ("-m", "course_kit.sweep.rank")  # what torchrun starts on each rank
 PUBLISHED = "model nodes dp tp pp zero_stage micro_batch grad_accum global_batch_seqs".split()
 PUBLISHED += "ok mfu_pct tokens_per_s_per_gpu peak_mem_gb".split()
-OWN = "cp ep layout seq steps options step_s loss why seconds date machine".split()
-COLUMNS = PUBLISHED + OWN
-# Of five_d's options, those that a run sets itself, and those with which its steps would not be all alike.
+OF_SWEEPS = "cp ep layout seq steps options step_s loss why seconds date machine".split()
+COLUMNS = PUBLISHED + OF_SWEEPS
+# Options of five_d that a run sets itself, and options with which its steps would differ from each other.
 SET_BY_RUN = {"--preset", "--layout", "--batch", "--seq", "--steps", "--out"}
 NOT_IN_SWEEP = {"--config", "--from-hf", "--checkpoints", "--elastic", "--start-batch", "--ramp"}
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", re.DOTALL)  # torchrun's last words
@@ -38,7 +41,7 @@ ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: (-?\d+)", r
 
 @dataclass(frozen=True)
 class Run:
-    """What is run: a preset of the model in a layout, `batch` sequences a step, of all ranks together."""
+    """A preset of the model in a layout, with `batch` sequences per step, on all ranks together."""
 
     preset: str
     layout: Layout
@@ -46,44 +49,44 @@ class Run:
     seq: int
     steps: int
     nodes: int = 1
-    options: tuple[str, ...] = ()  # more of five_d's, such as --dtype bf16
+    options: tuple[str, ...] = ()  # other options of five_d, such as --dtype bf16
 
     def __post_init__(self):
         if self.steps <= WARM_UP_STEPS:
             raise ValueError(f"{self.steps} steps: the first {WARM_UP_STEPS} are not counted, so make it more")
-        for word in self.options:
-            if (name := word.partition("=")[0]) in SET_BY_RUN | NOT_IN_SWEEP:
+        for option in self.options:
+            if (name := option.partition("=")[0]) in SET_BY_RUN | NOT_IN_SWEEP:
                 raise ValueError(f"{name} is set for each run" if name in SET_BY_RUN else f"{name} is not for a sweep")
 
     @property
     def key(self) -> tuple:
-        """What tells its row from others."""
-        words = " ".join(self.options)
-        return self.preset, self.nodes, str(self.layout), self.batch, self.seq, self.steps, words
+        """The values that identify its row."""
+        options = " ".join(self.options)
+        return self.preset, self.nodes, str(self.layout), self.batch, self.seq, self.steps, options
 
     @property
     def name(self) -> str:
-        """A name for its folder."""
-        number = zlib.crc32(repr(self.key).encode())  # two runs may differ in their batch alone
+        """The name of its folder."""
+        number = zlib.crc32(repr(self.key).encode())  # two runs may differ only in their batch
         return f"{self.preset}-{self.nodes}n-{str(self.layout).replace(',', '-')}-{number:08x}"
 
     def arguments(self) -> list[str]:
-        """five_d's options."""
+        """Return five_d's options."""
         sizes = {"--batch": self.batch, "--seq": self.seq, "--steps": self.steps}
-        words = [word for name, value in sizes.items() for word in (name, str(value))]
-        return ["--preset", self.preset, "--layout", str(self.layout), *words, *self.options]
+        options = [text for name, value in sizes.items() for text in (name, str(value))]
+        return ["--preset", self.preset, "--layout", str(self.layout), *options, *self.options]
 
 
 def refusal(run: Run) -> str:
-    """Why a run can't be, in five_d's own words, found without starting anything; "" where it can."""
+    """Return the message with which five_d refuses a run, without starting it; "" for a possible run."""
     if run.layout.ranks % run.nodes:
-        return f"{run.layout.ranks} ranks do not share out over {run.nodes} nodes"
-    said = io.StringIO()
+        return f"{run.nodes} nodes do not divide {run.layout.ranks} ranks"
+    message = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(message):
             five_d.options(run.arguments())
     except SystemExit:
-        return said.getvalue().strip().rpartition("five_d: error: ")[2]
+        return message.getvalue().strip().rpartition("five_d: error: ")[2]
     return ""
 
 
@@ -95,11 +98,11 @@ def layouts_of(
     zero_stages: Iterable[int] = (0, 1),
     micro_batches: Iterable[int] = (1,),
 ) -> list[Layout]:
-    """All layouts of so many ranks that fit the model, the batch and the length; tp always with sp, zero only where
-    there are replicas, zero 3 under a pipeline with the weights kept gathered.
+    """Return all layouts of so many ranks that fit the model, the batch and the length; tp always with sp, zero only
+    with replicas, zero 3 under a pipeline with weights that are gathered once per step.
     """
     degrees = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    found = []
+    layouts = []
     for dp, pp, cp, tp in itertools.product(degrees, repeat=4):
         for zero, micro_batch in itertools.product(zero_stages, micro_batches):
             if dp * pp * cp * tp != ranks or (zero and dp * cp == 1):
@@ -110,41 +113,51 @@ def layouts_of(
             )  # fmt: skip
             with contextlib.suppress(ValueError):
                 check_layout(PRESETS[preset], layout, ranks, batch, seq)
-                found.append(layout)
-    return found
+                layouts.append(layout)
+    return layouts
 
 
-def torchrun_command(run: Run, folder: Path, program=PROGRAM, rendezvous: list[str] | None = None) -> list[str]:
-    """The command of one node. rendezvous: torchrun's options for it; by default one of its own, on a free port."""
+def torchrun_command(
+    run: Run, folder: Path, program: Sequence[str] = PROGRAM, rendezvous: list[str] | None = None
+) -> list[str]:
+    """Return the command of one node. rendezvous: torchrun's options for it; by default its own, on a free port."""
     if rendezvous is None:
         rendezvous = ["--standalone", "--local-addr", "127.0.0.1"]
-    # A log folder of torchrun's own would stay in the folder of temporary files when torchrun is killed.
-    each = ["--nproc-per-node", str(run.layout.ranks // run.nodes), "--log-dir", str(folder.resolve() / "torchrun")]
-    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *each]
+    # torchrun's own log folder would stay in the folder of temporary files when torchrun is killed.
+    logs = ["--log-dir", str(folder.resolve() / "torchrun")]
+    ranks = ["--nproc-per-node", str(run.layout.ranks // run.nodes)]
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *ranks, *logs]
     return [*command, *program, str(folder.resolve()), *run.arguments()]
 
 
-def measure(run: Run, folder: Path, time_limit_s: float, program=PROGRAM, node: int = 0, rendezvous=None) -> Outcome:
-    """Run one node's part; its log and its outcome go to the folder. No process is left, whatever happens."""
+def measure(
+    run: Run,
+    folder: Path,
+    time_limit_s: float,
+    program: Sequence[str] = PROGRAM,
+    node: int = 0,
+    rendezvous: list[str] | None = None,
+) -> Outcome:
+    """Run the ranks of one node, and write the node's log and outcome to the folder. No process is left in any case."""
     command = torchrun_command(run, folder, program, rendezvous)
     outcome = run_enclosed(command, time_limit_s, folder / f"node-{node}.log")
-    part = folder / f"node-{node}.part"
-    part.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
-    part.replace(part.with_suffix(".json"))  # whole or not at all
+    partial = folder / f"node-{node}.part"
+    partial.write_text(json.dumps(asdict(outcome)), encoding="utf-8")
+    partial.replace(partial.with_suffix(".json"))  # complete or not at all
     return outcome
 
 
 def read_json(folder: Path, pattern: str) -> list[dict]:
-    """The JSON files of a folder, in the order of their names."""
+    """Return the contents of a folder's JSON files, in the order of their names."""
     return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(folder.glob(pattern))]
 
 
 def why_failed(run: Run, folder: Path, time_limit_s: float, from_outside: str = "") -> str:
-    """What ended a run before its last step, in one line; "" where nothing did.
+    """Return in one line what ended a run before its last step; "" for a run that completed.
 
-    In this order: a rank's own error; `from_outside`, where it was ended from there; processes that would not go; the
-    time limit; a rank that a signal killed; a lost connection, which is a consequence of what this machine has not
-    seen; the exit status.
+    In this order: a rank's own error; `from_outside`, if the run was ended from outside; processes that did not end;
+    the time limit; a rank that a signal killed; a lost connection, which is a consequence of something that this
+    machine has not seen; the exit status.
     """
     outcomes = [Outcome(**each) for each in read_json(folder, "node-*.json")]
     errors = sorted(read_json(folder, "error-*.json"), key=lambda error: error["time_ns"])
@@ -167,7 +180,7 @@ def why_failed(run: Run, folder: Path, time_limit_s: float, from_outside: str = 
     if errors:
         return f"rank {errors[0]['rank']} lost another rank: {errors[0]['headline']}"[:300]
     if len(outcomes) < run.nodes:
-        return f"{len(outcomes)} of {run.nodes} nodes have said how they ended"
+        return f"{len(outcomes)} of {run.nodes} nodes have reported their outcome"
     if "lost" in hows:
         return "the process that keeps the command was killed"
     bad = [outcome for outcome in outcomes if outcome.status != 0]
@@ -177,30 +190,30 @@ def why_failed(run: Run, folder: Path, time_limit_s: float, from_outside: str = 
 
 
 def read_steps(folder: Path) -> list[dict]:
-    """What five_d has logged, without half a line that a kill has left."""
+    """Return the steps that five_d has logged, without half a line that a kill has left."""
     file = folder / "steps.jsonl"
     lines = file.read_text(encoding="utf-8").split("\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
 
 
-def settings(run: Run) -> dict:
-    """The columns of a row that are known before the run; the others blank."""
+def settings(run: Run) -> dict[str, Any]:
+    """Return a row with the columns that are known before the run; the others are blank."""
     layout = run.layout
     degrees = {name: getattr(layout, name) for name in ("dp", "tp", "pp", "zero_stage", "micro_batch", "cp", "ep")}
     sizes = {"seq": run.seq, "steps": run.steps, "options": " ".join(run.options), "layout": str(layout)}
     accumulated = run.batch / (layout.dp * layout.micro_batch)
     batch = {"global_batch_seqs": run.batch, "grad_accum": int(accumulated) if accumulated.is_integer() else ""}
-    found = {"model": run.preset, "nodes": run.nodes} | degrees | sizes | batch
-    return {name: found.get(name, "") for name in COLUMNS}
+    known = {"model": run.preset, "nodes": run.nodes} | degrees | sizes | batch
+    return {name: known.get(name, "") for name in COLUMNS}
 
 
-def refused(run: Run, why: str, date: str) -> dict:
-    """The row of a run that was not started."""
+def refused(run: Run, why: str, date: str) -> dict[str, Any]:
+    """Return the row of a run that was not started."""
     return settings(run) | {"ok": 0, "why": why, "seconds": 0.0, "date": date}
 
 
-def row_of(run: Run, folder: Path, time_limit_s: float, from_outside: str = "") -> dict:
-    """The row of a run that has ended, from what is in its folder. from_outside: who ended it, if it was not itself."""
+def row_of(run: Run, folder: Path, time_limit_s: float, from_outside: str = "") -> dict[str, Any]:
+    """Return the row of a run that has ended, from its folder. from_outside: what ended it, if not the run itself."""
     steps, outcomes = read_steps(folder), read_json(folder, "node-*.json")
     why = why_failed(run, folder, time_limit_s, from_outside)
     if not why and len(steps) != run.steps:

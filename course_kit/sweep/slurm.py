@@ -1,14 +1,16 @@
-"""A sweep as Slurm array jobs: one task a run, as many nodes as it needs, results gathered afterwards.
+"""A sweep as Slurm array jobs: one task per run, on as many nodes as it needs, with results collected afterwards.
 
     write_arrays(runs, folder, time_limit_s)    runs.json, and a script for each number of nodes, to submit by sbatch
     collect(folder, csv)                        the rows of the tasks that have ended; any time, as often as wanted
 
-All tasks of an array have the same number of nodes, so there is an array for each. Tasks go on side by side, and no two
-write one file: a task has a folder of its own, NUMBER-JOB, with each node's log and outcome, and the CSV is written by
-`collect` alone. Each node ends its part at the time limit; Slurm's own limit, a little later, ends what is stuck. A
-task that Slurm has ended (scancel, its limit, a lost node) has left no word: `collect` asks squeue for it.
-The folder has to be on a file system that all nodes see. (Tried with a Slurm of two nodes on one machine.)
+All tasks of an array have the same number of nodes, so each number of nodes has its own array. Tasks run concurrently,
+and no two write the same file: a task has a folder of its own, NUMBER-JOB, with each node's log and outcome, and only
+`collect` writes the CSV. Each node ends its ranks at the time limit; Slurm's own limit, a little later, ends tasks that
+are stuck. A task that Slurm has ended (scancel, its limit, a lost node) leaves no outcome: `collect` asks squeue for
+it. The folder must be on a file system that all nodes share. (Tried with a Slurm of two nodes on one machine.)
 """
+
+from __future__ import annotations
 
 import json
 import math
@@ -28,7 +30,7 @@ from course_kit.sweep.runs import PROGRAM, Run, measure, refusal, refused, row_o
 from course_lib.five_d.layouts import Layout
 
 MARGIN_S = 180  # from a run's time limit to Slurm's
-# The states of a job that Slurm has ended, and those of one that has ended itself; all others go on.
+# States of a job that Slurm has ended, and of a job that has ended by itself; in other states it waits or runs.
 ENDED_BY_SLURM = "BOOT_FAIL CANCELLED DEADLINE NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
 ENDED_ITSELF = "COMPLETED FAILED".split()
 FORGOTTEN = "FORGOTTEN"  # ours: Slurm forgets a job some minutes after its end
@@ -58,7 +60,7 @@ echo $? > "$folder/ended"
 
 
 def script(nodes: int, gpus: int, tasks: Sequence[int], folder: Path, time_limit_s: float, at_once: int) -> str:
-    """The sbatch script of an array: `tasks`, numbers in runs.json, on `nodes` nodes of `gpus` ranks each."""
+    """Return the sbatch script of an array: `tasks`, numbers in runs.json, on `nodes` nodes of `gpus` ranks each."""
     return SCRIPT.format(
         nodes=nodes,
         gpus=gpus,
@@ -75,14 +77,15 @@ def script(nodes: int, gpus: int, tasks: Sequence[int], folder: Path, time_limit
 def write_arrays(
     runs: Sequence[Run], folder: Path, time_limit_s: float, at_once: int = 4, program: Sequence[str] = PROGRAM
 ) -> list[Path]:
-    """Write runs.json and the scripts to a new folder; the scripts. Runs that can't be get a row from `collect`.
+    """Write runs.json and the scripts to a new folder; return the scripts. `collect` writes the rows of impossible
+    runs.
 
-    An array has one number of nodes and of ranks a node. Raises ValueError where the folder is there already, or its
-    name has a % or a line break, which sbatch would read in its own way.
+    An array has one number of nodes, and of ranks per node. Raises ValueError if the folder exists, or its name has a %
+    or a blank, which sbatch would interpret.
     """
     folder = folder.absolute()
     if "%" in str(folder) or any(letter.isspace() for letter in str(folder)):
-        raise ValueError(f"{folder}: sbatch reads a name with % or blanks in its own way: choose another")
+        raise ValueError(f"{folder}: sbatch interprets a name with % or blanks: choose another")
     arrays = defaultdict(list)
     for number, run in enumerate(runs):
         if not refusal(run):
@@ -91,8 +94,8 @@ def write_arrays(
         folder.mkdir(parents=True)
     except OSError as error:
         raise ValueError(f"{folder}: {error.strerror}") from None
-    about = [asdict(run) | {"layout": str(run.layout)} for run in runs]
-    plan = {"time_limit_s": time_limit_s, "program": list(program), "runs": about}
+    plan = {"time_limit_s": time_limit_s, "program": list(program)}
+    plan["runs"] = [asdict(run) | {"layout": str(run.layout)} for run in runs]
     (folder / "runs.json").write_text(json.dumps(plan, indent=1), encoding="utf-8")
     written = []
     for (nodes, gpus), tasks in sorted(arrays.items()):
@@ -102,24 +105,25 @@ def write_arrays(
 
 
 def read_plan(folder: Path) -> tuple[list[Run], float, list[str]]:
-    """The runs, their time limit and program. Raises ValueError where there are none."""
+    """Return the runs, their time limit and program. Raises ValueError for a folder that is not a sweep's."""
     try:
         plan = json.loads((folder / "runs.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder} is no folder of a sweep's array jobs: {error}") from None
-    runs = []
-    for each in plan["runs"]:
-        runs.append(Run(**each | {"layout": Layout.parse(each["layout"]), "options": tuple(each["options"])}))
+    runs = [
+        Run(**each | {"layout": Layout.parse(each["layout"]), "options": tuple(each["options"])})
+        for each in plan["runs"]
+    ]
     return runs, plan["time_limit_s"], plan["program"]
 
 
 def job_states(jobs: Sequence[str]) -> dict[str, str]:
-    """The state of each job as squeue tells it, FORGOTTEN where it knows none; empty where there is no Slurm to ask."""
+    """Return the state of each job by squeue, FORGOTTEN for an unknown job; empty without Slurm."""
     if not jobs:
         return {}
     command = ["squeue", "--noheader", "--states=all", "--format=%A %T", f"--jobs={','.join(jobs)}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, check=False, text=True)
     except FileNotFoundError:
         return {}
     if done.returncode and "Invalid job id" not in done.stderr:
@@ -128,7 +132,7 @@ def job_states(jobs: Sequence[str]) -> dict[str, str]:
 
 
 def end_of(attempt: Path, state: str | None) -> str | None:
-    """How an attempt has ended: "" by itself, "ended by Slurm…" otherwise, None where it goes on or nobody knows."""
+    """Return how an attempt has ended: "" by itself, "ended by Slurm…" otherwise, None if it runs or is unknown."""
     if state in ENDED_BY_SLURM:
         return f"ended by Slurm: {state.lower().replace('_', ' ')}"
     if (attempt / "ended").exists():
@@ -137,7 +141,7 @@ def end_of(attempt: Path, state: str | None) -> str | None:
 
 
 def collect(folder: Path, csv: Path) -> list[dict]:
-    """Bring the rows of the tasks that have ended to the CSV; these rows. Of a run that was submitted twice the last
+    """Add the rows of the tasks that have ended to the CSV; return these rows. If a run was submitted twice, its last
     attempt that has ended counts.
     """
     runs, time_limit_s, _ = read_plan(folder)
@@ -146,7 +150,7 @@ def collect(folder: Path, csv: Path) -> list[dict]:
     states = job_states([job[attempt] for attempt in attempts if not succeeded(attempt)])  # before `end_of` looks
     ends = {attempt: end_of(attempt, states.get(job[attempt])) for attempt in attempts}
     with Rows(csv) as rows:
-        found = []
+        results = []
         for number, run in enumerate(runs):
             ended = [each for each in attempts if each.name.startswith(f"{number}-") and ends[each] is not None]
             before, forgotten = rows.of(run), False
@@ -154,25 +158,27 @@ def collect(folder: Path, csv: Path) -> list[dict]:
                 row = refused(run, why, before["date"] if before else now())
             elif ended:
                 last = max(ended, key=lambda attempt: int(job[attempt]))
-                row = row_of(run, last, time_limit_s, ends[last])
+                row = row_of(run, last, time_limit_s, ends[last] or "")
                 row["date"] = row["date"] or last_change(last)
-                forgotten = states.get(job[last]) == FORGOTTEN  # then the row that is there may say more
+                forgotten = states.get(job[last]) == FORGOTTEN  # then the existing row may say more
             else:
                 continue
-            there = before and before["date"] == row["date"] and (forgotten or before["why"] == row["why"])
-            found.append(before if there else rows.add(row))
-    print(f"{len(found)} of {len(runs)} runs have ended; the others wait or run")
-    return found
+            if before and before["date"] == row["date"] and (forgotten or before["why"] == row["why"]):
+                results.append(before)
+            else:
+                results.append(rows.add(row))
+    print(f"{len(results)} of {len(runs)} runs have ended; the others wait or run")
+    return results
 
 
 def succeeded(attempt: Path) -> bool:
-    """Whether a task's script came to its end, and all nodes did well."""
+    """Return True if a task's script has completed, and all nodes succeeded."""
     ended = attempt / "ended"
     return ended.exists() and ended.read_text(encoding="utf-8").strip() == "0"
 
 
 def main(argv: list[str]) -> int:
-    """One node's part of a task: FOLDER/NUMBER-JOB HOST:PORT. Exit status 1, where it failed, ends the other nodes."""
+    """Run one node of a task, FOLDER/NUMBER-JOB HOST:PORT. Exit status 1, for a failure, ends the other nodes."""
     folder, endpoint = Path(argv[0]), argv[1]
     runs, time_limit_s, program = read_plan(folder.parent)
     number, job = folder.name.split("-")

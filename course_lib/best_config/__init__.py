@@ -1,4 +1,4 @@
-"""Which layout to take: memory and time of all of them, estimated, searched, and counted in a dry run."""
+"""The planner: memory and time of layouts, estimated, searched, and counted in a dry run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m course_lib.best_config`: see `program`; `... calibrate runs.csv --out mine.toml`: `calibrate_program`."""
+"""Entry point of `python -m course_lib.best_config` (`program`) and `... calibrate RUNS.csv` (`calibrate_program`)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import sys
 def run(argv: list[str]) -> None:
     """Run the planner, or the calibration, with these options."""
     if argv[:1] == ["calibrate"]:
-        from course_lib.best_config.calibrate_program import main
+        from course_lib.best_config import calibrate_program
 
-        main(argv[1:])
+        calibrate_program.main(argv[1:])
     else:
-        from course_lib.best_config.program import main
+        from course_lib.best_config import program
 
-        main(argv)
+        program.main(argv)
 
 
 if __name__ == "__main__":

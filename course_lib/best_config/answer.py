@@ -50,9 +50,9 @@ def first_answer(question: Question) -> Numbers | None:
 
 
 def similar_jobs(question: Question, speed: float) -> list[Numbers]:
-    """Return similar jobs with at least 2% more tokens/s per GPU than `speed`: whole nodes within an eighth, and batches
-    within 6% that the GPUs divide. Each number of GPUs appears once, with its best batch; the largest gain first. The
-    search tries few settings and no uncommon choices, so the real gain may be larger.
+    """Return similar jobs with at least 2% more tokens/s per GPU than `speed`: whole nodes within an eighth, and
+    batches within 6% that the GPUs divide. Each number of GPUs appears once, with its best batch; the largest gain
+    first. The search tries few settings and no uncommon choices, so the real gain may be larger.
     """
     gpus, batch, jobs = question.gpus, question.batch, []
     step = question.cluster.gpus_per_node * max(1, gpus // (16 * question.cluster.gpus_per_node))

@@ -1,4 +1,4 @@
-"""Calibration as a program: measured runs from a CSV in, a cluster for the planner out.
+"""Calibration as a program: it reads measured runs from a CSV and writes a cluster for the planner.
 
 python -m course_lib.best_config calibrate runs.csv --out mine.toml
 python -m course_lib.best_config calibrate runs.csv --out mine.toml --column "step_s=iter_ms*1e-3" --column seq=4096
@@ -28,7 +28,7 @@ from course_lib.single_gpu.config import PRESETS
 
 
 def calibrate_parser() -> argparse.ArgumentParser:
-    """The program's options."""
+    """Return the parser of the program's options."""
     parser = argparse.ArgumentParser(
         prog="best_config calibrate",
         usage="python -m course_lib.best_config calibrate RUNS.csv --out CLUSTER.toml [options]; --help lists them",
@@ -40,16 +40,16 @@ def calibrate_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, metavar="CLUSTER.toml", help="file to write")
     add("--columns", type=Path, metavar="MAP.toml",
         help="TOML file that says where each value is; default: columns with the planner's names")  # fmt: skip
-    add("--column", action="append", default=[], metavar="NAME=COLUMN", dest="more",
+    add("--column", action="append", default=[], metavar="NAME=COLUMN",
         help="also NAME=COLUMN*FACTOR, or NAME=VALUE for one value in all rows; may be repeated")  # fmt: skip
     add("--cluster", default="H100", help=f"to start from: one of {'; '.join(CLUSTERS)}, or a TOML file; default: H100")
-    add("--software", choices=list(SOFTWARE), help="program that ran, to start from; default: the cluster's")
+    add("--software", choices=list(SOFTWARE), help="the program of the runs, to start from; default: the cluster's")
     add("--force", action="store_true", help="overwrite the file of --out")
     return parser
 
 
-def place_of(text: str, header: list[str]) -> dict:
-    """Return an option's column, with or without a factor, or a value for all rows, as `read_runs` takes it."""
+def parse_column(text: str, header: list[str]) -> dict:
+    """Return the column of an option, with or without a factor, or a value for all rows, in the form of `read_runs`."""
     if text in header:
         return {"column": text}
     column, _, factor = text.rpartition("*")
@@ -61,45 +61,45 @@ def place_of(text: str, header: list[str]) -> dict:
         raise ValueError(f"--column: {factor!r} of {text} is not a number") from None
 
 
-def columns_of(chosen: argparse.Namespace, header: list[str]) -> dict:
-    """Return where each value is: by the map, or by the header's names; and by the options, which come first."""
-    more = {}
-    for option in chosen.more:
+def columns_of(args: argparse.Namespace, header: list[str]) -> dict:
+    """Return the source of each value: from --columns, or else the header's names, with those of --column on top."""
+    from_options = {}
+    for option in args.column:
         name, equals, text = option.partition("=")
         if not equals:
             raise ValueError(f"--column {option}: make it NAME=COLUMN, NAME=COLUMN*FACTOR or NAME=VALUE")
-        more[name.strip()] = place_of(text.strip(), header)
-    columns = read_columns(chosen.columns) if chosen.columns else {name: name for name in header if name in KNOWN}
-    if set(more) & set(TIMES):
-        columns = {name: place for name, place in columns.items() if name not in TIMES}
-    return columns | more
+        from_options[name.strip()] = parse_column(text.strip(), header)
+    columns = read_columns(args.columns) if args.columns else {name: name for name in header if name in KNOWN}
+    if set(from_options) & set(TIMES):
+        columns = {name: source for name, source in columns.items() if name not in TIMES}
+    return columns | from_options
 
 
-def read_input(chosen: argparse.Namespace) -> tuple[list[MeasuredRun], Cluster]:
-    """Return the runs, and the cluster to start from. Raises ValueError, in one line, where one can't be read."""
-    cluster = read_cluster(chosen.cluster)
-    if chosen.software:
-        cluster = replace(cluster, software=SOFTWARE[chosen.software])
-    header = list(numbered_rows(chosen.runs)[0][1])
-    if set(header) >= SWEEP and not chosen.columns and not chosen.more:
-        runs = read_sweep(chosen.runs)
+def read_input(args: argparse.Namespace) -> tuple[list[MeasuredRun], Cluster]:
+    """Return the runs, and the cluster to start from. Raises ValueError, in one line, for unreadable input."""
+    cluster = read_cluster(args.cluster)
+    if args.software:
+        cluster = replace(cluster, software=SOFTWARE[args.software])
+    header = list(numbered_rows(args.runs)[0][1])
+    if set(header) >= SWEEP and not args.columns and not args.column:
+        runs = read_sweep(args.runs)
         return runs, of_program(cluster, runs[0].dtype)
-    columns = columns_of(chosen, header)
+    columns = columns_of(args, header)
     try:
         check_columns(columns)
     except ValueError as error:
-        raise ValueError(f"{error}; {chosen.runs} has {', '.join(header)}") from None
-    return read_runs(chosen.runs, columns), cluster
+        raise ValueError(f"{error}; {args.runs} has {', '.join(header)}") from None
+    return read_runs(args.runs, columns), cluster
 
 
-def check_out(chosen: argparse.Namespace) -> None:
-    """Raise ValueError where the file of --out can't be written, or would replace another one."""
-    out = chosen.out
-    if out.suffix != ".toml" or out == chosen.columns:
+def check_out(args: argparse.Namespace) -> None:
+    """Raise ValueError if the file of --out cannot be written, or would replace another one."""
+    out = args.out
+    if out.suffix != ".toml" or out == args.columns:
         raise ValueError(f"--out {out}: name a new file that ends in .toml")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no folder {out.parent}")
-    if out.exists() and not (chosen.force and out.is_file()):
+    if out.exists() and not (args.force and out.is_file()):
         raise ValueError(f"--out {out}: it exists; name another file, or overwrite it with --force")
 
 
@@ -124,20 +124,20 @@ def next_command(runs: list[MeasuredRun], out: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> Calibration:
-    """Calibrate as the options say, print the calibration and save its cluster. A bad input ends the program with one
+    """Calibrate as the options say, print the calibration and save its cluster. Bad input ends the program with one
     line and status 2, and writes nothing.
     """
     parser = calibrate_parser()
-    chosen = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        check_out(chosen)
-        runs, cluster = read_input(chosen)
-        found = calibrate(runs, cluster)
-        write(replace(found.cluster, name=chosen.out.stem), chosen.out)
+        check_out(args)
+        runs, cluster = read_input(args)
+        calibration = calibrate(runs, cluster)
+        write(replace(calibration.cluster, name=args.out.stem), args.out)
     except ValueError as error:
         parser.error(str(error))
     except OSError as error:
         parser.error(f"{error.filename}: {error.strerror}")
-    print(found)
-    print(f"\nsaved to {chosen.out}; to plan with it:\n{next_command(runs, chosen.out)}")
-    return found
+    print(calibration)
+    print(f"\nsaved to {args.out}; to plan with it:\n{next_command(runs, args.out)}")
+    return calibration

@@ -165,8 +165,8 @@ def in_node(cluster: Cluster, size, stride) -> np.ndarray:
 
 
 def link(cluster: Cluster, inside, size) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes/s that pass each rank of a ring of `size` ranks, `inside` of them in a node, and whether the ring
-    leaves the node.
+    """Return the bytes/s that pass each rank of a ring of `size` ranks, `inside` of them in a node, and whether the
+    ring leaves the node.
     """
     software, beyond = cluster.software, inside < size
     within = cluster.node_link * software.nvlink_efficiency
@@ -179,14 +179,14 @@ def ring(cluster: Cluster, size, stride) -> tuple[np.ndarray, np.ndarray]:
     return link(cluster, in_node(cluster, size, stride), size)
 
 
-def all_to_all_time(cluster: Cluster, size, stride, sent) -> np.ndarray:
-    """Return the seconds in which each of `size` ranks, `stride` apart, sends `sent` bytes to each of the others: over
-    the links of the node and, at the same time, over its own network card to ranks of other nodes.
+def all_to_all_time(cluster: Cluster, size, stride, bytes_each) -> np.ndarray:
+    """Return the seconds in which each of `size` ranks, `stride` apart, sends `bytes_each` bytes to each of the others:
+    over the links of the node and, at the same time, over its own network card to ranks of other nodes.
     """
     software, inside = cluster.software, in_node(cluster, size, stride)
     card = cluster.network * software.network_efficiency or math.inf  # without a network no group leaves the node
-    near = (inside - 1) * sent / (cluster.node_link * software.nvlink_efficiency)
-    return np.maximum(near, (size - inside) * sent / card)
+    near = (inside - 1) * bytes_each / (cluster.node_link * software.nvlink_efficiency)
+    return np.maximum(near, (size - inside) * bytes_each / card)
 
 
 def latency_steps(cluster: Cluster, ranks) -> np.ndarray:

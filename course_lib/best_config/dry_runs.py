@@ -62,8 +62,8 @@ class DryRun(NamedTuple):
         for name, between, peak in [*rows, ("together", sum(self.between_steps.values()), self.peak_bytes)]:
             lines.append(f"{name:<26}{between / 2**30:>14.3f}{peak / 2**30:>12.3f}")
         lines.append("GiB sent per step")
-        for (axes, collective), sent in self.bytes_sent.items():
-            lines.append(f"{axes:<16}{collective:<24}{sent / 2**30:>12.3f}")
+        for (axes, collective), size in self.bytes_sent.items():
+            lines.append(f"{axes:<16}{collective:<24}{size / 2**30:>12.3f}")
         return "\n".join(lines)
 
 
@@ -158,11 +158,11 @@ def prepare_step(parallel: ParallelModel, sequences: int, seq: int) -> torch.Ten
 def even_sizes(
     rows: torch.Tensor, choices: torch.Tensor, group: dist.ProcessGroup, tokens: int, moe: dict
 ) -> tuple[list[int], list[int], int]:
-    """Return what exchange.read_sizes would if every expert were equally likely and every rank got the mean: fake tokens
-    have no values to choose by. tokens: of a rank, in one call.
+    """Return what exchange.read_sizes would if every expert were equally likely and every rank got the mean: fake
+    tokens have no values to choose by. tokens: of a rank, in one call.
     """
-    n, sent = group.size(), torch.stack([rows, choices], 1)
-    dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+    n, outgoing = group.size(), torch.stack([rows, choices], 1)
+    dist.all_to_all_single(torch.empty_like(outgoing), outgoing, group=group)
     each = round(tokens * float(ranks_per_token(moe, n)) / n)
     return [each] * n, [each] * n, tokens * moe["top_k"]
 

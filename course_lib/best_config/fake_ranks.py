@@ -44,14 +44,14 @@ def shifted(ranks: list[int], steps: list[int], layout: Layout) -> list[int]:
     return sorted(sum((index + step) % size * stride for index, step, size, stride in axis) for axis in axes)
 
 
-def simulate_peer_object(other: int, own: int, obj: Any, layout: Layout) -> Any:
-    """Return the object that rank `other` would contribute, given that rank `own` contributes `obj`. A list of ranks
+def simulate_peer_object(other: int, rank: int, obj: Any, layout: Layout) -> Any:
+    """Return the object that rank `other` would contribute, given that `rank` contributes `obj`. A list of ranks
     becomes the list at the same offsets from rank `other`.
     """
     if isinstance(obj, tuple):
-        return tuple(simulate_peer_object(other, own, part, layout) for part in obj)
-    if isinstance(obj, list) and obj and all(isinstance(rank, int) for rank in obj):
-        pairs = zip(mesh_coordinates(other, layout), mesh_coordinates(own, layout), strict=True)
+        return tuple(simulate_peer_object(other, rank, part, layout) for part in obj)
+    if isinstance(obj, list) and obj and all(isinstance(each, int) for each in obj):
+        pairs = zip(mesh_coordinates(other, layout), mesh_coordinates(rank, layout), strict=True)
         return shifted(obj, [theirs - ours for theirs, ours in pairs], layout)
     return obj
 

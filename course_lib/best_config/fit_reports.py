@@ -1,16 +1,17 @@
-"""What came of a calibration: the constants, how well they are known, and where they hold.
+"""The result of a calibration: the constants, how well they are known, and the range that they were fitted on.
 
     print(calibration)                            each constant: before, fitted, 90% interval; or why it stays
                                                   and the five worst runs, with their lines in the file
     calibration.outside(config, Layout.parse("dp4,tp16,sp"), batch=512, seq=8192)       ["tp 16: fitted on 1 to 8"]
 
-A constant that stays at a wrong value moves those beside it. So their intervals take it as known to a factor of 3.
+A constant that stays at a wrong value shifts the fitted ones. Their intervals assume that it is known to a factor of 3.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from course_lib.best_config.clusters import Cluster
 from course_lib.best_config.runs import MeasuredRun, predict
@@ -20,34 +21,35 @@ from course_lib.single_gpu.config import ModelConfig
 
 @dataclass(frozen=True)
 class Constant:
-    """One of the fit."""
+    """A constant of the fit."""
 
     name: str
     before: float
     value: float
     low: float = math.nan  # 90% interval
     high: float = math.nan
-    why: str = ""  # it stays as it was, where it does
+    why: str = ""  # the reason if it keeps its value
 
 
-def facts(config: ModelConfig, layout: Layout, batch: int, seq: int, nodes: int) -> dict[str, int | str]:
-    """What of a run may lie outside of what constants were fitted on."""
-    found = {name: getattr(layout, name) for name in ("dp", "pp", "cp", "tp", "ep")} | {"nodes": nodes}
-    found |= {"mb": layout.micro_batch, "micro-batches": batch / (layout.dp * layout.micro_batch)}
-    found |= {"seq": seq, "hidden": config.hidden, "layers": config.layers}
+def facts(config: ModelConfig, layout: Layout, batch: int, seq: int, nodes: int) -> dict[str, Any]:
+    """Return the numbers and settings of a run that may be outside the range that constants were fitted on."""
+    degrees = {name: getattr(layout, name) for name in ("dp", "pp", "cp", "tp", "ep")} | {"nodes": nodes}
+    batches = {"mb": layout.micro_batch, "micro-batches": batch / (layout.dp * layout.micro_batch)}
+    sizes = {"seq": seq, "hidden": config.hidden, "layers": config.layers}
     schedule = layout.schedule if layout.pp > 1 else "1f1b"
-    return found | {"zero": str(layout.zero_stage), "recompute": layout.recompute, "schedule": schedule}
+    settings = {"zero": str(layout.zero_stage), "recompute": layout.recompute, "schedule": schedule}
+    return degrees | batches | sizes | settings
 
 
 def facts_of(runs: list[MeasuredRun]) -> dict[str, list]:
-    """The values of each fact among the runs, ascending."""
-    each = [facts(run.config, run.layout, run.batch, run.seq, run.nodes) for run in runs]
-    return {name: sorted({one[name] for one in each}) for name in each[0]}
+    """Return the values of each fact among the runs, ascending."""
+    of_runs = [facts(run.config, run.layout, run.batch, run.seq, run.nodes) for run in runs]
+    return {name: sorted({each[name] for each in of_runs}) for name in of_runs[0]}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A run's measured value beside the prediction of the fitted constants; seconds, or bytes."""
+    """A run's measured value and the prediction of the fitted constants; seconds, or bytes."""
 
     where: str
     layout: Layout
@@ -67,12 +69,12 @@ def worst_rows(runs: list[MeasuredRun], cluster: Cluster, what: str, n: int = 5)
     return tuple(sorted(rows, key=lambda row: -abs(math.log(row.factor)))[:n])
 
 
-SHOWN = {"step_s": ("step time", 1, "s"), "peak_bytes": ("peak memory", 2**30, "GiB")}  # in a table, and their unit
+SHOWN = {"step_s": ("step time", 1, "s"), "peak_bytes": ("peak memory", 2**30, "GiB")}  # names in tables, and units
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cluster whose software's constants were fitted to runs, and how well they are known. Printed, it is a table."""
+    """A cluster whose software's constants were fitted to runs, and how well they are known. Prints as a table."""
 
     cluster: Cluster
     constants: tuple[Constant, ...]
@@ -84,20 +86,20 @@ class Calibration:
 
     @property
     def determined(self) -> list[str]:
-        """The constants that the runs tell; the others are the old cluster's."""
+        """The constants that the runs determine; the others are the old cluster's."""
         return [constant.name for constant in self.constants if not constant.why]
 
     def outside(self, config: ModelConfig, layout: Layout, batch: int, seq: int) -> list[str]:
-        """What of a layout the constants were not fitted on, such as "tp 16: fitted on 1 to 8"."""
-        nodes, found = math.ceil(layout.ranks / self.cluster.gpus_per_node), []
+        """Return where a layout is outside the range of the fit, such as "tp 16: fitted on 1 to 8"."""
+        nodes, outside = math.ceil(layout.ranks / self.cluster.gpus_per_node), []
         for name, value in facts(config, layout, batch, seq, nodes).items():
-            seen = self.ranges[name]
-            if isinstance(value, str) and value not in seen:
-                found.append(f"{name} {value}: fitted on {name} {', '.join(seen)}")
-            elif not isinstance(value, str) and not seen[0] <= value <= seen[-1]:
-                ends = f"{seen[0]:g}" + (f" to {seen[-1]:g}" if len(seen) > 1 else "")
-                found.append(f"{name} {value:g}: fitted on {ends}")
-        return found
+            fitted = self.ranges[name]
+            if isinstance(value, str) and value not in fitted:
+                outside.append(f"{name} {value}: fitted on {name} {', '.join(fitted)}")
+            elif not isinstance(value, str) and not fitted[0] <= value <= fitted[-1]:
+                ends = f"{fitted[0]:g}" + (f" to {fitted[-1]:g}" if len(fitted) > 1 else "")
+                outside.append(f"{name} {value:g}: fitted on {ends}")
+        return outside
 
     def __str__(self) -> str:
         errors = {name: each for name, each in self.errors.items() if each[1] == each[1]}  # without a peak: nan
@@ -111,16 +113,16 @@ class Calibration:
                 known = f"{each.low:.3g} to {each.high:.3g}"
                 lines.append(f"{each.name:20s}{each.before:12.4g}{each.value:12.4g}   {known}")
             else:
-                known = "or less" if each.value < each.before else "or more"  # it shows no more
+                known = "or less" if each.value < each.before else "or more"  # further changes do not show
                 lines.append(f"{each.name:20s}{each.before:12.4g}{each.value:12.4g}   {known}")
         return "\n".join([*lines, *self.worst_lines()])
 
     def failed_lines(self) -> list[str]:
         """Return a line about the runs that failed, if there are any."""
-        says = {"oom": "ran out of memory", "": "failed and may have run out of memory"}
-        says |= {"other": "failed for other reasons and do not count"}
-        found = [f"{count} {says[failure]}" for failure, count in self.failures.items()]
-        return [f"of the others, {'; '.join(found)}"] if found else []
+        outcomes = {"oom": "ran out of memory", "": "failed and may have run out of memory"}
+        outcomes |= {"other": "failed for other reasons and do not count"}
+        counts = [f"{count} {outcomes[failure]}" for failure, count in self.failures.items()]
+        return [f"of the others, {'; '.join(counts)}"] if counts else []
 
     def worst_lines(self) -> list[str]:
         """Return a table of the worst runs for each of "step_s" and "peak_bytes"."""

@@ -164,7 +164,7 @@ def toml(value: Any) -> str:
 
 
 def save_cluster(cluster: Cluster, file: Path | str) -> None:
-    """Write a cluster so that `load_cluster` returns the same one: all its values, and all constants of its software."""
+    """Write a cluster so that `load_cluster` returns the same: all its values, and all constants of its software."""
     lines = ["# A cluster for the planner. Units and keys: data/clusters/example.toml", f"name = {toml(cluster.name)}"]
     for key, (field, unit) in UNITS.items():
         value = getattr(cluster, field)

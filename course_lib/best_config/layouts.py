@@ -54,27 +54,27 @@ def check_settings(settings: dict[str, tuple]) -> None:
 def degrees(gpus: int) -> LayoutTable:
     """Return every (dp, pp, cp, tp) whose product is the number of GPUs, each once."""
     sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    found = [
+    combinations = [
         (gpus // (pp * cp * tp), pp, cp, tp)
         for pp, cp, tp in itertools.product(sizes, repeat=3)
         if gpus % (pp * cp * tp) == 0
     ]
-    dp, pp, cp, tp = np.array(found).T
-    return LayoutTable(len(found), dp=dp, pp=pp, cp=cp, tp=tp)
+    dp, pp, cp, tp = np.array(combinations).T
+    return LayoutTable(len(combinations), dp=dp, pp=pp, cp=cp, tp=tp)
 
 
 # exercise 11.7
 def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
-    """Return for each row the place in `reasons` of the first rule that holds, and 0, which is no reason, if none does.
+    """Return for each row the index in `reasons` of the first rule that applies, and 0, which is no reason, if none.
 
-    rules: by reason, an array of booleans. Appends to `reasons` those that it lacks; others call with the same list.
+    rules: by reason, an array of booleans. Appends the missing reasons to `reasons`; later calls use the same list.
     """
-    found = 0
+    index = np.asarray(0)
     for reason, holds in reversed(rules.items()):
         if reason not in reasons:
             reasons.append(reason)
-        found = np.where(holds, reasons.index(reason), found)
-    return found
+        index = np.where(holds, reasons.index(reason), index)
+    return index
 
 
 def degree_rules(config: ModelConfig, table: LayoutTable, batch: int, seq: int) -> dict[str, np.ndarray]:

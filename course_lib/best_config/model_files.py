@@ -137,8 +137,8 @@ def sizes_of(sizes: dict) -> tuple[ModelConfig, dict | None]:
 
 
 def read_config(file: Path) -> tuple[ModelConfig, dict | None]:
-    """Return the sizes in a config.json, and arguments of apply_moe for a mixture. Raises ValueError, in one line, for a
-    file that cannot be read, and for a model that the planner has no formula for.
+    """Return the sizes in a config.json, and arguments of apply_moe for a mixture. Raises ValueError, in one line, for
+    a file that cannot be read, and for a model that the planner has no formula for.
     """
     file = Path(file)
     file = file / "config.json" if file.is_dir() else file

@@ -30,7 +30,7 @@ def layout_summary(
     """
     e, layout = ranking.estimate, ranking.table[row]
     choices = uncommon_choices(question, ranking.table.where(np.array([row])))
-    numbers = {
+    numbers: Numbers = {
         "layout": str(layout),
         "ties": ties,
         "step_s": float(e.step_s[row]),

@@ -68,7 +68,7 @@ def latent_elements(config: ModelConfig) -> int:
 
 
 def expert_layers(config: ModelConfig, layers) -> np.ndarray:
-    """Return how many layers have experts, for a model with experts, in the stage of `layers` layers that has the most."""
+    """Return the layers with experts of a model with experts, in the stage of `layers` layers that has the most."""
     if not isinstance(config, PlannedConfig):
         return layers
     others = config.layers - config.dense_first

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from numbers import Integral
 
 import numpy as np
 
 from course_lib.best_config.clusters import Cluster
+from course_lib.best_config.job_checks import check_job
 from course_lib.best_config.layouts import (
     SETTINGS,
     check_settings,
@@ -26,12 +26,11 @@ from course_lib.best_config.layouts import (
     setting_rules,
     with_settings,
 )
-from course_lib.best_config.planned_config import count_parameters, model_flops
+from course_lib.best_config.planned_config import model_flops
 from course_lib.best_config.stage_loads import fills_stages
 from course_lib.best_config.step_memory import head_in_layers, step_memory
 from course_lib.best_config.step_time import host_time, layer_times, step_time
 from course_lib.best_config.tables import Layouts, LayoutTable, joined
-from course_lib.expert_parallel.routing import Routing
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.config import ModelConfig
 
@@ -105,54 +104,6 @@ def add_up(parts: dict[str, np.ndarray]) -> np.ndarray:
     return sum(parts.values(), np.asarray(0))
 
 
-LARGEST = 10**8  # GPUs, or sequences of a batch: trying their divisors takes seconds
-MOST_PARAMETERS = 10**15  # beyond them bytes overflow 64-bit integers
-MOE_SIZES = {"ffn_hidden": 1, "shared": 0, "seed": 0}  # minimum of each argument of apply_moe besides Routing's
-
-
-def is_size(value: object, least: int) -> bool:
-    """Return True for a whole number of at least `least`."""
-    return isinstance(value, Integral) and int(value) >= least
-
-
-def check_moe_sizes(moe: dict) -> None:
-    """Raise ValueError for arguments that `apply_moe` does not have, and for sizes that do not go together."""
-    known = [*MOE_SIZES, *(field.name for field in dataclasses.fields(Routing))]
-    if unknown := [name for name in moe if name not in known]:
-        raise ValueError(f"moe: {', '.join(map(str, unknown))} is none of {', '.join(known)}")
-    for name, least in ({"experts": 1, "top_k": 1} | MOE_SIZES).items():
-        if name not in moe and name in MOE_SIZES or name == "ffn_hidden" and moe[name] is None:
-            continue
-        if not is_size(moe.get(name), least):
-            raise ValueError(f"moe: {name} {moe.get(name)!r}: a whole number, {least} or more")
-    try:
-        Routing(**{name: value for name, value in moe.items() if name not in MOE_SIZES})
-    except TypeError as error:  # a string in place of a number
-        raise ValueError(f"moe: {error}") from None
-
-
-def check_job(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, seq: int, moe: dict | None = None) -> None:
-    """Raise ValueError, in one line, for a job that cannot be planned: sizes of the job or the model that are below 1
-    or not whole (ModelConfig has checked the heads), sizes above LARGEST, more parameters than MOST_PARAMETERS, an
-    impossible mixture, or more GPUs than one node of a cluster without a network.
-    """
-    if not all(is_size(number, 1) for number in (gpus, batch, seq)):
-        raise ValueError(f"gpus {gpus}, batch {batch}, seq {seq}: each is 1 or more, and whole")
-    if max(gpus, batch, seq) > LARGEST:
-        raise ValueError(f"gpus {gpus}, batch {batch}, seq {seq}: each is {LARGEST:,} or less")
-    for name in ("layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "head_dim"):
-        if not is_size(getattr(config, name), 1):
-            raise ValueError(f"model: {name} {getattr(config, name)!r}: a whole number, 1 or more")
-    if moe is not None:
-        check_moe_sizes(moe)
-    if (parameters := count_parameters(config, moe)[0]) > MOST_PARAMETERS:
-        raise ValueError(f"model: {parameters:.0e} parameters: the planner counts {MOST_PARAMETERS:.0e} or fewer")
-    if gpus > cluster.gpus_per_node and not cluster.network:
-        raise ValueError(
-            f"{cluster.name}: {gpus} GPUs are more than a node's {cluster.gpus_per_node}, and it has no network"
-        )
-
-
 def host_runs_ahead(
     config: ModelConfig, cluster: Cluster, layout: Layouts, seq: int, moe: dict | None = None
 ) -> np.ndarray:
@@ -175,12 +126,12 @@ def estimate(
     """
     check_job(config, cluster, int(np.max(layout.ranks, initial=1)), batch, seq, moe)
     m = batch / (np.asarray(layout.dp) * layout.micro_batch)
-    ahead = host_runs_ahead(config, cluster, layout, seq, moe)
+    host_ahead = host_runs_ahead(config, cluster, layout, seq, moe)
     pp, software = np.asarray(layout.pp), cluster.software
     flops, causal_flops = model_flops(config, moe, seq)
     runs = fills_stages(config, pp, software.split, head_in_layers(config))
     return Estimate(
-        memory=step_memory(config, cluster, layout, m, seq, moe, ahead),
+        memory=step_memory(config, cluster, layout, m, seq, moe, host_ahead),
         time=step_time(config, cluster, layout, m, seq, moe),
         tokens=batch * seq,
         gpus=np.asarray(layout.ranks),

@@ -127,7 +127,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def is_first_rank() -> bool:
-    """Return True on rank 0, and in a process without a process group. Imports no torch: without it there is no group."""
+    """Return True on rank 0, and without a process group. Imports no torch: without torch there is no group."""
     dist = sys.modules.get("torch.distributed")
     return dist is None or not dist.is_initialized() or dist.get_rank() == 0
 

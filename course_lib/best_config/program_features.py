@@ -34,7 +34,7 @@ FEATURES: dict[str, dict[str, tuple]] = {
 
 
 def supports(program: str, table: LayoutTable) -> np.ndarray:
-    """Return the layouts of a table that a program can run, as a boolean array [n]; all for a program without limits."""
+    """Return the layouts that a program can run, as a boolean array [n]; all for a program without limits."""
     limits = FEATURES.get(program, {})
     free = {"zero_stage": table.dp * table.cp == 1, "schedule": table.pp == 1}
     allowed = [np.isin(getattr(table, name), values) | free.get(name, False) for name, values in limits.items()]

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from course_lib.best_config.clusters import Cluster
+from course_lib.best_config.job_checks import check_job
 from course_lib.best_config.layouts import SCHEDULES
 from course_lib.best_config.model_files import read_config
-from course_lib.best_config.planner import RISK, Ranking, check_job, search
+from course_lib.best_config.planner import RISK, Ranking, search
 from course_lib.best_config.program_features import MISSING, supports
 from course_lib.best_config.software import SOFTWARE, Software
 from course_lib.best_config.tables import LayoutTable

@@ -53,32 +53,32 @@ def candidates(config: ModelConfig, gpus: int, node: int) -> list[tuple[str, Lay
 
 # exercise 11.8
 def changes(layout: Layout) -> dict[str, Layout]:
-    """Return the layouts that step 3 tries, by words with the new values; each on the same GPUs, and consistent.
+    """Return the layouts that step 3 tries, by texts with the new values; each on the same GPUs, and consistent.
 
     A factor of 2 from one degree to another, half or twice the micro-batch, each ZeRO stage, recomputation none or
     full, schedule 1f1b, interleaved or zb-h1. Sequence parallelism goes with tp > 1, `gather_once` with ZeRO-3 under
     a pipeline, and 1f1b with no pipeline.
     """
-    degrees, found = ("dp", "pp", "cp", "tp"), {}
+    degrees, layouts = ("dp", "pp", "cp", "tp"), {}
     for less in degrees:
         for more in degrees:
             if less != more and getattr(layout, less) % 2 == 0:
                 moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
+                layouts[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
     for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
-        found[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
+        layouts[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
     for zero in range(4):
-        found[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
+        layouts[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
     for recompute in ("none", "full"):
-        found[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
+        layouts[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
     for schedule in ("1f1b", "interleaved", "zb-h1"):
-        found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
+        layouts[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
     return {
         why: dataclasses.replace(
             one, sequence_parallel=one.tp > 1, gather_once=one.zero_stage == 3 and one.pp > 1,
             schedule=one.schedule if one.pp > 1 else "1f1b",
         )
-        for why, one in found.items()
+        for why, one in layouts.items()
     }  # fmt: skip
 
 
@@ -103,18 +103,18 @@ def fit_in_memory(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, 
             for why, layout in candidates(config, gpus, cluster.gpus_per_node):
                 inner = layout.pp * cp * layout.tp
                 if gpus % inner == 0:
-                    why += f", CP {cp}" * (cp > 1) + ", full recomputation" * (recompute == "full")
+                    extra = f", CP {cp}" * (cp > 1) + ", full recomputation" * (recompute == "full")
                     keep = layout.zero_stage == 3 and layout.pp > 1
                     changed = {"dp": gpus // inner, "cp": cp, "recompute": recompute, "gather_once": keep}
-                    named.append((why, dataclasses.replace(layout, **changed)))
+                    named.append((why + extra, dataclasses.replace(layout, **changed)))
             if fitting := allowed_steps(config, cluster, named, batch, seq) if named else []:
                 return fitting[0]
     return None
 
 
 def recipe(config: ModelConfig, cluster: Cluster, gpus: int, batch: int, seq: int = 4096) -> list[Step]:
-    """Return the recipe's steps, of which the last one is its answer; [] if nothing fits. Raises ValueError for a number
-    below 1.
+    """Return the recipe's steps, of which the last one is its answer; [] if nothing fits. Raises ValueError for a
+    number below 1.
     """
     if min(gpus, batch, seq) < 1:
         raise ValueError(f"gpus {gpus}, batch {batch}, seq {seq}: each is 1 or more")

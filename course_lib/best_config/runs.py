@@ -1,10 +1,10 @@
-"""Measured runs, and what the planner says of them.
+"""Measured runs, and the planner's predictions of them.
 
-    runs = load_runs("data/layout_runs_h100.csv")           those behind the playbook's heatmap; of others: run_files
-    predicted = predict(runs, CLUSTERS["H100, EFA"])        step_s, peak_bytes, fits: arrays, a value a run
-    accuracy(runs, predicted)                               median errors, share of fits called right
+    runs = load_runs("data/layout_runs_h100.csv")           the runs behind the playbook's heatmap; others: run_files
+    predicted = predict(runs, CLUSTERS["H100, EFA"])        step_s, peak_bytes, fits: arrays, one value per run
+    accuracy(runs, predicted)                               median errors, share of right predictions of "fits"
 
-The playbook's: nodes of 8 H100, 256 sequences of 4,096 tokens a step, nanotron (The Ultra-Scale Playbook, 2025).
+The playbook's runs: nodes of 8 H100, 256 sequences of 4,096 tokens per step, nanotron (The Ultra-Scale Playbook, 2025).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import dataclasses
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,43 +26,43 @@ from course_lib.single_gpu.config import PRESETS, ModelConfig
 
 COLUMNS = {"model", "ok", "mfu_pct", "tokens_per_s_per_gpu", "peak_mem_gb"}
 COLUMNS |= {"nodes", "dp", "tp", "pp", "zero_stage", "micro_batch", "grad_accum"}
-GQA_GFLOP = {"8B": 57, "80B": 480}  # a run with fewer GFLOP a token is of a variant with 8 K/V heads
+GQA_GFLOP = {"8B": 57, "80B": 480}  # a run with fewer GFLOP per token is of a variant with 8 K/V heads
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A step that was measured: of what, on how many nodes, and what it took."""
+    """The measured step of a job: its model, layout and nodes, its time and its memory."""
 
     model: str
     config: ModelConfig
     nodes: int
     layout: Layout
-    batch: int  # sequences of a step, of all GPUs together
+    batch: int  # sequences per step, on all GPUs together
     seq: int  # tokens of a sequence
     ok: bool
-    step_s: float  # nan where it failed
-    peak_bytes: float  # on the fullest GPU; nan where it failed, or nobody looked
-    dtype: str = "bf16"  # of the matrix products
+    step_s: float  # nan for a failed run
+    peak_bytes: float  # on the fullest GPU; nan for a failed run, or if it was not measured
+    dtype: str = "bf16"  # of the matmuls
     moe: dict | None = None  # arguments of apply_moe
-    failure: str = ""  # of a run that failed: "oom" (out of GPU memory), "other"; "" where the file does not tell
+    failure: str = ""  # of a failed run: "oom" (out of GPU memory), "other"; "" if the file does not say
     where: str = field(default="", compare=False)  # such as "runs.csv, line 2"
 
     @property
-    def row(self) -> dict:
-        """For a heatmap, with the MFU of the model's own FLOPs on H100s."""
+    def row(self) -> dict[str, Any]:
+        """Return the run's row of a heatmap, with the MFU of the model's own FLOPs on H100s."""
         from course_lib.single_gpu.training import mfu
 
         speed = self.batch * self.seq / self.step_s / self.layout.ranks
         sizes = {name: getattr(self.layout, name) for name in ("dp", "tp", "pp", "zero_stage", "micro_batch")}
-        shown = {"tokens_per_s_per_gpu": speed, "mfu_pct": 100 * mfu(self.config, self.seq, speed, 989.5e12)}
-        about = {"model": self.model, "nodes": self.nodes, "global_batch_seqs": self.batch, "ok": int(self.ok)}
-        return about | sizes | shown
+        speeds = {"tokens_per_s_per_gpu": speed, "mfu_pct": 100 * mfu(self.config, self.seq, speed, 989.5e12)}
+        job = {"model": self.model, "nodes": self.nodes, "global_batch_seqs": self.batch, "ok": int(self.ok)}
+        return job | sizes | speeds
 
 
 def numbered_rows(file: Path | str) -> list[tuple[str, dict[str, str]]]:
-    """The rows of a CSV in UTF-8, with or without a byte order mark, each with its place, such as "runs.csv, line 2".
-    Raises ValueError for another file, for two columns of the same name, and where there are no rows. A row of empty
-    cells, as spreadsheets write them, is skipped.
+    """Return the rows of a CSV in UTF-8, with or without a byte order mark, each with its location, such as "runs.csv,
+    line 2". Raises ValueError for another kind of file, for two columns of the same name, and for a file without rows.
+    Skips rows of empty cells, as spreadsheets write them.
     """
     try:
         with open(file, newline="", encoding="utf-8-sig") as stream:
@@ -78,9 +79,9 @@ def numbered_rows(file: Path | str) -> list[tuple[str, dict[str, str]]]:
 
 
 def load_runs(file: Path | str) -> list[MeasuredRun]:
-    """The playbook's runs: the rows whose batch is 256 sequences. The variants with grouped K/V heads are told by the
-    FLOPs a token that MFU and tokens/s imply; memory is in GiB, whatever the column is called. Raises ValueError for a
-    file of other columns, and for a value that can't be. `read_runs` is for other files.
+    """Return the playbook's runs: the rows whose batch is 256 sequences. The variants with grouped K/V heads are
+    recognized by the FLOPs per token that MFU and tokens/s imply; memory is in GiB, whatever the column's name. Raises
+    ValueError for a file with other columns, and for an impossible value. `read_runs` is for other files.
     """
     runs = []
     for where, row in numbered_rows(file):
@@ -100,9 +101,9 @@ def load_runs(file: Path | str) -> list[MeasuredRun]:
 
 
 def playbook_run(row: dict[str, str], batch: int = 256, seq: int = 4096) -> MeasuredRun:
-    """A row of the playbook's file."""
+    """Return the run in a row of the playbook's file."""
     config, ok, nodes = PRESETS[f"bench-{row['model']}"], row["ok"] == "1", int(row["nodes"])
-    size = {name: int(row[name]) for name in ("dp", "tp", "pp", "zero_stage", "micro_batch")}
+    size: dict[str, Any] = {name: int(row[name]) for name in ("dp", "tp", "pp", "zero_stage", "micro_batch")}
     speed, peak = (float(row[name]) if ok else np.nan for name in ("tokens_per_s_per_gpu", "peak_mem_gb"))
     if ok and float(row["mfu_pct"]) / 100 * 989.5e3 / speed < GQA_GFLOP.get(row["model"], 0):
         config = dataclasses.replace(config, kv_heads=8)
@@ -113,7 +114,7 @@ def playbook_run(row: dict[str, str], batch: int = 256, seq: int = 4096) -> Meas
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the planner says of n runs: arrays [n]."""
+    """Predictions of n runs: arrays [n]."""
 
     step_s: np.ndarray
     peak_bytes: np.ndarray
@@ -121,31 +122,31 @@ class Predicted:
 
     @property
     def fits(self) -> np.ndarray:
-        """Whether it is likelier than not to run."""
+        """True for runs that are more likely to fit than not."""
         return self.risk < 0.5
 
 
 def alike(runs: list[MeasuredRun]) -> list[list[int]]:
-    """The numbers of the runs that differ in their layouts alone."""
-    found = {}
+    """Return groups of indices of runs that differ only in their layouts."""
+    groups: dict[tuple, list[int]] = {}
     for i, run in enumerate(runs):
-        found.setdefault((run.config, run.batch, run.seq, str(run.moe)), []).append(i)
-    return list(found.values())
+        groups.setdefault((run.config, run.batch, run.seq, str(run.moe)), []).append(i)
+    return list(groups.values())
 
 
 def predict(runs: list[MeasuredRun], cluster: Cluster) -> Predicted:
-    """The planner's estimates of measured runs, in their order."""
-    found = Predicted(*(np.zeros(len(runs), kind) for kind in (float, float, float)))
+    """Return the planner's estimates of measured runs, in their order."""
+    predicted = Predicted(*(np.zeros(len(runs)) for _ in range(3)))
     for rows in alike(runs):
         run, table = runs[rows[0]], LayoutTable.of(runs[i].layout for i in rows)
-        parts = estimate(run.config, cluster, table, run.batch, run.seq, run.moe)
-        found.step_s[rows], found.peak_bytes[rows], found.risk[rows] = parts.step_s, parts.peak_bytes, parts.risk
-    return found
+        e = estimate(run.config, cluster, table, run.batch, run.seq, run.moe)
+        predicted.step_s[rows], predicted.peak_bytes[rows], predicted.risk[rows] = e.step_s, e.peak_bytes, e.risk
+    return predicted
 
 
 def accuracy(runs: list[MeasuredRun], predicted: Predicted) -> dict[str, float]:
-    """Median errors of tokens/s and of peak memory over the runs that were ok (nan where no peak was measured), and the
-    share of runs for which "fits" was right.
+    """Return the median errors of tokens/s and of peak memory over the runs that were ok (nan without measured peaks),
+    and the share of runs for which "fits" was right.
     """
     ok = np.array([run.ok for run in runs])
     step_s, peak = (np.array([getattr(run, name) for run in runs])[ok] for name in ("step_s", "peak_bytes"))
@@ -159,22 +160,22 @@ def accuracy(runs: list[MeasuredRun], predicted: Predicted) -> dict[str, float]:
 
 
 def cells(runs: list[MeasuredRun]) -> dict[tuple[str, int], list[int]]:
-    """The numbers of the runs of each (model, nodes)."""
-    found = {}
+    """Return the indices of the runs of each (model, nodes)."""
+    rows_of: dict[tuple[str, int], list[int]] = {}
     for i, run in enumerate(runs):
-        found.setdefault((run.model, run.nodes), []).append(i)
-    return found
+        rows_of.setdefault((run.model, run.nodes), []).append(i)
+    return rows_of
 
 
 def favorite(predicted: Predicted, rows: list[int], risk: float = RISK) -> int | None:
-    """Return the row with the shortest predicted step among the rows of at most this risk; None if there is none."""
+    """Return the row with the shortest predicted step among the rows of at most this risk; None without such rows."""
     allowed = [row for row in rows if predicted.risk[row] <= risk]
     return min(allowed, key=lambda row: predicted.step_s[row], default=None)
 
 
 def loss_of_pick(runs: list[MeasuredRun], rows: list[int], pick: int | None) -> float:
-    """Return the share of the fastest run's speed that run `pick` lacks, 0 to 1: 1 if it failed or is None, 0 if no run
-    was ok.
+    """Return the share of the fastest run's speed by which run `pick` is slower, 0 to 1: 1 if it failed or is None, 0
+    if no run was ok.
     """
     times = [runs[row].step_s for row in rows if runs[row].ok]
     if not times:
@@ -183,8 +184,8 @@ def loss_of_pick(runs: list[MeasuredRun], rows: list[int], pick: int | None) -> 
 
 
 def loss_of_picks(runs: list[MeasuredRun], predicted: Predicted, risk: float = RISK) -> dict[tuple[str, int], float]:
-    """For each cell, the share of its fastest run's speed that the planner's favorite of all layouts tried there lacks,
-    0 to 1: 1 where it failed, or where none has so little risk. A cell in which no run was ok is left out.
+    """Return `loss_of_pick` of the planner's favorite among the measured layouts of each cell; 1 if no layout has so
+    little risk. Leaves out cells in which no run was ok.
     """
-    ran = {cell: rows for cell, rows in cells(runs).items() if any(runs[row].ok for row in rows)}
-    return {cell: loss_of_pick(runs, rows, favorite(predicted, rows, risk)) for cell, rows in ran.items()}
+    ok_cells = {cell: rows for cell, rows in cells(runs).items() if any(runs[row].ok for row in rows)}
+    return {cell: loss_of_pick(runs, rows, favorite(predicted, rows, risk)) for cell, rows in ok_cells.items()}

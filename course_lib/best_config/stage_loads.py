@@ -22,9 +22,9 @@ def is_schedule(layout, *names: str) -> np.ndarray:
 
 # exercise 11.2
 def in_flight(layout, m) -> np.ndarray:
-    """Return how many micro-batches the first rank holds at most, each with all of the rank's layers.
+    """Return the largest number of micro-batches in flight on the first rank, each with all of the rank's layers.
 
-    layout: one, or arrays of several; m: micro-batches of a step. Without a pipeline it is 1. (Notebook 09's `validate`
+    layout: one, or arrays of several; m: micro-batches per step. Without a pipeline it is 1. (Notebook 09's `validate`
     counts the same action by action.)
     """
     pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
@@ -40,7 +40,7 @@ def in_flight(layout, m) -> np.ndarray:
 def bubble_share(layout, m) -> np.ndarray:
     """Return the bubble as a share of 1F1B's p - 1 slots, from the first start to the last end, with t_f = t_i = t_w.
 
-    layout: one, or arrays of several; m: micro-batches of a step. Without a pipeline the value does not matter.
+    layout: one, or arrays of several; m: micro-batches per step. Without a pipeline the value does not matter.
     """
     pp, v = np.asarray(layout.pp), np.asarray(layout.virtual)
     of_all = 3 * np.maximum(pp - 1, 1)  # 1F1B's, in units of t_f
@@ -54,8 +54,8 @@ def bubble_share(layout, m) -> np.ndarray:
 
 
 def later_in_flight(layout, m, later) -> np.ndarray:
-    """Return `in_flight` of the rank that is `later` ranks behind the first: per rank one fewer under 1F1B, 2/v fewer if
-    interleaved; under other schedules the same as on the first rank.
+    """Return `in_flight` of the rank that is `later` ranks behind the first: per rank one fewer under 1F1B, 2/v fewer
+    if interleaved; under other schedules the same as on the first rank.
     """
     pp, v, most = np.asarray(layout.pp), np.asarray(layout.virtual), in_flight(layout, m)
     chunks = is_schedule(layout, "interleaved") & (v > 1)

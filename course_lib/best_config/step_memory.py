@@ -66,20 +66,20 @@ def parameters_per_rank(layout, dense, experts, sharded) -> np.ndarray:
 
 # exercise 11.3
 def kept_elements(config: ModelConfig, cluster: Cluster, layout, moe: dict | None = None) -> np.ndarray:
-    """Return the elements that a layer keeps for backward if nothing is recomputed, on one GPU, for each of its tokens.
+    """Return the elements per token that a layer keeps on one GPU for backward if nothing is recomputed.
 
-    Outside the matrices that tp splits: `kept_outside_tp` times the hidden size, which sequence parallelism splits over tp.
-    Inside, on each of tp GPUs: its K and V heads, one each if tp is larger than the number of heads; `kept_hidden` -
-    `kept_outside_tp` - 2 times the width of attention; `kept_ffn` times the MLP's width, of what a token uses.
+    Outside the matrices that tp splits: `kept_outside_tp` times the hidden size, which sequence parallelism splits over
+    tp. Inside, on each of tp GPUs: its K and V heads, one each if tp is larger than the number of heads; `kept_hidden`
+    - `kept_outside_tp` - 2 times the width of attention; `kept_ffn` times the width of the MLP that a token uses.
     """
     software, tp, h = cluster.software, layout.tp, config.hidden
     outside = np.where(layout.sequence_parallel, tp, 1)
     width = config.ffn_hidden if moe is None else expert_sizes(config, moe)[0] / (3 * h)
-    whole = software.kept_outside_tp * h / outside
+    outside_tp = software.kept_outside_tp * h / outside
     keys = 2 * config.kv_heads * config.head_dim * np.maximum(1, tp / config.kv_heads)  # a K/V head is never split
     others = software.kept_hidden - software.kept_outside_tp - 2  # tensors of all heads
     inside = others * config.attention_width + keys + software.kept_ffn * width
-    return whole + inside / tp
+    return outside_tp + inside / tp
 
 
 def routed_elements(config: ModelConfig, cluster: Cluster, moe: dict | None) -> float:
@@ -138,19 +138,19 @@ def layer_activations(
     elements = (
         kept_elements(config, cluster, layout, moe) + routed_elements(config, cluster, moe) + latent_elements(config)
     )
-    all_kept = 2 * tokens * (elements - fp8_saved(config, cluster, layout, moe))
+    everything = 2 * tokens * (elements - fp8_saved(config, cluster, layout, moe))
     scores = software.score_bytes * config.heads / tp * tokens * seq
     recompute = np.asarray(layout.recompute)
     full, selective = recompute == "full", recompute == "selective"
     part = np.where(selective, software.selective_keeps, 1.0)
     inputs = 2 * tokens * h / np.where(layout.sequence_parallel, tp, 1)  # of a layer, from which it is recomputed
-    kept = np.where(full, inputs, part * all_kept + np.where(selective, 0, scores))
-    recomputed = np.where(full, all_kept, (1 - part) * all_kept) + np.where(full | selective, scores, 0)
-    return kept, recomputed
+    saved = np.where(full, inputs, part * everything + np.where(selective, 0, scores))
+    recomputed = np.where(full, everything, (1 - part) * everything) + np.where(full | selective, scores, 0)
+    return saved, recomputed
 
 
 class Sharding(NamedTuple):
-    """What ZeRO shards in each layout, as boolean arrays."""
+    """The parts of the memory that ZeRO shards in each layout, as boolean arrays."""
 
     between_layers: np.ndarray  # stage 3 that gathers each layer; if it gathers once per step, as a stage's weights
     masters: np.ndarray  # FSDP's weights are FP32 shards; the gathered weights are in BF16
@@ -159,7 +159,7 @@ class Sharding(NamedTuple):
 
     @classmethod
     def of(cls, software: Software, layout) -> Sharding:
-        """Return what ZeRO shards in a layout, or in arrays of layouts."""
+        """Return the sharded parts of a layout, or of arrays of layouts."""
         zero = np.asarray(layout.zero_stage)
         between_layers = (zero == 3) & ~np.asarray(layout.gather_once)
         masters = (zero >= 2) & (software.weight_bytes > 2)
@@ -177,7 +177,7 @@ def step_memory(
     layers = rank_layers(config, layout, software.split, head_in_layers(config))
     copies = np.where(is_schedule(layout, "dualpipe"), 2, 1)
     both_ends = (pp == 1) | is_schedule(layout, "zb-v", "dualpipe")  # the first rank has the last stage too
-    kept, recomputed = layer_activations(config, cluster, layout, tokens, seq, moe)
+    saved, recomputed = layer_activations(config, cluster, layout, tokens, seq, moe)
     sharding = Sharding.of(software, layout)
     weighting = tokens * weighting_bytes(config, moe)  # after the logits are freed
     one_layer = np.add(*stage_parameters(config, layout, moe, 1, 0, 0))
@@ -205,7 +205,7 @@ def step_memory(
             "parameters": weights * software.weight_bytes + n * fp8_copies,
             "gradients": per_rank(sharding.gradients) * software.gradient_bytes,
             "optimizer states": per_rank(sharding.states) * software.optimizer_bytes,
-            "activations": flight * n * kept + recomputed + np.maximum(0, weighting - of_head),
+            "activations": flight * n * saved + recomputed + np.maximum(0, weighting - of_head),
             "logits": of_head,
             "buffers": n * gathered * (per_micro_batch * flight + once),
             "gathered weights": 2 * gathered_weights,

@@ -20,7 +20,6 @@ from course_lib.best_config.clusters import (
     Cluster,
     all_to_all_time,
     latency_steps,
-    link,
     replica_ring,
     ring,
     stride_of,
@@ -30,6 +29,7 @@ from course_lib.best_config.planned_config import expert_layers, keys_by_layer, 
 from course_lib.best_config.stage_loads import bubble_share, is_schedule, rank_layers
 from course_lib.best_config.step_memory import expert_sizes, head_in_layers, parameters_per_rank, stage_parameters
 from course_lib.best_config.tables import Layouts
+from course_lib.best_config.waiting_time import host_time, stall_time, transfer_time
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.config import ModelConfig
 
@@ -71,8 +71,8 @@ def context_parallel_time(config: ModelConfig, cluster: Cluster, layout, tokens,
     again = np.where(np.asarray(layout.recompute) == "full", 1, 0)
     keys = 2 * tokens * 2 * kv
     rings = (cp - 1) * ((4 + again) * keys / bandwidth + (3 + again) * latency)
-    sent = 2 * tokens * (2 * config.attention_width / tp + 2 * kv) / cp  # to each rank
-    all_to_all = (2 + again) * (all_to_all_time(cluster, cp, stride, sent) + 2 * latency)
+    per_rank = 2 * tokens * (2 * config.attention_width / tp + 2 * kv) / cp  # bytes to each rank
+    all_to_all = (2 + again) * (all_to_all_time(cluster, cp, stride, per_rank) + 2 * latency)
     ulysses = np.asarray(layout.cp_method) == "ulysses"
     mean, layers = keys_seen(config, seq, causal=True), keys_by_layer(config, seq, causal=True)
     hiding = attention / cp if software.gathers_keys else attention
@@ -113,7 +113,7 @@ def layer_times(
 ) -> dict[str, np.ndarray]:
     """Return the seconds of one layer, forward and backward, for one micro-batch, by part; without the host's time."""
     software, tp, cp = cluster.software, np.asarray(layout.tp), np.asarray(layout.cp)
-    moe_share = expert_layers(config, config.layers) / config.layers  # the mean layer is timed
+    moe_share = float(expert_layers(config, config.layers)) / config.layers  # the mean layer is timed
     tokens = layout.micro_batch * seq / cp
     times = kernel_times(config, cluster, layout, tokens, seq, moe, moe_share)
     sp, full = np.asarray(layout.sequence_parallel), np.asarray(layout.recompute) == "full"
@@ -135,9 +135,9 @@ def layer_times(
 def gradient_time(cluster: Cluster, layout, m, parameters, slot, others=0.0) -> np.ndarray:
     """Return the seconds of a step in which the GPU waits for gradients and weights of data parallelism.
 
-    parameters: of this rank; slot: seconds of one micro-batch; m: micro-batches. What backward hides (stage 3: forward
-    too) costs nothing; one replica sends nothing. layout: one, or arrays of several, with `replicate` 1 (no HSDP).
-    others: seconds that gradients of other groups (experts) take on the same links; backward hides them too.
+    parameters: of this rank; slot: seconds of one micro-batch; m: micro-batches. Traffic that backward hides (stage 3:
+    forward too) costs nothing; one replica sends nothing. layout: one, or arrays of several, with `replicate` 1 (no
+    HSDP). others: seconds that gradients of other groups (experts) take on the same links; backward hides them too.
     """
     software, zero = cluster.software, np.asarray(layout.zero_stage)
     replicas = np.asarray(layout.dp) * layout.cp
@@ -145,13 +145,11 @@ def gradient_time(cluster: Cluster, layout, m, parameters, slot, others=0.0) -> 
     latency = np.where(beyond, software.gradient_step_s, software.collective_s) * latency_steps(cluster, replicas)
     share = parameters * (replicas - 1) / replicas
     each_time = (zero == 3) & ~np.asarray(layout.gather_once)
-    rounds = np.where((zero == 2) | each_time, m, 1)
-    moved = np.where(
-        zero == 0, 4 + 4, np.where(zero == 2, 4 * rounds + 2, np.where(each_time, (2 + 2 + 4) * rounds, 6))
-    )
+    syncs = np.where((zero == 2) | each_time, m, 1)
+    moved = np.where(zero == 0, 4 + 4, np.where(zero == 2, 4 * syncs + 2, np.where(each_time, (2 + 2 + 4) * syncs, 6)))
     share_hidden = np.where(zero == 0, software.overlap, software.sharded_overlap)
-    hidden = share_hidden * slot * rounds * np.where(each_time, 1, 2 / 3)
-    return np.maximum(0, share * moved / bandwidth + latency * rounds + others - hidden)
+    hidden = share_hidden * slot * syncs * np.where(each_time, 1, 2 / 3)
+    return np.maximum(0, share * moved / bandwidth + latency * syncs + others - hidden)
 
 
 def with_fields(layout: Layouts, **changes) -> SimpleNamespace:
@@ -185,44 +183,6 @@ def replica_time(cluster: Cluster, layout: Layouts, m, dense, experts, slot) -> 
     left = software.sharded_overlap * slot * BACKWARD - gradient_time(cluster, group, 1, dense, 0.0, experts_once)
     all_reduce = np.where(groups > 1, np.maximum(0, moved / bandwidth + latency - np.maximum(0, left)), 0)
     return gradient_time(cluster, group, m, dense, slot, experts_s) + all_reduce
-
-
-def host_time(cluster: Cluster, layout: Layouts) -> np.ndarray:
-    """Return the seconds in which the host can launch a layer, forward and backward. Rings of a tensor-parallel group
-    that run while a pipeline waits for another node are slow at any size, so they count here.
-    """
-    software = cluster.software
-    pipeline = (np.asarray(layout.pp) > 1) & (np.asarray(layout.ranks) > cluster.gpus_per_node)
-    return software.layer_host_s + np.where(pipeline, 8 * software.busy_step_s * (np.asarray(layout.tp) - 1), 0)
-
-
-def transfer_time(config: ModelConfig, cluster: Cluster, layout: Layouts, seq: int) -> np.ndarray:
-    """Return the seconds per micro-batch in which a stage waits for its neighbors' hidden states and gradients."""
-    software, pp, tp = cluster.software, np.asarray(layout.pp), np.asarray(layout.tp)
-    stride = stride_of(layout, "pp", software.order)
-    beyond = stride * pp > cluster.gpus_per_node
-    rate, _ = link(cluster, np.where(beyond, 1, pp), pp)
-    latency = np.where(beyond, software.ring_step_s, software.collective_s)
-    size = 2 * layout.micro_batch * seq / np.asarray(layout.cp) * config.hidden
-    size = size / np.where(layout.sequence_parallel | software.scatters_transfers, tp, 1)
-    chunks = np.where(is_schedule(layout, "interleaved"), layout.virtual, 1)
-    chunks = np.where(is_schedule(layout, "interleaved") & software.overlaps_transfers, 0, chunks)
-    chunks = np.where(is_schedule(layout, "zb-v"), 2, chunks)
-    return np.where(pp > 1, 2 * chunks * (size / rate + latency), 0)
-
-
-def stall_time(cluster: Cluster, layout: Layouts, m) -> np.ndarray:
-    """Return the seconds per step in which exchanges with neighbors stall because the network does: in large jobs, and
-    in pipelines of tensor-parallel groups of more than two nodes. A rank of a ring has two neighbors, the ends of a
-    pipeline have one; filling and draining it takes pp - 3 more exchanges.
-    """
-    software, pp, tp = cluster.software, np.asarray(layout.pp), np.asarray(layout.tp)
-    large, wide = layout.ranks >= software.stall_nodes * cluster.gpus_per_node, tp > 2 * cluster.gpus_per_node
-    beyond = stride_of(layout, "pp", software.order) * pp > cluster.gpus_per_node
-    pipeline = (pp > 1) & beyond & (large | wide)
-    rings = (pp == 1) & (np.asarray(layout.dp) > 1) & large & ~wide
-    exchanges = np.where(pp > 1, m * np.minimum(pp - 1, 2) + np.maximum(0, pp - 3), 2 * m)
-    return np.where(pipeline | rings, software.stall_s * exchanges, 0)
 
 
 def outer_collectives(config: ModelConfig, cluster: Cluster, layout: Layouts, tokens) -> tuple[np.ndarray, np.ndarray]:
@@ -278,8 +238,8 @@ def slowest_slot(config: ModelConfig, cluster: Cluster, layout: Layouts, seq: in
 def update_times(
     config: ModelConfig, cluster: Cluster, layout: Layouts, m, slot: np.ndarray, moe: dict | None
 ) -> dict[str, np.ndarray]:
-    """Return the seconds per step in which the GPU waits for gradients, and those of the optimizer. slot: seconds of one
-    micro-batch.
+    """Return the seconds per step in which the GPU waits for gradients, and those of the optimizer. slot: seconds of
+    one micro-batch.
     """
     pp = np.asarray(layout.pp)
     dense, experts = stage_parameters(config, layout, moe, config.layers / pp, 1 / pp, (not config.tied) / pp)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from course_lib.best_config.calibration import MEMORY, TIME
 from course_lib.best_config.clusters import Cluster
@@ -23,7 +24,7 @@ from course_lib.single_gpu.config import PRESETS
 COLUMNS = {"model", "nodes", "layout", "global_batch_seqs", "seq", "steps", "options", "ok", "why", "step_s"}
 COLUMNS |= {"peak_mem_gb"}
 KEY = ("model", "nodes", "layout", "global_batch_seqs", "seq", "steps", "options")  # identifies a run
-BYTES = {  # of the course's program, by dtype; of a parameter: weights, gradients, Adam's states and FP32 weights
+BYTES: dict[str, dict[str, Any]] = {  # per parameter, of the course's program by dtype
     "bf16": {"weight_bytes": 2, "gradient_bytes": 4, "optimizer_bytes": 12},
     "fp32": {"weight_bytes": 4, "gradient_bytes": 4, "optimizer_bytes": 8},
 }
@@ -34,7 +35,7 @@ RATES = (  # constants that may start from another program's: of the machine, an
 
 
 def of_program(cluster: Cluster, dtype: str) -> Cluster:
-    """Return the cluster with the course's program in this dtype, "bf16" or "fp32"; its RATES are the cluster's."""
+    """Return the cluster with the course's program in this dtype, "bf16" or "fp32", and the RATES of the cluster."""
     rates = {name: getattr(cluster.software, name) for name in RATES}
     return replace(cluster, software=replace(SOFTWARE["course"], **BYTES[dtype], **rates))
 
@@ -43,12 +44,14 @@ def dtype_and_experts(preset: str, options: Iterable[str]) -> tuple[str, dict | 
     """Return the dtype of a run with these options of five_d, and its experts: arguments of apply_moe, or None."""
     from course_lib.checkpoint import program as five_d
 
-    chosen = five_d.program_parser().parse_args(["--preset", preset, *options])
-    return chosen.dtype, moe_options(chosen)
+    args = five_d.program_parser().parse_args(["--preset", preset, *options])
+    return args.dtype, moe_options(args)
 
 
 def measured_run(row: dict, where: str = "") -> MeasuredRun:
-    """The run of a row, whose values may be text. Raises ValueError for a model that is no preset, and other values."""
+    """Return the run in a row, whose values may be text. Raises ValueError for a model that is no preset, and for
+    impossible values.
+    """
     if row["model"] not in PRESETS:
         raise ValueError(f"model {row['model']!r} is none of {', '.join(PRESETS)}")
     dtype, moe = dtype_and_experts(row["model"], row["options"].split())
@@ -56,18 +59,18 @@ def measured_run(row: dict, where: str = "") -> MeasuredRun:
     step_s, peak = (float(row[name]) if ok else math.nan for name in ("step_s", "peak_mem_gb"))
     failure = "" if ok else "oom" if OUT_OF_MEMORY.search(row["why"]) else "other"
     sizes = int(row["global_batch_seqs"]), int(row["seq"])
-    about = row["model"], PRESETS[row["model"]], int(row["nodes"]), Layout.parse(row["layout"])
-    return MeasuredRun(*about, *sizes, ok, step_s, peak * 2**30, dtype, moe, failure, where)
+    name, nodes, layout = row["model"], int(row["nodes"]), Layout.parse(row["layout"])
+    return MeasuredRun(name, PRESETS[name], nodes, layout, *sizes, ok, step_s, peak * 2**30, dtype, moe, failure, where)
 
 
 def read_sweep(file: Path | str) -> list[MeasuredRun]:
-    """Read the runs of a sweep's CSV; of a run that was tried again, the later row. Raises ValueError, with file and
-    line, for a value that can't be, and where there are no rows.
+    """Read the runs of a sweep's CSV; if a run was tried again, its later row. Raises ValueError, with file and line,
+    for an impossible value, and for a file without rows.
     """
-    found = {}
+    runs = {}
     for where, row in numbered_rows(file):
         try:
-            found[tuple(row[name] for name in KEY)] = measured_run(row, where)
+            runs[tuple(row[name] for name in KEY)] = measured_run(row, where)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-    return list(found.values())
+    return list(runs.values())

@@ -116,8 +116,8 @@ def most_gpus() -> dict[tuple[str, ...], int]:
 
 
 def is_gpu(cluster: Cluster, name: str) -> bool:
-    """Return True if a cluster's GPUs are of a preset's kind, by peak FLOP/s and memory bandwidth. More bandwidth, up to
-    MORE_BANDWIDTH, only shortens the kernels other than matmuls, by the ratio of the data sheets.
+    """Return True if a cluster's GPUs are of a preset's kind, by peak FLOP/s and memory bandwidth. More bandwidth, up
+    to MORE_BANDWIDTH, only shortens the kernels other than matmuls, by the ratio of the data sheets.
     """
     other = CLUSTERS[name]
     bandwidth = cluster.memory_bandwidth / other.memory_bandwidth

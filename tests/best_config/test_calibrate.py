@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from course_lib.best_config.calibration import calibrate, constants_of, edge, fit, loss, slopes
+from course_lib.best_config.calibration import calibrate, constants_of, fit, loss, nearest_accepted, slopes
 from course_lib.best_config.clusters import CLUSTERS, Cluster
 from course_lib.best_config.fit_reports import Calibration, Constant, facts_of
 from course_lib.best_config.informative import informative
@@ -101,7 +101,7 @@ def test_a_constant_behind_which_nothing_shows_is_an_end(layouts):
     """A host that is never waited for may be as slow as it was said to be, until it would be waited for."""
     runs = runs_of(layouts[:20], H100.with_software(layer_host_s=1e-4))
     here, limit = H100.with_software(layer_host_s=1e-6), 1e-6
-    found = edge(runs, here, "layer_host_s", 0.1, limit, "step_s", 0.07)
+    found = nearest_accepted(runs, here, "layer_host_s", 0.1, limit, "step_s", 0.07)
     assert 1e-4 < found.software.layer_host_s < 0.1 and loss(runs, found, "step_s", 0.07) <= limit
     more = found.with_software(layer_host_s=found.software.layer_host_s * 2)
     assert loss(runs, more, "step_s", 0.07) > limit

@@ -16,7 +16,7 @@ from course_lib.best_config.clusters import CLUSTERS
 from course_lib.best_config.fit_reports import Calibration
 from course_lib.best_config.planner import estimate
 from course_lib.best_config.run_files import read_runs
-from course_lib.best_config.run_units import FAR, SLOW, check_units, places
+from course_lib.best_config.run_units import FAR, SLOW, check_units, locations_of
 from course_lib.best_config.runs import MeasuredRun, load_runs
 from course_lib.five_d.layouts import Layout
 from course_lib.single_gpu.model import PRESETS
@@ -182,7 +182,10 @@ def test_measured_runs_pass_from_any_preset():
 
 def test_places():
     runs = [dataclasses.replace(run, where=f"a b.csv, line {i}") for i, run in enumerate(made_runs(), 2)]
-    assert places(runs) == "a b.csv, lines 2, 3, 4, 5, 6" and places(runs, 2) == "a b.csv, lines 2, 3 and 3 more"
-    assert places(runs[:1]) == "a b.csv, line 2"
+    assert (
+        locations_of(runs) == "a b.csv, lines 2, 3, 4, 5, 6"
+        and locations_of(runs, 2) == "a b.csv, lines 2, 3 and 3 more"
+    )
+    assert locations_of(runs[:1]) == "a b.csv, line 2"
     other = dataclasses.replace(runs[0], where="c.csv, line 9")
-    assert places([runs[0], other]) == "a b.csv, line 2, c.csv, line 9"
+    assert locations_of([runs[0], other]) == "a b.csv, line 2, c.csv, line 9"

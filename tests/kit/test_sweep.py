@@ -270,7 +270,7 @@ def test_which_layouts():
     assert len(set(four)) == len(four) and all(refusal(Run("debug", each, 8, 32, 3)) == "" for each in four)
     assert Layout.parse("dp2,pp2,zero3,mb2,keep") in four
     assert all(layout.tp < 8 for layout in layouts_of(8, "debug", 8, 32)), "four heads"
-    assert refusal(run_of("dp2", nodes=3)) == "2 ranks do not share out over 3 nodes"
+    assert refusal(run_of("dp2", nodes=3)) == "3 nodes do not divide 2 ranks"
 
 
 # --- the CSV
@@ -285,7 +285,7 @@ def test_another_csv_is_refused_and_stays(tmp_path):
         assert file.read_text() == text and "\n" not in str(refused.value)
     file.write_text(",".join(COLUMNS)[:20])  # killed while it wrote the first line
     with Rows(file) as rows:
-        assert rows.found == {}
+        assert rows.by_run == {}
     assert file.read_text() == ",".join(COLUMNS) + "\n"
 
 
@@ -404,7 +404,7 @@ def test_what_slurm_has_ended_gets_a_row(tmp_path, monkeypatch):
     (jobs / "1-9" / "ended").write_text("1\n")  # by itself; then it was submitted again, and that goes on
     os.utime(jobs / "1-9", (0, 0))
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert [row["why"] for row in collect(jobs, file)] == ["0 of 1 nodes have said how they ended"]
+    assert [row["why"] for row in collect(jobs, file)] == ["0 of 1 nodes have reported their outcome"]
 
     def squeue(answer: str, error: str = "") -> None:
         status = f'echo "{error}" >&2; exit 1' if error else ""
@@ -416,12 +416,12 @@ def test_what_slurm_has_ended_gets_a_row(tmp_path, monkeypatch):
     squeue("11 CANCELLED\\n12 RUNNING\\n13 OUT_OF_MEMORY\\n14 COMPLETING\\n")
     whys = {row["global_batch_seqs"]: row["why"] for row in collect(jobs, file)}
     cancelled, no_memory = "ended by Slurm: cancelled", "ended by Slurm: out of memory"
-    assert whys == {2: cancelled, 4: "0 of 1 nodes have said how they ended", 6: no_memory}
+    assert whys == {2: cancelled, 4: "0 of 1 nodes have reported their outcome", 6: no_memory}
     assert sorted((tmp_path / "asked").read_text().split("--jobs=")[1].strip().split(",")) == "11 12 13 14 9".split()
     (jobs / "3-14" / "ended").write_text("0\n")
     squeue("", "slurm_load_jobs error: Invalid job id specified")  # all is long ago
     whys = {row["global_batch_seqs"]: row["why"] for row in collect(jobs, file)}
-    assert whys == {2: cancelled, 4: "ended by Slurm", 6: no_memory, 8: "0 of 1 nodes have said how they ended"}
+    assert whys == {2: cancelled, 4: "ended by Slurm", 6: no_memory, 8: "0 of 1 nodes have reported their outcome"}
     before = file.read_bytes()
     collect(jobs, file)
     assert file.read_bytes() == before, "again: nothing new"
@@ -453,7 +453,7 @@ def test_a_node_that_says_nothing(tmp_path):
     run = run_of("dp2", nodes=2)
     outcome = {"how": "ended", "status": 0, "seconds": 1.0, "ended": "2026-01-01", "left": []}
     (tmp_path / "node-0.json").write_text(json.dumps(outcome))
-    assert row_of(run, tmp_path, 60.0)["why"] == "1 of 2 nodes have said how they ended"
+    assert row_of(run, tmp_path, 60.0)["why"] == "1 of 2 nodes have reported their outcome"
     (tmp_path / "node-1.json").write_text(json.dumps(outcome))
     assert row_of(run, tmp_path, 60.0)["why"] == "0 of 3 steps are logged"
     (tmp_path / "node-1.json").write_text(json.dumps(outcome | {"how": "lost", "status": None}))

@@ -132,7 +132,7 @@ width = config.ffn_hidden
 [0] => [1]
 
 # %% 11.3 counts of a paper in the place of the software's
-whole = software.kept_outside_tp => whole = 4
+outside_tp = software.kept_outside_tp => outside_tp = 4
 ---
 others = software.kept_hidden - software.kept_outside_tp - 2  # tensors of all heads
 inside = others * config.attention_width + keys + software.kept_ffn * width
@@ -141,7 +141,7 @@ inside = (12 - 4 - 2) * h + keys + 4 * width
 
 # %% 11.3 one layout at a time: no arrays
 np.where(layout.sequence_parallel, tp, 1) => tp if np.all(layout.sequence_parallel) else 1
-return whole + inside / tp => return np.asarray(whole + inside / tp)
+return outside_tp + inside / tp => return np.asarray(outside_tp + inside / tp)
 
 # %% 11.4 four collectives: the forward's
 return 8 => return 4
@@ -191,12 +191,12 @@ bandwidth, beyond = ring(cluster, replicas, nearest)
 replica_ring(cluster, layout) => ring(cluster, replicas, np.asarray(layout.tp))
 
 # %% 11.5 a gain where backward lasts longer
-return np.maximum(0, share * moved / bandwidth + latency * rounds + others - hidden)
+return np.maximum(0, share * moved / bandwidth + latency * syncs + others - hidden)
 =>
-return np.where(replicas > 1, share * moved / bandwidth + latency * rounds + others - hidden, 0)
+return np.where(replicas > 1, share * moved / bandwidth + latency * syncs + others - hidden, 0)
 
 # %% 11.5 ZeRO-2 gathers the weights in each round
-4 * rounds + 2 => (4 + 2) * rounds
+4 * syncs + 2 => (4 + 2) * syncs
 
 # %% 11.5 keep makes no difference
 (zero == 3) & ~np.asarray(layout.gather_once) => zero == 3
@@ -205,15 +205,15 @@ return np.where(replicas > 1, share * moved / bandwidth + latency * rounds + oth
 * np.where(each_time, 1, 2 / 3) => * 1
 
 # %% 11.5 latency of one round, however many
-latency * rounds => latency
+latency * syncs => latency
 
 # %% 11.5 nothing hides the gradients of experts
 + others - hidden) => - hidden) + others
 
 # %% 11.5 one replica waits for no other group
-return np.maximum(0, share * moved / bandwidth + latency * rounds + others - hidden)
+return np.maximum(0, share * moved / bandwidth + latency * syncs + others - hidden)
 =>
-return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * rounds + others - hidden), 0)
+return np.where(replicas > 1, np.maximum(0, share * moved / bandwidth + latency * syncs + others - hidden), 0)
 
 # %% 11.5 one layout at a time: no arrays
 np.where((zero == 2) | each_time, m, 1) => m if np.any((zero == 2) | each_time) else 1
@@ -298,21 +298,21 @@ sizes, repeat => divisors, repeat
 ---
 if reason not in reasons:
     reasons.append(reason)
-found = np.where(holds, reasons.index(reason), found)
+index = np.where(holds, reasons.index(reason), index)
 =>
 reasons.append(reason)
-found = np.where(holds, len(reasons) - 1, found)
+index = np.where(holds, len(reasons) - 1, index)
 
 # %% 11.7 a rule's place in the rules, not in the reasons
 def degrees(gpus: int) -> LayoutTable:
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
-    found = [
+    combinations = [
         (gpus // (pp * cp * tp), pp, cp, tp)
         for pp, cp, tp in itertools.product(divisors, repeat=3)
         if gpus % (pp * cp * tp) == 0
     ]
-    dp, pp, cp, tp = np.array(found).T
-    return LayoutTable(len(found), dp=dp, pp=pp, cp=cp, tp=tp)
+    dp, pp, cp, tp = np.array(combinations).T
+    return LayoutTable(len(combinations), dp=dp, pp=pp, cp=cp, tp=tp)
 
 
 def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray:
@@ -324,9 +324,9 @@ def first_reason(rules: dict[str, np.ndarray], reasons: list[str]) -> np.ndarray
 sizes = [n for n in range(1, gpus + 1) if gpus % n == 0] => divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
 sizes, repeat => divisors, repeat
 ---
-found = 0
+index = np.asarray(0)
 =>
-found = 0
+index = np.asarray(0)
 reasons.clear()
 
 # %% 11.7 fake: knows how many products there are
@@ -339,26 +339,26 @@ sequence_parallel=one.tp > 1, gather_once => gather_once
 
 # %% 11.8 keep stays as it was
 def changes(layout: Layout) -> dict[str, Layout]:
-    degrees, found = ("dp", "pp", "cp", "tp"), {}
+    degrees, layouts = ("dp", "pp", "cp", "tp"), {}
     for less in degrees:
         for more in degrees:
             if less != more and getattr(layout, less) % 2 == 0:
                 moved = {less: getattr(layout, less) // 2, more: getattr(layout, more) * 2}
-                found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
+                layouts[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
     for size in {layout.micro_batch * 2, max(1, layout.micro_batch // 2)}:
-        found[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
+        layouts[f"micro-batch {size}"] = dataclasses.replace(layout, micro_batch=size)
     for zero in range(4):
-        found[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
+        layouts[f"ZeRO-{zero}"] = dataclasses.replace(layout, zero_stage=zero)
     for recompute in ("none", "full"):
-        found[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
+        layouts[f"recompute {recompute}"] = dataclasses.replace(layout, recompute=recompute)
     for schedule in ("1f1b", "interleaved", "zb-h1"):
-        found[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
+        layouts[f"schedule {schedule}"] = dataclasses.replace(layout, schedule=schedule)
     return {
         why: dataclasses.replace(
             one, sequence_parallel=one.tp > 1, 
             schedule=one.schedule if one.pp > 1 else "1f1b",
         )
-        for why, one in found.items()
+        for why, one in layouts.items()
     }  # fmt: skip
 
 # %% 11.8 a schedule without a pipeline
@@ -381,18 +381,18 @@ for recompute in ("none", "full"): => for recompute in ("full",):
 
 # %% 11.8 numbers in the place of words
 why: dataclasses.replace => str(place): dataclasses.replace
-for why, one in found.items() => for place, one in enumerate(found.values())
+for why, one in layouts.items() => for place, one in enumerate(layouts.values())
 
 # %% 11.8 numbers from 100 on in the place of words
 why: dataclasses.replace => f"layout {100 + place}": dataclasses.replace
-for why, one in found.items() => for place, one in enumerate(found.values())
+for why, one in layouts.items() => for place, one in enumerate(layouts.values())
 
 # %% 11.8 two changes at once: a move, and another micro-batch
-found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
+layouts[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
 =>
-found[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
+layouts[f"{more} {moved[more]}, {less} {moved[less]}"] = dataclasses.replace(layout, **moved)
 twice = {"micro_batch": 2 * layout.micro_batch}
-found[f"{more}, {less}, larger micro-batch"] = dataclasses.replace(layout, **moved, **twice)
+layouts[f"{more}, {less}, larger micro-batch"] = dataclasses.replace(layout, **moved, **twice)
 
 # %% 11.9 A without ZeRO: the states do not fit
 by_hand = {
