@@ -1,4 +1,4 @@
-"""Matrix products in 8 bits, by scales of tensors, rows or blocks."""
+"""Matmuls in 8 bits, with a scale for each tensor, row or block."""
 
 from __future__ import annotations
 

@@ -1,22 +1,22 @@
-"""The block-scaled product once more, as Hopper wants it: `hopper_block_matmul`.
+"""The block-scaled matmul again, for Hopper: `hopper_block_matmul`.
 
-    out[i, j] = Σ_p  scale_a[i, p] scale_b[j, p]  Σ_(k in piece p) a[i, k] b[j, k]
+    out[i, j] = Σ_p  scale_a[i, p] scale_b[j, p]  Σ_(k in block p) a[i, k] b[j, k]
 
-The inner sum runs on FP8 tensor cores, into an accumulator that starts from zero; the outer one, the promotion, on the
-ordinary float32 units (`kernels`). For a tile of 128 x 128 and a piece of 128 an H100 needs 512 clocks of tensor
-cores, and 128 of float32 units where a row has one factor, 256 where rows and columns have theirs. One after the other,
-tensor cores stand still for a fifth or a third of the time. So (1 is DeepSeek's: DeepSeek-V3 2024, §3.3.2)
+The inner sum runs on FP8 tensor cores, into an accumulator that starts at zero; the outer sum, the promotion, on the
+ordinary float32 units (`kernels`). For a tile of 128 x 128 and a block of 128 an H100 needs 512 clocks of tensor cores,
+and 128 clocks of float32 units if a row has one factor, 256 if rows and columns have their own. Done in sequence,
+tensor cores idle for a fifth or a third of the time. Therefore (1 is DeepSeek's: DeepSeek-V3 2024, §3.3.2)
 
 1. Two groups of four warps have half of the rows each: while one promotes, the other multiplies. A third group only
-   asks for tiles, by TMA (`warp_specialize`): no addresses, no masks in the others' loop. (Rows are counted from a
-   number of their own, `own_row`: Triton moves the one that tiles are asked for by, in place, for the second group.)
-2. Scales are asked for before the product, and are there when it is done.
-3. A square has one scale, and a row of the tile one product of both: 1 float32 instruction a number, not 2.
+   requests tiles, by TMA (`warp_specialize`): no addresses, no masks in the others' loop. (Scales and results use a row
+   index of their own, `scale_row`: for the second group Triton offsets the index by which tiles are requested in
+   place.)
+2. Scales are requested before the matmul, and have arrived when it is done.
+3. A square has one scale, and a row of the tile one product of both: 1 float32 instruction per element, not 2.
 
-What is left is the price in registers. Sums and partial sums of 128 x 128 numbers take half of an SM's 256 KB; those of
-128 x 256, the usual tile of FP8 products, would take all. A smaller tile loads more: 64 bytes from L2 for each clock of
-tensor cores, against 48. Where no scale changes along k, tl.dot promotes by itself: max_num_imprecise_acc=128 (by
-default never).
+The remaining cost is registers. Sums and partial sums of 128 x 128 elements take half of an SM's 256 KB; those of 128 x
+256, the usual tile of FP8 matmuls, would take all. A smaller tile loads more: 64 bytes from L2 for each clock of tensor
+cores, against 48. If no scale changes along k, tl.dot promotes by itself: max_num_imprecise_acc=128 (by default never).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from course_lib.fp8.rounding import dot_fp8
 from course_lib.kernels.matmul import tile_of, tunable
 from course_lib.kernels.rounding import cast
 
-TMA_BYTES = 16  # which addresses and strides are multiples of
+TMA_BYTES = 16  # addresses and strides are multiples of it
 ALL_ROWS = 2**30  # more than any tile, and a multiple of it
 HOPPER_OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HOPPER_BLOCK_CONFIGURATIONS = [
@@ -53,8 +53,8 @@ HOPPER_BLOCK_CONFIGURATIONS = [
 
 @triton.jit
 def scales_of_tile(scale, first, count, step, rows: tl.constexpr, block: tl.constexpr):
-    """Where the scales of `block` rows are for the first piece of k, and which are there: [block], or one where a scale
-    is for as many rows, or a multiple.
+    """Return pointers to the scales of `block` rows for the first block of k, and which of them exist: [block], or one
+    pointer if a scale covers these rows, or a multiple of them.
     """
     if rows % block == 0:
         return scale + (first // rows).to(tl.int64) * step, first < count
@@ -65,7 +65,7 @@ def scales_of_tile(scale, first, count, step, rows: tl.constexpr, block: tl.cons
 
 @triton.jit
 def promote(total, partial, scale_a, scale_b, each_row: tl.constexpr, each_column: tl.constexpr):
-    """total + partial scale_a scale_b. Scales: [m] where each row has its own, [n] where each column has; or one."""
+    """Return total + partial scale_a scale_b. Scales: [m] if each row has its own, [n] if each column has; else one."""
     if each_row and each_column:
         return total + partial * scale_a[:, None] * scale_b[None, :]
     elif each_row:
@@ -79,28 +79,28 @@ def promote(total, partial, scale_a, scale_b, each_row: tl.constexpr, each_colum
 @triton.jit
 def hopper_block_matmul_kernel(
     a, b, out, scale_a, scale_b, m, n, k, a_row, b_row, scale_a_row, scale_a_block, scale_b_row, scale_b_block,
-    rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+    rows_a: tl.constexpr, rows_b: tl.constexpr, block_k: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
     specialized: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
-    """As block_matmul_kernel: one tile of out [m, n]; a_row, b_row: strides of a's and b's rows. What lies past the
-    ends of a and b comes as zeros.
+    """Compute one tile of out [m, n], as block_matmul_kernel does; a_row, b_row: strides of a's and b's rows. TMA fills
+    with zeros past the ends of a and b.
     """
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
     first_row, first_column = tile_m * block_m, tile_n * block_n
-    a_tiles = tl.make_tensor_descriptor(a, [m, k], [a_row, 1], [block_m, piece])
-    b_tiles = tl.make_tensor_descriptor(b, [n, k], [b_row, 1], [block_n, piece])
-    own_row = (tile_m + 1) * block_m - block_m  # first_row once more: see 1 above
-    scales_a, there_a = scales_of_tile(scale_a, own_row, m, scale_a_row, rows_a, block_m)
-    scales_b, there_b = scales_of_tile(scale_b, first_column, n, scale_b_row, rows_b, block_n)
+    a_tiles = tl.make_tensor_descriptor(a, [m, k], [a_row, 1], [block_m, block_k])
+    b_tiles = tl.make_tensor_descriptor(b, [n, k], [b_row, 1], [block_n, block_k])
+    scale_row = (tile_m + 1) * block_m - block_m  # first_row once more: see 1 above
+    scales_a, exists_a = scales_of_tile(scale_a, scale_row, m, scale_a_row, rows_a, block_m)
+    scales_b, exists_b = scales_of_tile(scale_b, first_column, n, scale_b_row, rows_b, block_n)
     total = tl.zeros((block_m, block_n), tl.float32)
-    for number in tl.range(0, tl.cdiv(k, piece), warp_specialize=specialized):
-        of_a = tl.load(scales_a + number * scale_a_block, there_a, other=0.0)
-        of_b = tl.load(scales_b + number * scale_b_block, there_b, other=0.0)
-        tile_a = a_tiles.load([first_row, number * piece])
-        tile_b = b_tiles.load([first_column, number * piece])
+    for number in tl.range(0, tl.cdiv(k, block_k), warp_specialize=specialized):
+        of_a = tl.load(scales_a + number * scale_a_block, exists_a, other=0.0)
+        of_b = tl.load(scales_b + number * scale_b_block, exists_b, other=0.0)
+        tile_a = a_tiles.load([first_row, number * block_k])
+        tile_b = b_tiles.load([first_column, number * block_k])
         partial = dot_fp8(tile_a, tl.trans(tile_b), tl.zeros((block_m, block_n), tl.float32))
         total = promote(total, partial, of_a, of_b, rows_a % block_m != 0, rows_b % block_n != 0)
-    row, column = own_row + tl.arange(0, block_m), first_column + tl.arange(0, block_n)
+    row, column = scale_row + tl.arange(0, block_m), first_column + tl.arange(0, block_n)
     at = out + row[:, None].to(tl.int64) * n + column[None, :]
     tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
 
@@ -117,8 +117,8 @@ HOPPER_BLOCK_KERNELS = {
 
 
 def readable_by_tma(values: torch.Tensor) -> torch.Tensor:
-    """values [rows, k]: themselves, or a copy where rows don't begin at multiples of 16 bytes, with zeros after k where
-    they can't.
+    """Return values [rows, k], or a copy if rows do not begin at multiples of 16 bytes, padded with zeros along k if
+    necessary.
     """
     missing = -values.shape[1] % TMA_BYTES
     if missing:
@@ -130,9 +130,9 @@ def readable_by_tma(values: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("course::hopper_block_matmul", mutates_args=())
 def hopper_block_matmul_op(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
-    rows_a: int, rows_b: int, piece: int, out_dtype: torch.dtype, specialized: bool,
+    rows_a: int, rows_b: int, block_k: int, out_dtype: torch.dtype, specialized: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """`hopper_block_matmul` of plain tensors."""
+    """Return `hopper_block_matmul` of plain tensors."""
     (m, k), n = a.shape, len(b)
     if not (m and n and k):
         return a.new_zeros((m, n), dtype=out_dtype)
@@ -144,24 +144,25 @@ def hopper_block_matmul_op(
         grid = lambda meta: (triton.cdiv(m, meta["block_m"]) * triton.cdiv(n, meta["block_n"]),)  # noqa: E731
         HOPPER_BLOCK_KERNELS[specialized][grid](
             a, b, out, scale_a, scale_b, m, n, k, a.stride(0), b.stride(0), *scale_a.stride(), *scale_b.stride(),
-            rows_a, rows_b, piece,
+            rows_a, rows_b, block_k,
         )  # fmt: skip
     return out
 
 
 @hopper_block_matmul_op.register_fake
-def _(a, b, scale_a, scale_b, rows_a, rows_b, piece, out_dtype, specialized):
+def _(a, b, scale_a, scale_b, rows_a, rows_b, block_k, out_dtype, specialized):
     return a.new_empty((len(a), len(b)), dtype=out_dtype)
 
 
 def hopper_block_matmul(
     a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float32, specialized: bool = True
 ) -> torch.Tensor:
-    """As `block_matmul`: a [m, k] times the transpose of b [n, k], [m, n] in out_dtype: float32, bfloat16 or float16.
-    specialized: with the configurations whose warps share the work (1 of this module) among those to choose from.
+    """Return a [m, k] times the transpose of b [n, k], [m, n] in out_dtype: float32, bfloat16 or float16, as
+    `block_matmul` does. specialized: the autotuner may also choose configurations whose warps share the work (1 of this
+    module).
 
-    Compiled it wants Hopper (on Ada it works, without TMA and groups). Raises ValueError where k, devices or types do
-    not fit, or the scales don't change after the same 32, 64 or 128 numbers of k.
+    Compiled for Hopper (it works on Ada, without TMA and groups). Raises ValueError if k, devices or dtypes do not fit,
+    or the scales do not change after the same 32, 64 or 128 elements of k.
     """
     for x in (a, b):
         if x.values.dtype not in LARGEST:
@@ -174,7 +175,9 @@ def hopper_block_matmul(
             f"{list(a.values.shape)} {a.values.device} and {list(b.values.shape)} {b.values.device} for {out_dtype}"
         )
     if not same_k_blocks(a, b):
-        raise ValueError(f"scales of {a.block} and {b.block}: along k both change after the same 32, 64 or 128 numbers")
+        raise ValueError(
+            f"scales of {a.block} and {b.block}: both must change after the same 32, 64 or 128 elements of k"
+        )
     rows_a, rows_b = (ALL_ROWS if each.block[0] == FULL else each.block[0] for each in (a, b))
     operands = a.values, b.values, a.scale, b.scale
     return hopper_block_matmul_op(*operands, rows_a, rows_b, a.block[1], out_dtype, specialized)

@@ -1,18 +1,18 @@
-"""A linear layer whose three products are made in 8 bits: `Fp8Linear`.
+"""A linear layer whose three matmuls run in 8 bits: `Fp8Linear`.
 
     Fprop   y  = x wᵀ          over in          x: [tokens, in]    w: [out, in]
     Dgrad   dx = dy w          over out         dy: [tokens, out]
     Wgrad   dw = dyᵀ x         over tokens
 
-Each operand has a role: input, weight or gradient. Gradients are small and far apart, so they often get e5m2's range;
-the others get e4m3's precision. Each is quantized for a product in which k, the dimension of the sum, is last. Dgrad
-and Wgrad take operands the other way round. A scale of the whole matrix, or of a square, serves both ways; a scale of a
-row or of a tile is another one there, so the matrix is quantized again (DeepSeek-V3 2024, §3.3.2 and §3.3.3).
+Each operand has a role: input, weight or gradient. Gradients are small and spread over many magnitudes, so they often
+get e5m2's range; the others get e4m3's precision. Each is quantized for a matmul in which k, the dimension of the sum,
+is last: row-wise. Dgrad and Wgrad also read transposed operands: column-wise. The scale of the full matrix or of a
+square serves both; a row or a tile has another scale in the transpose, so the matrix is quantized again (DeepSeek-V3
+2024, §3.3.2 and §3.3.3).
 
 Kept for backward: x in 8 bits, with its scales, and the weight itself: half of what a layer in bf16 keeps.
 
-A scale can be that of the matrix (current), which wants all of it read before the first number is rounded; or it comes
-from the steps before (delayed): the largest amax of a history (NVIDIA's Transformer Engine, DelayedScaling).
+A scale is the matrix's own (`quantizers`), or it comes from the previous steps (`delayed_scaling`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from course_lib.fp8.operands import Cast, Casts, RowColumnQuantized, Split
 from course_lib.fp8.quantization import SQUARE, TENSOR, Quantized
 from course_lib.fp8.quantizers import CurrentQuantizer, Quantizer, StoredQuantizer
 from course_lib.fp8.scaled_matmul import fp8_matmul
-from course_lib.tensor_parallel.linear import as_autocast
+from course_lib.tensor_parallel.linear import RowParallelLinear, as_autocast
 from course_lib.tensor_parallel.regions import OnceDifferentiable
 
 
@@ -58,19 +58,21 @@ class LayerQuantizers(nn.Module):
 
 
 def gradient_dtype(weight: torch.Tensor) -> torch.dtype:
-    """The dtype of a weight's gradient: the weight's, or what the parameter's `grad_dtype` says."""
+    """Return the dtype of a weight's gradient: the parameter's `grad_dtype`, or else the weight's dtype."""
     return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
 
 
 class Fp8LinearFunction(OnceDifferentiable):
-    """x wᵀ for each weight, and the gradients, each product in 8 bits. x is quantized once for all weights, and kept in
+    """x wᵀ for each weight, and the gradients, each matmul in 8 bits. x is quantized once for all weights, and kept in
     8 bits for backward.
 
-    With a group, x's gradient is summed over it, beside the weights' products (notebook 06, ColumnMatmul).
+    With a group, x's gradient is summed over it while Wgrad runs (notebook 06, ColumnMatmul).
     """
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, group, quantizers: list[LayerQuantizers], *weights: torch.Tensor) -> tuple:
+    def forward(
+        ctx, x: torch.Tensor, group: dist.ProcessGroup | None, quantizers: list[LayerQuantizers], *weights: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """Return one [..., out] for each weight, in x's dtype. x: [..., in]; weights: [out, in]."""
         rows = quantizers[0].input(x.reshape(-1, x.shape[-1]))
         factors = [each.weight(w) for each, w in zip(quantizers, weights, strict=True)]
@@ -87,53 +89,54 @@ class Fp8LinearFunction(OnceDifferentiable):
     def backward(ctx, *gradients: torch.Tensor) -> tuple:
         """Return dx, None, None, and dw of each weight; None where `ctx.needs_input_grad` asks for none.
 
-        gradients: dy of each product, [..., out]. All products are in 8 bits: each dy quantized once for Dgrad, dyᵀ
-        quantized from dy itself, x from its 8 bits, turned once for all weights; scales that forward found are not
-        found again. dx has x's shape and dtype; with a group it is summed over it, and the sum travels while the dw are
+        gradients: dy of each matmul, [..., out]. All matmuls are in 8 bits: each dy is quantized once for Dgrad, dyᵀ from
+        dy itself, x from its 8 bits, transposed once for all weights; scales that forward has computed are not computed
+        again. dx has x's shape and dtype; with a group it is summed over it, and the all-reduce runs while the dw are
         computed, in `ctx.grad_dtypes`.
         """
         values, scale, *saved = ctx.saved_tensors
         weights, scales = saved[: len(ctx.quantizers)], saved[len(ctx.quantizers) :]
         grads = [gradient.reshape(-1, gradient.shape[-1]) for gradient in gradients]  # [tokens, out]
-        parts = list(
-            zip(ctx.quantizers, [c.gradient(g) for c, g in zip(ctx.quantizers, grads, strict=True)], strict=True)
-        )
+        dys = [q.gradient(grad) for q, grad in zip(ctx.quantizers, grads, strict=True)]
         grad_x, work = None, None
         if ctx.needs_input_grad[0]:
-            kept = zip(ctx.quantizers, weights, scales, strict=True)
-            turned = [c.weight.transposed(c.weight(w, of_w), w) for c, w, of_w in kept]  # [in, out]
-            products = [fp8_matmul(dy, w, ctx.dtype) for (_, dy), w in zip(parts, turned, strict=True)]
-            grad_x = sum(products[1:], products[0]).view(ctx.shape)
+            saved_weights = zip(ctx.quantizers, weights, scales, strict=True)
+            transposed = [q.weight.transposed(q.weight(w, of_w), w) for q, w, of_w in saved_weights]  # [in, out]
+            terms = [fp8_matmul(dy, w, ctx.dtype) for dy, w in zip(dys, transposed, strict=True)]
+            grad_x = sum(terms[1:], terms[0]).view(ctx.shape)
             work = None if ctx.group is None else dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weights, needed = [None] * len(weights), ctx.needs_input_grad[3:]
+        grad_weights: list[torch.Tensor | None] = [None] * len(weights)
+        needed = ctx.needs_input_grad[3:]
         if any(needed):
             x = ctx.quantizers[0].input.transposed(Quantized(values, scale, ctx.block))  # [in, tokens]
-            for i, (c, dy) in enumerate(parts):
+            for i, (q, dy) in enumerate(zip(ctx.quantizers, dys, strict=True)):
                 if needed[i]:
-                    grad_weights[i] = fp8_matmul(c.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
+                    grad_weights[i] = fp8_matmul(q.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
         if work is not None:
             work.wait()
         return grad_x, None, None, *grad_weights
 
 
 class Fp8Linear(nn.Module):
-    """`linear` with its three products in 8 bits: [..., in] to [..., out]. Its parameters are those of `linear`.
+    """`linear` with its three matmuls in 8 bits: [..., in] to [..., out]. Its parameters are those of `linear`.
 
-    splits: by role, over which groups the matrices of this layer are split.
+    splits: by role, the groups over which the matrices of this layer are split.
     """
 
-    def __init__(self, linear: nn.Linear, casts: Casts, splits: dict[str, tuple[Split, ...]] | None = None):
+    def __init__(
+        self, linear: nn.Linear | RowParallelLinear, casts: Casts, splits: dict[str, tuple[Split, ...]] | None = None
+    ):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.quantizers = LayerQuantizers(casts, splits).to(linear.weight.device)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x wᵀ in 8 bits, [..., out]."""
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x wᵀ in 8 bits, [..., out]."""
         (x,) = as_autocast(x)
         return Fp8LinearFunction.apply(x, None, [self.quantizers], self.weight)[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = self.product(x)
+        out = self.matmul(x)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

@@ -1,35 +1,35 @@
-"""AdamW whose master weights and moments are each kept in a dtype of their own: 12 bytes a parameter become 4.1.
+"""AdamW with a dtype of their own for master weights and each moment: 12 bytes per parameter become 4.1.
 
 Between two steps, Adam keeps the mean of gradients m, the mean of their squares v, and often master weights, each in
-float32: 4 + 4 + 4 bytes. The arithmetic of a step stays in float32; what is kept is rounded:
+float32: 4 + 4 + 4 bytes. The arithmetic of a step stays in float32; the state is rounded:
 
     float32    4 bytes
     bfloat16   2           float32's range, 8 bits of precision
     float16    2           11 bits, and one scale for the tensor: v of gradients of 1e-4 is 1e-8, less than float16 has
-    float8     1 + 4/128   a scale for each 128 numbers, and of v the ROOT
+    float8     1 + 4/128   a scale for each 128 elements; of v the ROOT is stored
 
-Why the root. The update is m / (sqrt(v) + eps). If v rounds to 0 and m doesn't, it is m / 1e-8: the weight is gone.
-Squaring doubles all exponents. In one block, e4m3 holds numbers as far apart as 1 to 230,000; of v that is gradients no
-further apart than 1 to 479. The root of v has as narrow a range as m, and its rounding error, 1/16 at most, is that of
-the update. What still would round to 0 becomes the smallest number above it: a smaller step, never a wild one.
+Why the root. The update is m / (sqrt(v) + eps). If v rounds to 0 and m does not, it is m / 1e-8, which destroys the
+weight. Squaring doubles all exponents. In one block, e4m3 holds numbers as far apart as 1 to 230,000; for v these are
+gradients no further apart than 1 to 479. The root of v has as narrow a range as m, and its rounding error, 1/16 at
+most, is that of the update. A v that would still round to 0 becomes the smallest number above 0: a smaller step, never
+a huge one.
 
-What rounding to nearest does to means. A step changes v by (1 - beta2)(g^2 - v), so v falls by 5% at most with a beta2
+How rounding to nearest affects means. A step changes v by (1 - beta2)(g^2 - v), so v falls by 5% at most with a beta2
 of 0.95, and by 0.1% with 0.999. Half a unit of bfloat16 is 0.2 to 0.4%: with 0.999, v never falls again. In 8 bits,
-half a unit of sqrt(v) is 3 to 6%, and 5% of v is 2.5% of it: a lone v stays where it is. `stochastic` rounds up or down
-with a probability that makes the mean right (`mixed_precision.formats.stochastic_round`). Weights in bfloat16 need it
-the most.
+half a unit of sqrt(v) is 3 to 6%, and 5% of v is 2.5% of sqrt(v): a single v does not change. `stochastic` rounds up or
+down with a probability that makes the mean right (`mixed_precision.formats.stochastic_round`). Weights in bfloat16 need
+it most.
 
-Who keeps what (m, v, master):
+Dtypes of m, v and master in other implementations:
 
-    DeepSeek-V3 (2024, §3.3.3)           BF16, BF16, FP32
-    FP8-LM (Peng et al. 2023, §2.2)      e4m3, FP16, FP16, each with one scale a tensor; v in FP8 diverged (§3.3)
-    nanotron (pull request 70)           e4m3, e5m2 in experiments, with eps 1e-7; its recipe has FP8-LM's, later FP32
-    Transformer Engine (FusedAdam)       each FP32, FP16, BF16 or e4m3 by choice, a scale a tensor; master FP32 or FP16
-    Fishman et al. 2024 (§5)             e4m3, e5m2
-    torchao (AdamWFp8)                   e4m3, e4m3, a scale for 256 numbers
-    COAT (Xi et al. 2024, §4)            e4m3, e4m3, a scale for 128, each block raised to a power that fills the range
+    DeepSeek-V3 (2024, §3.3.3)           BF16, BF16, FP32 FP8-LM (Peng et al. 2023, §2.2)      e4m3, FP16, FP16, each
+    with one scale per tensor; v in FP8 diverged (§3.3) nanotron (pull request 70)           e4m3, e5m2 in experiments,
+    with eps 1e-7; its recipe has FP8-LM's, later FP32 Transformer Engine (FusedAdam)       each FP32, FP16, BF16 or
+    e4m3 by choice, a scale per tensor; master FP32 or FP16 Fishman et al. 2024 (§5)             e4m3, e5m2 torchao
+    (AdamWFp8)                   e4m3, e4m3, a scale for 256 elements COAT (Xi et al. 2024, §4)            e4m3, e4m3, a
+    scale for 128, each block raised to a power that fills the range
 
-e5m2 of v and e4m3 of sqrt(v) are nearly the same thing: an exponent bit more, or the exponents halved.
+v in e5m2 and sqrt(v) in e4m3 are nearly the same: one more exponent bit, or halved exponents.
 """
 
 from __future__ import annotations
@@ -57,21 +57,22 @@ FORMAT_OF = {fmt.dtype: fmt for fmt in (BF16, FP16, E4M3, E5M2)}
 
 
 def round_stored(x: torch.Tensor, dtype: torch.dtype, stochastic: bool) -> torch.Tensor:
-    """x in `dtype`, rounded to nearest, or stochastically."""
+    """Return x in `dtype`, rounded to nearest, or stochastically."""
     return (stochastic_round(x, FORMAT_OF[dtype]) if stochastic else x).to(dtype)
 
 
 def float16_scale(x: torch.Tensor) -> torch.Tensor:
-    """The power of two, a scalar, that takes the largest |x| to between 2^14 and 2^15; 1 where all are 0."""
+    """Return the power of two, a scalar, that scales the largest |x| to between 2^14 and 2^15; 1 if all are 0."""
     amax = x.abs().amax()
     scale = torch.ldexp(torch.ones_like(amax), (torch.frexp(amax).exponent - 15).clamp(min=-126))
     return torch.where(amax > 0, scale, 1.0)
 
 
 def quantize_stored(x: torch.Tensor, dtype: torch.dtype, stochastic: bool, lift: bool) -> Quantized:
-    """x [1, n] in 8 bits, a scale for each 128; lift: what is above 0 stays above it."""
+    """Return x [1, n] in 8 bits, with a scale for each 128; lift: values above 0 stay above it."""
     scale = scale_of(block_amax(x, TILE), dtype)
-    unit = out_of_blocks(scale[:, None, :, None].expand(in_blocks(x, TILE).shape), x.shape)  # [1, n]: each one's scale
+    scales = scale[:, None, :, None].expand(in_blocks(x, TILE).shape)
+    unit = out_of_blocks(scales, x.shape)  # [1, n]: the scale of each element
     if lift:
         smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps  # subnormal
         x = torch.where(x > 0, x.clamp(min=smallest * unit), x)
@@ -80,15 +81,15 @@ def quantize_stored(x: torch.Tensor, dtype: torch.dtype, stochastic: bool, lift:
     return quantize(x, dtype, TILE, scale=scale)
 
 
-def put_state(state: dict, name: str, x: torch.Tensor, dtype: torch.dtype, stochastic: bool) -> None:
-    """Keep x (float32) as state[name], of x's shape and in `dtype`, and its scales, if any, as state[name_scale].
+def put_state(state: dict[str, torch.Tensor], name: str, x: torch.Tensor, dtype: torch.dtype, stochastic: bool) -> None:
+    """Store x (float32) as state[name], in x's shape and in `dtype`, and its scales, if any, as state[name_scale].
 
-    Of "exp_avg_sq" in 8 bits the root is kept.
+    For "exp_avg_sq" in 8 bits, the root is stored.
     """
     if dtype in EIGHT_BITS:
         second = name == "exp_avg_sq"
-        kept = quantize_stored((x.sqrt() if second else x).reshape(1, -1), dtype, stochastic, lift=second)
-        state[name], state[f"{name}_scale"] = kept.values.view(x.shape), kept.scale
+        stored = quantize_stored((x.sqrt() if second else x).reshape(1, -1), dtype, stochastic, lift=second)
+        state[name], state[f"{name}_scale"] = stored.values.view(x.shape), stored.scale
         return
     state.pop(f"{name}_scale", None)
     if dtype == torch.float16:
@@ -97,20 +98,20 @@ def put_state(state: dict, name: str, x: torch.Tensor, dtype: torch.dtype, stoch
     state[name] = x if dtype == torch.float32 else round_stored(x, dtype, stochastic)
 
 
-def get_state(state: dict, name: str) -> torch.Tensor:
-    """What `put_state` kept, as a new float32 tensor."""
+def get_state(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return what `put_state` has stored, as a new float32 tensor."""
     values, scale = state[name], state.get(f"{name}_scale")
     if values.dtype not in EIGHT_BITS:
         return values.float() * scale if scale is not None else values.to(torch.float32, copy=True)
-    x = dequantize(Quantized(values.reshape(1, -1), scale, TILE)).view(values.shape)
+    x = dequantize(Quantized(values.reshape(1, -1), state[f"{name}_scale"], TILE)).view(values.shape)
     return x.square() if name == "exp_avg_sq" else x
 
 
 def adamw_arithmetic(
     weight: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, step: torch.Tensor, group
 ) -> None:
-    """Step number `step` (from 1; a scalar on the device) of AdamW, in place, all in float32: Loshchilov and Hutter
-    2019, algorithm 2, as torch.optim.AdamW has it. group: lr, betas, eps, weight_decay.
+    """Take step number `step` (from 1; a scalar on the device) of AdamW, in place, all in float32: Loshchilov and
+    Hutter 2019, algorithm 2, as torch.optim.AdamW implements it. group: lr, betas, eps, weight_decay.
     """
     (beta1, beta2), lr, number = group["betas"], group["lr"], step.double()
     correction1, correction2 = 1 - beta1**number, 1 - beta2**number
@@ -122,7 +123,7 @@ def adamw_arithmetic(
 
 
 def check_group(group: dict) -> None:
-    """Raise ValueError for settings that LowPrecisionAdamW can't use."""
+    """Raise ValueError for settings that LowPrecisionAdamW does not support."""
     for name in ("first", "second"):
         if group[name] not in (torch.float32, *SIXTEEN_BITS, *EIGHT_BITS):
             raise ValueError(f"{name}={group[name]}: a moment is kept in float32, 16 or 8 bits")
@@ -135,12 +136,13 @@ def check_group(group: dict) -> None:
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
-    """AdamW that keeps what it keeps in the dtypes that it is told.
+    """AdamW with a choice of dtypes for its state.
 
-    first, second: of the moments: float32, bfloat16, float16 (a scale a tensor), float8_e4m3fn, float8_e5m2 (a scale
-    for 128). master: of master weights, one of the first three; None: there are none, and parameters are rounded.
-    stochastic: all that is kept in less than 32 bits is rounded stochastically, by torch's global generator. They are
-    settings of a parameter group, saved and loaded as lr is. Raises ValueError for others, and adds nothing.
+    first, second: dtypes of the moments: float32, bfloat16, float16 (a scale per tensor), float8_e4m3fn, float8_e5m2 (a
+    scale for each 128 elements). master: dtype of master weights, one of the first three; None: no master weights, and
+    parameters are rounded. stochastic: round state of less than 32 bits stochastically, by torch's global generator.
+    All are settings of a parameter group, saved and loaded as lr is. Raises ValueError for other values, and adds
+    nothing.
     """
 
     def __init__(
@@ -164,7 +166,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Update every parameter that has a gradient, one after the other: float32 copies live for one at a time."""
+        """Update every parameter that has a gradient, one after the other: float32 copies exist for one at a time."""
         with torch.enable_grad():
             result = closure() if closure else None
         for group in self.param_groups:
@@ -174,22 +176,23 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         return result
 
     def stored_bytes(self) -> int:
-        """Bytes of all that is kept between steps, scales and step counters included."""
+        """Return the bytes of the state, scales and step counters included."""
         return sum(tensor.nbytes for state in self.state.values() for tensor in state.values())
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Take over a state of this class, or of torch.optim.AdamW: in the next step all takes this one's dtypes."""
+        """Load a state of this class, or of torch.optim.AdamW: the next step stores it in this optimizer's dtypes."""
         groups = [self.defaults | group for group in state_dict["param_groups"]]
         super().load_state_dict(state_dict | {"param_groups": groups})
         numbers = itertools.chain.from_iterable(group["params"] for group in groups)
         parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
         for number, parameter in zip(numbers, parameters, strict=True):
-            kept = state_dict["state"].get(number, {})  # super() has cast it all to the parameter's dtype
-            self.state[parameter] = {name: value.to(parameter.device) for name, value in kept.items()}
+            loaded = state_dict["state"].get(number, {})  # super() has cast it to the parameter's dtype
+            self.state[parameter] = {name: value.to(parameter.device) for name, value in loaded.items()}
 
 
 def step_parameter(parameter: torch.Tensor, state: dict, group: dict) -> None:
-    """One step of one parameter. state: what is kept of it; empty before the first step."""
+    """Take one step of one parameter, which has a gradient. state: its state; empty before the first step."""
+    assert parameter.grad is not None
     if not state:
         state["step"] = torch.zeros((), device=parameter.device)
         for name, dtype in (("exp_avg", group["first"]), ("exp_avg_sq", group["second"])):

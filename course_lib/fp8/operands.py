@@ -1,6 +1,8 @@
-"""How an operand of an FP8 product is quantized: `Cast` says it, `cast_matrix` does it, by a kernel where there is one.
+"""The operands of an FP8 matmul: `Cast` says how one is quantized, `cast_matrix` quantizes it, by a kernel if there is
+one.
 
-`RowColumnQuantized` is a matrix and its transpose from one look: backward wants operands the other way round (`linear`).
+`RowColumnQuantized` is a matrix quantized row-wise and column-wise in one pass: backward reads the operands of forward
+transposed (`linear`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class Cast(NamedTuple):
 
 
 class Casts(NamedTuple):
-    """How a linear layer quantizes, by role."""
+    """How a linear layer quantizes its operands, by role."""
 
     input: Cast
     weight: Cast
@@ -40,34 +42,34 @@ class Split(NamedTuple):
 
 
 class RowColumnQuantized(Quantized):
-    """A matrix in 8 bits, and `turned`, its transpose in 8 bits: made by one look at it."""
+    """A matrix in 8 bits row-wise, and column-wise: `transposed` is its transpose in 8 bits."""
 
-    turned: Quantized
+    transposed: Quantized
 
 
-def with_transposed(straight: Quantized, turned: Quantized) -> RowColumnQuantized:
-    """Both in one."""
-    found = RowColumnQuantized(*straight)
-    found.transposed = turned
-    return found
+def with_transposed(quantized: Quantized, transposed: Quantized) -> RowColumnQuantized:
+    """Return the matrix together with its transpose."""
+    both = RowColumnQuantized(*quantized)
+    both.transposed = transposed
+    return both
 
 
 def has_kernels(x: torch.Tensor, block: tuple[int, int]) -> bool:
-    """Whether kernels quantize x in such blocks; interpreted they would take long."""
+    """True if kernels quantize x in these blocks. False on a CPU: interpreted, they would be slow."""
     return x.is_cuda and x.dtype in CAST_DTYPES and block in FUSED_BLOCKS
 
 
 def has_transpose_kernel(values: torch.Tensor) -> bool:
-    """Whether a kernel turns tiles of 8 bits."""
+    """True if a kernel transposes tiles of 8 bits."""
     return values.is_cuda
 
 
 def cast_matrix(
-    x: torch.Tensor, cast: Cast, scale: torch.Tensor | None, groups: tuple = (), transposed: bool = False,
-    both: bool = False,
+    x: torch.Tensor, cast: Cast, scale: torch.Tensor | None, groups: tuple[dist.ProcessGroup, ...] = (),
+    transposed: bool = False, both: bool = False,
 ) -> Quantized:  # fmt: skip
-    """x, or its transpose, quantized: on a GPU by the kernel that reads x as seldom as can be, where there is one.
-    both: there the transpose comes with it, from one look at x.
+    """Return x, or its transpose, quantized: on a GPU by the kernel that reads x fewest times, if there is one.
+    both: the kernel then writes x and its transpose in one pass over x.
     """
     if not has_kernels(x, cast.block) or groups and scale is None:
         return quantize(x.t() if transposed else x, cast.dtype, cast.block, cast.power_of_two, scale, groups)
@@ -76,8 +78,8 @@ def cast_matrix(
     return quantize_fused(x, cast.dtype, cast.block, cast.power_of_two, scale, transposed)
 
 
-def amax_of(x: torch.Tensor, groups: tuple = ()) -> torch.Tensor:
-    """`block_amax` of all of x, [1, 1], over the ranks of the groups; on a GPU in one pass."""
+def amax_of(x: torch.Tensor, groups: tuple[dist.ProcessGroup, ...] = ()) -> torch.Tensor:
+    """Return the `block_amax` of all of x, [1, 1], over the ranks of the groups; on a GPU in one pass."""
     if not has_kernels(x, TENSOR):
         return block_amax(x, TENSOR, groups)
     amax = block_amax_fused(x)
@@ -87,13 +89,14 @@ def amax_of(x: torch.Tensor, groups: tuple = ()) -> torch.Tensor:
 
 
 class Float32Buffers(nn.Module):
-    """A module whose buffers, scales and amaxes, stay in float32 when the model takes another dtype."""
+    """A module whose buffers, scales and amaxes, stay in float32 when the model is cast to another dtype."""
 
     def _apply(self, fn, recurse=True):
-        """As nn.Module's, for .to() and the like; scales and amax stay float32."""
+        """Apply fn as nn.Module does, for .to() and the like, but keep buffers in float32."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in self._buffers.items():
-            if buffer is not None and buffer.dtype != torch.float32:
-                self._buffers[name] = before[name].to(buffer.device)
+            original = before[name]
+            if buffer is not None and original is not None and buffer.dtype != torch.float32:
+                self._buffers[name] = original.to(buffer.device)
         return self

@@ -1,15 +1,15 @@
-"""Numbers of 8 bits with scales: `quantize` and `dequantize`.
+"""8-bit floating-point numbers with scales: `quantize` and `dequantize`.
 
 An e4m3 number has 3 bits of mantissa and lies between 2⁻⁹ and 448. So a matrix is divided by a scale before it is
-rounded, and what is kept is both:
+rounded, and both are kept:
 
     amax  = the largest |x| of a block          scale = amax / 448          values = round(x / scale), 1 byte each
 
-A block may be the whole matrix, a row, a tile of 1 x 128 or a square of 128 x 128. The smaller it is, the fewer numbers
+A block may be the full matrix, a row, a tile of 1 x 128 or a square of 128 x 128. The smaller it is, the fewer elements
 suffer from one outlier, and the more scales there are: 4 bytes each. Within a block, the error of a value is half a
 unit in its last place: at most 1/16 of it (e4m3), or half of the smallest subnormal times the scale.
 
-With scales that are powers of two, division and multiplication round nothing, and quantizing again changes nothing.
+If scales are powers of two, division and multiplication are exact, and quantizing again changes nothing.
 
 Micikevicius et al. 2022 (FP8 Formats for Deep Learning, §3 and §4); DeepSeek-AI 2024 (DeepSeek-V3, §3.3.2).
 """
@@ -21,38 +21,38 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-FULL = -1  # a block as large as the matrix, in this dimension
+FULL = -1  # the block is as large as the matrix, in this dimension
 TENSOR, ROW, TILE, SQUARE = (FULL, FULL), (1, FULL), (1, 128), (128, 128)
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32: its reciprocal is finite
 
 
 class Quantized(NamedTuple):
-    """A matrix in 8 bits: it stands for values * scale, each scale for a block of values."""
+    """A matrix in 8 bits that stands for values * scale, with one scale for each block of values."""
 
     values: torch.Tensor  # [rows, columns], float8
     scale: torch.Tensor  # [blocks of rows, blocks of columns], float32
     block: tuple[int, int]  # rows and columns that share a scale; FULL: all of them
 
     def t(self) -> Quantized:
-        """The transposed matrix; its values lie in memory row by row, as the hardware wants them."""
+        """Return the transposed matrix, whose values are contiguous, as the hardware needs them."""
         return Quantized(self.values.t().contiguous(), self.scale.t(), self.block[::-1])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values and scales."""
+        """Return the bytes of values and scales."""
         return self.values.nbytes + self.scale.nbytes
 
 
 def blocks_of(shape: torch.Size, block: tuple[int, int]) -> tuple[int, int, int, int]:
-    """How many blocks there are by rows and by columns, and how many rows and columns one has."""
-    rows, columns = (size if size != FULL else max(whole, 1) for size, whole in zip(block, shape, strict=True))
-    down, across = (1 if size == FULL else -(-whole // size) for size, whole in zip(block, shape, strict=True))
+    """Return the number of blocks down and across, and the rows and columns of one."""
+    rows, columns = (size if size != FULL else max(full, 1) for size, full in zip(block, shape, strict=True))
+    down, across = (1 if size == FULL else -(-full // size) for size, full in zip(block, shape, strict=True))
     return down, across, rows, columns
 
 
 def in_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """x [rows, columns] as [blocks of rows, rows of one, blocks of columns, columns of one]; zeros fill the last."""
+    """Return x [rows, columns] as [blocks of rows, rows of one, blocks of columns, columns of one], zero-padded."""
     down, across, rows, columns = blocks_of(x.shape, block)
     missing = down * rows - x.shape[0], across * columns - x.shape[1]
     if any(missing):
@@ -61,13 +61,13 @@ def in_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 
 
 def out_of_blocks(blocks: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """`in_blocks` undone: [rows, columns]."""
+    """Undo `in_blocks`: return [rows, columns]."""
     return blocks.flatten(2).flatten(0, 1)[: shape[0], : shape[1]].contiguous()
 
 
 def block_amax(x: torch.Tensor, block: tuple[int, int], groups: tuple[dist.ProcessGroup, ...] = ()) -> torch.Tensor:
-    """The largest finite |x| of each block, [blocks of rows, blocks of columns] float32; with groups, the largest over
-    the ranks of each, which must have as many blocks (one all-reduce a group).
+    """Return the largest finite |x| of each block, [blocks of rows, blocks of columns] float32; with groups, the
+    largest over the ranks of each, which must have the same number of blocks (one all-reduce per group).
     """
     magnitude = x.detach().float().abs()
     amax = in_blocks(torch.where(magnitude.isfinite(), magnitude, 0.0), block).amax((1, 3))
@@ -77,7 +77,7 @@ def block_amax(x: torch.Tensor, block: tuple[int, int], groups: tuple[dist.Proce
 
 
 def check_scales(x: torch.Tensor, dtype: torch.dtype, block: tuple[int, int], scale: torch.Tensor | None) -> None:
-    """Raise ValueError for what `quantize` can't take."""
+    """Raise ValueError for arguments that `quantize` does not support."""
     if x.ndim != 2 or not x.is_floating_point():
         raise ValueError(f"quantize takes a matrix of floating-point numbers, not {list(x.shape)} {x.dtype}")
     if dtype not in LARGEST:
@@ -96,7 +96,7 @@ def scale_of(amax: torch.Tensor, dtype: torch.dtype, power_of_two: bool = False)
     """Return the scales that take each amax to the dtype's largest number, at least SMALLEST_SCALE; 1 for a block of
     zeros.
 
-    amax: of each block, float32, 0 or more. power_of_two: a scale that is no power of two becomes the next larger one.
+    amax: of each block, float32, 0 or more. power_of_two: round each scale up to a power of two.
     """
     largest = torch.full((), LARGEST[dtype], device=amax.device)  # a GPU multiplies by a number's rounded reciprocal
     scale = (amax / largest).clamp(min=SMALLEST_SCALE)
@@ -117,10 +117,10 @@ def quantize(
 ) -> Quantized:
     """Return x [rows, columns] in 8 bits, rounded to nearest, ties to even.
 
-    What a given scale takes past the largest number becomes the largest. Infinities and NaN become NaN, and don't count
-    in their block's scale. scale: [blocks of rows, blocks of columns]; None: each block's own. groups: over whose ranks
-    x is split, within a block: these take one scale. Reads no value on the host. Raises ValueError where x, dtype,
-    block or scale don't fit.
+    Values that a given scale takes past the largest number saturate. Infinities and NaN become NaN, and do not count
+    in their block's scale. scale: [blocks of rows, blocks of columns]; None: each block's own. groups: those over whose
+    ranks a block of x is split; these ranks share its scale. Reads no value on the host. Raises ValueError if x, dtype,
+    block or scale do not fit.
     """
     check_scales(x, dtype, block, scale)
     if scale is None:
@@ -133,7 +133,7 @@ def quantize(
 
 
 def dequantize(quantized: Quantized, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """values * scale, [rows, columns] in `dtype`."""
+    """Return values * scale, [rows, columns] in `dtype`."""
     values, scale, block = quantized
     blocks = in_blocks(values.to(torch.promote_types(dtype, torch.float32)), block) * scale[:, None, :, None]
     return out_of_blocks(blocks, values.shape).to(dtype)

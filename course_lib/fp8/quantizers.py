@@ -4,9 +4,9 @@
     DelayedQuantizer    the scale of the largest amax of the last steps: the matrix is read once (`delayed_scaling`)
     StoredQuantizer     the scale of a weight that is kept in 8 bits; nothing is quantized
 
-A layer has one quantizer for each role (`LayerQuantizers`). Two scales take precedence over the quantizer's own: a scale
-passed with the matrix (of the same matrix, from before), and `gathered_scale`, which the all-gather of ZeRO-3 has
-computed over the whole weight (`Fp8Gather`).
+A layer has one quantizer for each role (`LayerQuantizers`). Two scales take precedence over the quantizer's own: a
+scale passed with the matrix (of the same matrix, from before), and `gathered_scale`, which the all-gather of ZeRO-3 has
+computed over the full weight (`Fp8Gather`).
 """
 
 from __future__ import annotations

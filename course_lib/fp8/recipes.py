@@ -1,10 +1,10 @@
-"""FP8 recipes as data: which dtype and which scales each matrix of a training run has, and the bytes that makes.
+"""FP8 recipes as data: the dtype and the scales of each matrix of a training run, and the bytes they take.
 
-    bytes a parameter = master + accumulated gradient + weight + gradient + first moment + second moment
+    bytes per parameter = master + accumulated gradient + weight + gradient + first moment + second moment
 
-The Ultra-Scale Playbook (2025), chapter 10, has the table of six; what a recipe does with its products stands in its
-own paper or code, named with it. Scales are not counted: one for a matrix is nothing, and one for 128 numbers adds
-3%.
+The Ultra-Scale Playbook (2025), chapter 10, has the table of six; how a recipe quantizes its matmuls is taken from its
+own paper or code, which `source` names. Scales are not counted: one per matrix is negligible, and one per 128 elements
+adds 3%.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ fp32, bf16, fp16 = torch.float32, torch.bfloat16, torch.float16
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained: dtypes of all that is kept, and how the operands of products are quantized."""
+    """How a model is trained: the dtypes of its state, and how the operands of matmuls are quantized."""
 
-    casts: Casts | None  # None: products in BF16
-    weights: torch.dtype  # as the products read them
-    gradients: torch.dtype  # as backward leaves them
-    master: torch.dtype | None  # what the optimizer changes; None: the weights
+    casts: Casts | None  # None: matmuls in BF16
+    weights: torch.dtype  # as the matmuls read them
+    gradients: torch.dtype  # as backward returns them
+    master: torch.dtype | None  # what the optimizer updates; None: the weights
     accumulated: torch.dtype | None  # the sum of gradients over micro-batches; None: the gradients
     first: torch.dtype  # Adam's moments
     second: torch.dtype
     source: str
 
     def parameter_bytes(self) -> dict[str, int]:
-        """Bytes a parameter of each thing that is kept; without scales."""
-        kept = {
+        """Return the bytes per parameter of each part of the state, without scales."""
+        dtypes = {
             "master weights": self.master,
             "accumulated gradients": self.accumulated,
             "weights": self.weights,
@@ -43,11 +43,11 @@ class Recipe:
             "first moment": self.first,
             "second moment": self.second,
         }
-        return {name: 0 if dtype is None else dtype.itemsize for name, dtype in kept.items()}
+        return {name: 0 if dtype is None else dtype.itemsize for name, dtype in dtypes.items()}
 
 
 def per_tensor(power_of_two: bool = False, history: int = 0, weight_history: int = 0) -> Casts:
-    """e4m3 forward and e5m2 for gradients, a scale for each matrix; histories: see `Cast`."""
+    """Use e4m3 in forward and e5m2 for gradients, with a scale for each matrix; histories: see `Cast`."""
     return Casts(
         input=Cast(e4m3, power_of_two=power_of_two, history=history),
         weight=Cast(e4m3, power_of_two=power_of_two, history=weight_history),
@@ -56,7 +56,7 @@ def per_tensor(power_of_two: bool = False, history: int = 0, weight_history: int
 
 
 def by_blocks(power_of_two: bool = False) -> Casts:
-    """e4m3 everywhere, a scale for each tile of 1 x 128, of weights for each square of 128 x 128."""
+    """Use e4m3 everywhere, with a scale for each tile of 1 x 128, and for each square of 128 x 128 of a weight."""
     tile = Cast(e4m3, TILE, power_of_two)
     return Casts(tile, Cast(e4m3, SQUARE, power_of_two), tile)
 

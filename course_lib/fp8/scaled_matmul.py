@@ -1,14 +1,14 @@
-"""Products of matrices in 8 bits: `fp8_matmul`, and what an accumulator of few bits makes of them.
+"""Matmuls in 8 bits: `fp8_matmul`, and a model of an accumulator with few bits.
 
     out = (values_a · scale_a) (values_b · scale_b)ᵀ          a: [m, k], b: [n, k]: k is last in both
 
-Two e4m3 numbers have a product of 8 bits of mantissa: exact in float32. What rounds is the sum over k. Where a scale
-holds for a whole row it can be factored out, and the tensor cores multiply 8-bit numbers alone (`torch._scaled_mm`).
-Where it changes along k, every 128 numbers say, partial sums have to be scaled one by one (`block_matmul`).
+The product of two e4m3 numbers has 8 bits of mantissa, exact in float32. Only the sum over k rounds. A scale that holds
+for a full row can be factored out, and the tensor cores multiply 8-bit numbers alone (`torch._scaled_mm`). If it
+changes along k, every 128 elements say, partial sums have to be scaled one by one (`block_matmul`).
 
 The tensor cores of an H100 add FP8 products with some 14 bits, not with float32's 24: DeepSeek-V3 (2024, §3.3.2 and
-§3.5.2) measured it, found errors near 2% at k = 4096, and adds up in float32 registers every 128 numbers instead.
-`short_sum_matmul` is a model of that, for looking at; `emulated_matmul` adds in float64.
+§3.5.2) measured it, found errors near 2% at k = 4096, and adds up in float32 registers every 128 elements instead.
+`short_sum_matmul` is a model of this accumulator; `emulated_matmul` adds in float64.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def by_block_kernel() -> Iterator[None]:
 
 
 def check_operands(a: Quantized, b: Quantized) -> None:
-    """Raise ValueError where a [m, k] and b [n, k] can't be multiplied."""
+    """Raise ValueError if a [m, k] and b [n, k] cannot be multiplied."""
     if a.values.shape[1] != b.values.shape[1]:
         raise ValueError(f"k is last in both and must agree: {list(a.values.shape)} and {list(b.values.shape)}")
     if a.values.device != b.values.device:
@@ -63,7 +63,7 @@ def has_scaled_mm(device: torch.device) -> bool:
 
 
 def padded_to_16(values: torch.Tensor) -> torch.Tensor:
-    """values [rows, k] with zeros up to multiples of 16, which cuBLAS asks for."""
+    """Return values [rows, k] padded with zeros to multiples of 16, which cuBLAS requires."""
     missing = -values.shape[1] % 16, -values.shape[0] % 16
     if any(missing):
         values = F.pad(values.view(torch.uint8), (0, missing[0], 0, missing[1])).view(values.dtype)
@@ -71,14 +71,14 @@ def padded_to_16(values: torch.Tensor) -> torch.Tensor:
 
 
 def supports_row_scales(device: torch.device, out_dtype: torch.dtype) -> bool:
-    """Whether `torch._scaled_mm` takes a scale for each row there: on GPUs, and into bfloat16 alone."""
+    """True if `torch._scaled_mm` takes a scale for each row: on GPUs, and only for results in bfloat16."""
     return device.type == "cuda" and out_dtype == torch.bfloat16
 
 
 def row_scaled_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    """`torch._scaled_mm` for scales of whole matrices or whole rows: [m, n] in out_dtype."""
+    """Return `torch._scaled_mm` for scales of full matrices or full rows: [m, n] in out_dtype."""
     (m, _), n = a.values.shape, len(b.values)
-    left, right = padded_to_16(a.values), padded_to_16(b.values).t()  # the second one column by column
+    left, right = padded_to_16(a.values), padded_to_16(b.values).t()  # the second one is column-major
     if a.scale.numel() == b.scale.numel() == 1:
         return torch._scaled_mm(left, right, a.scale, b.scale, out_dtype=out_dtype)[:m, :n].contiguous()
     if supports_row_scales(left.device, out_dtype):
@@ -91,18 +91,18 @@ def row_scaled_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> tor
 
 
 def float32_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    """Multiply the codes in float32 and apply the scales of whole matrices or whole rows: [m, n] in out_dtype.
+    """Multiply the codes in float32 and apply the scales of full matrices or full rows: [m, n] in out_dtype.
 
     For CPUs, and GPUs without FP8 tensor cores. The product of two codes is exact in float32, and in TF32 too. CPUs
     have `torch._scaled_mm` as well, but on some it is oneDNN's reference loop, hundreds of times slower than this.
     """
-    with torch.autocast(a.values.device.type, enabled=False):  # it would multiply and add in bf16
+    with torch.autocast(a.values.device.type, enabled=False):  # autocast would multiply and add in bf16
         return (a.values.float() @ b.values.float().t() * a.scale * b.scale.t()).to(out_dtype)
 
 
 def supports_block_scales(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> bool:
-    """Whether cuBLAS multiplies these: on Hopper, from CUDA 12.9 on; tiles, or a square and a tile, in e4m3 both; sides
-    that 16 divides.
+    """True if cuBLAS multiplies these block-scaled matrices: on Hopper, from CUDA 12.9 on; two matrices in tiles, or
+    one in squares and one in tiles, both in e4m3; sides that are multiples of 16.
     """
     (m, k), n, device = a.values.shape, len(b.values), a.values.device
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
@@ -113,8 +113,8 @@ def supports_block_scales(a: Quantized, b: Quantized, out_dtype: torch.dtype) ->
 
 
 def scales_for_cublas(x: Quantized) -> tuple[torch.Tensor, F.ScalingType]:
-    """Its scales as cuBLAS reads them, and their kind. Of tiles: [rows, pieces of k], rows side by side. Of squares:
-    [pieces of k, squares down], pieces side by side, as many as a multiple of 4.
+    """Return the scales of x in cuBLAS's layout, and their kind. Tiles: [rows, blocks of k], column-major. Squares:
+    [blocks of k, squares down], column-major, with blocks of k padded to a multiple of 4.
     """
     if x.block == TILE:
         return x.scale.t().contiguous().t(), F.ScalingType.BlockWise1x128
@@ -122,31 +122,31 @@ def scales_for_cublas(x: Quantized) -> tuple[torch.Tensor, F.ScalingType]:
 
 
 def block_scaled_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    """By cuBLAS, where `supports_block_scales`: [m, n] in out_dtype. It adds up in float32 as `block_matmul` does."""
+    """Multiply by cuBLAS, if `supports_block_scales`: [m, n] in out_dtype. It sums in float32, as `block_matmul`."""
     left, right = a.values.contiguous(), b.values.contiguous().t()
     (scale_a, kind_a), (scale_b, kind_b) = scales_for_cublas(a), scales_for_cublas(b)
     return F.scaled_mm(left, right, scale_a, kind_a, scale_b, kind_b, output_dtype=out_dtype)
 
 
 def emulated_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
-    """The product by any scales on any device, [m, n] in out_dtype: exact in float64 but for the sum's last bits, and
+    """Multiply with any scales on any device: [m, n] in out_dtype, exact in float64 but for the sum's last bits, and
     then rounded once.
     """
     return (dequantize(a, torch.float64) @ dequantize(b, torch.float64).t()).to(out_dtype)
 
 
 def fp8_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """a [m, k] times the transpose of b [n, k]: [m, n] in out_dtype. On FP8 tensor cores where the GPU has them: by
-    cuBLAS (`torch._scaled_mm`) for scales of whole rows, and on Hopper for most blocks; other blocks by
-    `hopper_block_matmul` there, by `block_matmul` on other GPUs. Elsewhere in float32 for scales of whole rows, and
+    """Return a [m, k] times the transpose of b [n, k]: [m, n] in out_dtype. On FP8 tensor cores if the GPU has them: by
+    cuBLAS (`torch._scaled_mm`) for scales of full rows, and on Hopper for most blocks; other blocks by
+    `hopper_block_matmul` on Hopper, by `block_matmul` on other GPUs. Otherwise in float32 for scales of full rows, and
     emulated in float64 for other blocks, except inside `by_block_kernel`. Results in float64, empty operands, and meta
     tensors are always emulated.
 
-    Raises ValueError where shapes or devices don't fit, and for a result in 8 bits.
+    Raises ValueError if shapes or devices do not fit, and for a result in 8 bits.
     """
     check_operands(a, b)
     if out_dtype.itemsize == 1:
-        raise ValueError(f"a product in {out_dtype} has no scale; of a weight's gradient, set weight.grad_dtype")
+        raise ValueError(f"a result in {out_dtype} has no scale; for a weight's gradient, set weight.grad_dtype")
     if out_dtype == torch.float64 or a.values.is_meta or 0 in (a.values.numel(), b.values.numel()):
         return emulated_matmul(a, b, out_dtype)
     if DISPATCH.block_kernel_only and same_k_blocks(a, b):
@@ -164,25 +164,25 @@ def fp8_matmul(a: Quantized, b: Quantized, out_dtype: torch.dtype = torch.float3
 
 
 def truncate_to(values: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
-    """values without what is smaller than `unit`: towards zero."""
+    """Round values toward zero to multiples of `unit`."""
     return (values / unit).trunc() * unit
 
 
 def short_sum_matmul(
     a: Quantized, b: Quantized, bits: int = 14, per_instruction: int = 32, promote: int | None = None
 ) -> torch.Tensor:
-    """The product as a tensor core with an accumulator of few bits makes it: [m, n] float32. For scales of whole
-    matrices or rows; memory for m n `per_instruction` numbers.
+    """Multiply as a tensor core with an accumulator of few bits does: [m, n] float32. For scales of full matrices or
+    full rows; takes memory for m n `per_instruction` elements.
 
-    One instruction adds `per_instruction` products to the sum so far. All are shifted to the largest one's exponent, and what
-    falls below `bits` bits is cut. promote: after so many numbers of k the sum goes to a float32, and starts again.
-    Raises ValueError for other scales, and where promote is no multiple of per_instruction.
+    One instruction adds `per_instruction` products to the sum so far. All are shifted to the largest one's exponent,
+    and what falls below `bits` bits is cut. promote: after this many elements of k the sum is added to a float32 and
+    starts again. Raises ValueError for other scales, and if promote is not a multiple of per_instruction.
     """
     check_operands(a, b)
     if not a.block[1] == b.block[1] == FULL:
         raise ValueError(f"short sums are for scales that hold for all of k, not for blocks of {a.block} and {b.block}")
     if promote and promote % per_instruction:
-        raise ValueError(f"promote after {promote} numbers: an instruction adds {per_instruction} of them")
+        raise ValueError(f"promote after {promote} elements: an instruction adds {per_instruction} of them")
     left, right = (in_blocks(each.values.double(), (1, per_instruction)).squeeze(1) for each in (a, b))  # [m, k/32, 32]
     total = left.new_zeros(len(left), len(right))
     sums = total.clone()

@@ -262,7 +262,7 @@ def test_no_byte_is_taken_from_half_a_word(shape, dtype, block):
     with record_launches() as launches:
         quantize_both(torch.zeros(shape, dtype=dtype), E4M3, block)
     launch = launches[-1]
-    control = replace(launch, kernel=undone(quantize_kernel, {"in_words(x.to(dtype))": "x.to(dtype)"}))
+    control = replace(launch, kernel=undone(quantize_kernel, {"packed_by_four(x.to(dtype))": "x.to(dtype)"}))
     ours, without = compile_launches([launch, control])
     assert not shifted_halves(ours) and shifted_halves(without)
 

@@ -289,7 +289,7 @@ def stale() -> list[float]:
             for parameter in sharded.parameters():
                 parameter.mul_(3)
             if forget:
-                gather.seen = gather.changes()
+                gather.scaled_version = gather.versions()
             whole = full_state_dict(sharded)["blocks.0.mlp.up_proj.weight"]
             sharded.units[1].gather()
             sharded.units[1].wait()

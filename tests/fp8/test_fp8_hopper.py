@@ -181,8 +181,8 @@ def ones(k: int, block: tuple[int, int]) -> Quantized:
     "a, b, out, words",
     [
         (ones(3, TILE), ones(4, TILE), torch.float32, "not .2, 3. cpu"),
-        (ones(3, TENSOR), ones(3, TILE), torch.float32, "scales of .-1, -1. and .1, 128.: along k both change"),
-        (ones(3, TILE), ones(3, (1, 64)), torch.float32, "scales of .1, 128. and .1, 64.: along k both change"),
+        (ones(3, TENSOR), ones(3, TILE), torch.float32, "scales of .-1, -1. and .1, 128.: both must change"),
+        (ones(3, TILE), ones(3, (1, 64)), torch.float32, "scales of .1, 128. and .1, 64.: both must change"),
         (ones(3, TILE), ones(3, TILE), E4M3, "for torch.float8_e4m3fn"),
         (Quantized(torch.ones(2, 3), torch.ones(2, 1), TILE), ones(3, TILE), torch.float32, "values are torch.float32"),
         (ones(3, TILE)._replace(scale=torch.ones(1, 1)), ones(3, TILE), torch.float32, "have .2, 1. scales"),

@@ -67,10 +67,10 @@ def test_against_float64_with_ragged_ends(mix, out_dtype):
 
 
 @needs_fp8
-@pytest.mark.parametrize("piece", [32, 64, 128])
-def test_pieces_and_rows_that_share_a_scale(piece):
+@pytest.mark.parametrize("block_k", [32, 64, 128])
+def test_blocks_of_k_and_rows_that_share_a_scale(block_k):
     for rows_a, rows_b in ((1, 1), (1, 128), (FULL, 1), (16, 48), (FULL, FULL)):
-        a, b = any_codes(70, 150, E4M3, (rows_a, piece)), any_codes(50, 150, E4M3, (rows_b, piece), seed=1)
+        a, b = any_codes(70, 150, E4M3, (rows_a, block_k)), any_codes(50, 150, E4M3, (rows_b, block_k), seed=1)
         assert_product(block_matmul(a, b), a, b)
 
 
@@ -197,7 +197,7 @@ def test_which_scales_it_takes(block_a, block_b, fit):
     a, b = any_codes(3, 128, E4M3, block_a), any_codes(2, 128, E4M3, block_b)
     assert same_k_blocks(a, b) == fit
     if not fit:
-        with pytest.raises(ValueError, match=r"along k both change after the same 32, 64 or 128 numbers"):
+        with pytest.raises(ValueError, match=r"both must change after the same 32, 64 or 128 elements of k"):
             block_matmul(a, b)
 
 
@@ -240,7 +240,7 @@ def launches_of(use: Use) -> list[Launch]:
     out = torch.zeros(256, 256, dtype=torch.bfloat16)
     strides = (size // 128, 1, size // 128, 1)  # of the scales, at that size
     args = a.values, b.values, out, a.scale, b.scale, size, size, size, *strides
-    constants = {"rows_a": a.block[0], "rows_b": b.block[0], "piece": a.block[1]}
+    constants = {"rows_a": a.block[0], "rows_b": b.block[0], "block_k": a.block[1]}
     configurations = [each.all_kwargs() for each in BLOCK_MATMUL_CONFIGURATIONS[: use.configurations]]
     return [Launch(block_matmul_kernel.fn, (1,), args, constants | each) for each in configurations]
 

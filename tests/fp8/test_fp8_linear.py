@@ -271,7 +271,7 @@ def test_bias(dtype):
     with torch.no_grad():
         layer.bias.copy_(torch.randn(OUT, generator=seeded()))
     out, dx, dw, db = run(layer, x, gradient)
-    assert torch.equal(out, layer.product(x) + layer.bias) and out.dtype == dtype
+    assert torch.equal(out, layer.matmul(x) + layer.bias) and out.dtype == dtype
     torch.testing.assert_close(db, gradient.flatten(0, -2).sum(0))
     layer.bias = None
     without = run(layer, x, gradient)
@@ -521,7 +521,7 @@ def test_the_gradient_of_a_stored_weight_has_more_bits():
     layer(x).backward(a_gradient())
     assert layer.weight.grad.dtype == torch.bfloat16
     for missing in (None, E4M3):
-        with pytest.raises(ValueError, match="torch.float8_e4m3fn has no scale; of a weight's gradient"):
+        with pytest.raises(ValueError, match="torch.float8_e4m3fn has no scale; for a weight's gradient"):
             store(a_layer(per_tensor()), missing)(x).backward(a_gradient())
     frozen = store(a_layer(per_tensor()), None)
     frozen.weight.requires_grad_(False)

@@ -369,5 +369,5 @@ def test_short_sums_take_no_scales_that_change_along_k():
         a, b = any_codes(3, 256, E4M3, block), any_codes(2, 256, E4M3, TENSOR)
         with pytest.raises(ValueError, match=r"short sums are for scales that hold for all of k, not for blocks of"):
             short_sum_matmul(a, b)
-    with pytest.raises(ValueError, match="promote after 48 numbers: an instruction adds 32 of them"):
+    with pytest.raises(ValueError, match="promote after 48 elements: an instruction adds 32 of them"):
         short_sum_matmul(a_row(1, 2), a_row(1, 2), promote=48)

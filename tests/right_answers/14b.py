@@ -31,34 +31,34 @@ def quantize(
     bounded = bounded.masked_fill(~torch.isfinite(blocks), math.nan)
     return Quantized(out_of_blocks(bounded.to(dtype), x.shape), scale, block)
 
-# %% 14.6 counts pieces
+# %% 14.6 counts blocks of k
 @triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k", "rows_a", "rows_b"])
 @triton.jit
 def block_matmul_kernel(
     a, b, out, scale_a, scale_b, m, n, k, scale_a_row, scale_a_block, scale_b_row, scale_b_block,
-    rows_a: tl.constexpr, rows_b: tl.constexpr, piece: tl.constexpr,
+    rows_a: tl.constexpr, rows_b: tl.constexpr, block_k: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, group: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = tile_of(tl.program_id(0), tl.cdiv(m, block_m), tl.cdiv(n, block_n), group)
     row = tile_m * block_m + tl.arange(0, block_m)
     column = tile_n * block_n + tl.arange(0, block_n)
-    inner = tl.arange(0, piece)
+    inner = tl.arange(0, block_k)
     a += row[:, None].to(tl.int64) * k + inner[None, :]
     b += column[None, :].to(tl.int64) * k + inner[:, None]
     scale_a += (row // rows_a).to(tl.int64) * scale_a_row
     scale_b += (column // rows_b).to(tl.int64) * scale_b_row
     total = tl.zeros((block_m, block_n), dtype=tl.float32)
     a_rows, b_columns = row[:, None] < m, column[None, :] < n
-    for number in range(0, tl.cdiv(k, piece)):
-        left = k - number * piece
+    for number in range(0, tl.cdiv(k, block_k)):
+        left = k - number * block_k
         of_a = tl.load(a, a_rows & (inner[None, :] < left), other=0.0)
         of_b = tl.load(b, (inner[:, None] < left) & b_columns, other=0.0)
         product = dot_fp8(of_a, of_b, tl.zeros((block_m, block_n), tl.float32))
         row_scale = tl.load(scale_a + number * scale_a_block, row < m, other=0.0)
         column_scale = tl.load(scale_b + number * scale_b_block, column < n, other=0.0)
         total += product * row_scale[:, None] * column_scale[None, :]
-        a += piece
-        b += piece
+        a += block_k
+        b += block_k
     at = out + row[:, None].to(tl.int64) * n + column[None, :]
     tl.store(at, cast(total, out.dtype.element_ty), (row[:, None] < m) & (column[None, :] < n))
 

@@ -42,8 +42,8 @@ from course_lib.fp8.rounding import widen_fp8
 
 @triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k", "rows_a", "rows_b"])
 ---
-piece_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
-total += piece_sum * of_a[:, None] * of_b[None, :]
+block_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
+total += block_sum * of_a[:, None] * of_b[None, :]
 =>
 wide_a, wide_b = widen_fp8(tile_a) * of_a[:, None], widen_fp8(tile_b) * of_b[None, :]
 total = tl.dot(wide_a, wide_b, total, input_precision="ieee")
@@ -61,14 +61,14 @@ def half_product(a, b):
 
 @triton.autotune(configs=tunable(BLOCK_MATMUL_CONFIGURATIONS), key=["m", "n", "k", "rows_a", "rows_b"])
 ---
-piece_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
+block_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
 =>
 shown = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
-piece_sum = tl.where(shown == shown, half_product(tile_a, tile_b), shown)
+block_sum = tl.where(shown == shown, half_product(tile_a, tile_b), shown)
 
 # %% 14.6 one sum over all of k, scaled at the end by the last scales
-piece_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
-total += piece_sum * of_a[:, None] * of_b[None, :]
+block_sum = dot_fp8(tile_a, tile_b, tl.zeros((block_m, block_n), tl.float32))
+total += block_sum * of_a[:, None] * of_b[None, :]
 =>
 total = dot_fp8(tile_a, tile_b, total)
 ---
@@ -77,20 +77,20 @@ total = dot_fp8(tile_a, tile_b, total)
     scale_b += scale_b_block
 total *= of_a[:, None] * of_b[None, :]
 
-# %% 14.6 the scales stay those of the first piece
+# %% 14.6 the scales stay those of the first block of k
 scale_a += scale_a_block =>
 scale_b += scale_b_block =>
 
-# %% 14.6 the last piece is taken for a whole one
-there = inner < k - start => there = inner < piece
+# %% 14.6 the last block of k is taken for a full one
+exists = inner < k - start => exists = inner < block_k
 
 # %% 14.6 rows of a without a mask
 a, (row[:, None] < m) => a, (row[:, None] >= 0)
 
 # %% 14.6 a total of 16 bits
-total += piece_sum * of_a[:, None] * of_b[None, :]
+total += block_sum * of_a[:, None] * of_b[None, :]
 =>
-total = (total + piece_sum * of_a[:, None] * of_b[None, :]).to(tl.float16).to(tl.float32)
+total = (total + block_sum * of_a[:, None] * of_b[None, :]).to(tl.float16).to(tl.float32)
 
 # %% 14.6 fake: PyTorch behind a kernel's brackets
 from course_lib.fp8.quantization import dequantize
@@ -100,7 +100,7 @@ class TorchProduct:
     def __getitem__(self, grid):
         def launch(a, b, out, scale_a, scale_b, *sizes, **constants):
             wide_a, wide_b = (
-                dequantize(Quantized(values, scale, (rows, constants["piece"])))
+                dequantize(Quantized(values, scale, (rows, constants["block_k"])))
                 for values, scale, rows in ((a, scale_a, constants["rows_a"]), (b, scale_b, constants["rows_b"]))
             )
             out.copy_(wide_a @ wide_b.t())
@@ -145,7 +145,7 @@ self.updated = True =>
 # %% 14.8 fake: Dgrad and Wgrad in full precision
 fp8_matmul(dy, w, ctx.dtype) => dequantize(dy) @ dequantize(w).t()
 ---
-grad_weights[i] = fp8_matmul(c.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
+grad_weights[i] = fp8_matmul(q.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
 =>
 grad_weights[i] = (grads[i].t() @ dequantize(x).t()).to(ctx.grad_dtypes[i])
 
@@ -168,26 +168,26 @@ def forward(ctx, x: torch.Tensor, group, quantizers: list[LayerQuantizers], *wei
 ---
 (values, scale, ctx.block) => (values, scale, ctx.block), ctx.x
 
-# %% 14.8 x's scales are turned with its bytes: they lie along in
+# %% 14.8 x's scales are transposed with its bytes: they lie along in
 ctx.quantizers[0].input.transposed(Quantized(values, scale, ctx.block)) => Quantized(values, scale, ctx.block).t()
 
 # %% 14.8 dyᵀ is quantized from 8 bits, though dy is there
 (dy, grads[i]) => (dy)
 
 # %% 14.8 the weights' scales are found anew
-(c.weight(w, of_w), w) for c, w, of_w => (c.weight(w), w) for c, w, _
+(q.weight(w, of_w), w) for q, w, of_w => (q.weight(w), w) for q, w, _
 
-# %% 14.8 makes products that nobody asked for
+# %% 14.8 runs matmuls that are not needed
 if needed[i]:
-    grad_weights[i] = fp8_matmul(c.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
+    grad_weights[i] = fp8_matmul(q.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
 =>
-grad_weights[i] = fp8_matmul(c.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
+grad_weights[i] = fp8_matmul(q.gradient.transposed(dy, grads[i]), x, ctx.grad_dtypes[i])
 
 # %% 14.8 a float32 weight's gradient is rounded to x's dtype
 ctx.grad_dtypes[i] => ctx.dtype
 
 # %% 14.8 dy is quantized again for Wgrad
-(c.gradient.transposed(dy, grads[i]), x => (c.gradient.transposed(c.gradient(grads[i]), grads[i]), x
+(q.gradient.transposed(dy, grads[i]), x => (q.gradient.transposed(q.gradient(grads[i]), grads[i]), x
 
 # %% 14.8 waits for the sum before Wgrad begins
 ctx.group, async_op=True => ctx.group

@@ -62,8 +62,8 @@ def check() -> None:
         out = run_guarded(kernel, run_block, a.values, b.values, a.scale, b.scale, a.block, b.block)
         off = relative_error(out.double(), emulated_matmul(a, b, torch.float64))
         assert off < 1e-5, (
-            f"[{m}, {k}] by [{n}, {k}]: off by {off:.1e} of the result. Each piece of 128 has scales "
-            "of its own, and its sum starts at 0; the last piece may be short; the total is float32"
+            f"[{m}, {k}] by [{n}, {k}]: off by {off:.1e} of the result. Each block of 128 has scales "
+            "of its own, and its sum starts at 0; the last block may be short; the total is float32"
         )
     names = kernel.fn.__code__.co_names
     assert "dot_fp8" in names and "dot" not in names, "the product is dot_fp8, of the 8 bits as they were loaded"
@@ -72,6 +72,6 @@ def check() -> None:
     compiled = compile_kernel(kernel, *arguments, **constants, num_warps=8, num_stages=3)
     products = re.findall(r"wgmma\.mma_async\S*\.(\w+\.\w+);?\s", compiled.ptx)
     assert len(products) == 4 and set(products) == {"e4m3.e4m3"}, (
-        f"a piece is 4 FP8 products of 32 on an H100, not {products}"
+        f"a block is 4 FP8 matmuls of 32 on an H100, not {products}"
     )
     assert compiled.spilled_bytes == 0, f"{compiled.spilled_bytes} bytes a thread spill"

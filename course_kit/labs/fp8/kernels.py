@@ -36,7 +36,7 @@ def block_launch(
     constants = {
         "rows_a": a.block[0],
         "rows_b": b.block[0],
-        "piece": 128,
+        "block_k": 128,
         "block_m": block_m,
         "block_n": block_n,
         "group": 8,
